@@ -1,0 +1,56 @@
+# Every target that runs something makes its own .venv first: Python 3.11+, make and pip are all a machine needs.
+#
+#   make test ARGS='-k crash -x'      more words for pytest
+#   make demo PYTHON=python3.11       another interpreter (then: rm -rf .venv)
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# The environment of whoever calls must not reach into ours.
+unexport PYTHONHOME
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-fast check bench build clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
+		printf '%-18s %s\n' "$$target" "$$words"; done
+
+demo: $(STAMP) ## train on two ranks, be killed while a save streams, resume, compare
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP) ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
+
+bench: $(STAMP) ## stall, drag and durable against torch.save and DCP: a table and a plot in bench/results
+	$(BIN)/python -m bench save --out bench/results
+
+build: $(STAMP) ## wheel and sdist in dist/
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+clean: ## remove what the other targets made, except .venv and bench/results
+	rm -rf dist .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name .git -prune -o -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The second way of making it is for systems whose Python has no ensurepip: the pip outside puts one inside.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "making $(VENV): once, a few minutes, PyTorch is large"
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@

@@ -1,0 +1,205 @@
+"""Moving aligned memory to and from a file past the page cache, and any other memory through it.
+
+``O_DIRECT`` costs a tenth of the CPU and does not push the trainer's pages out, but a file system may refuse it when the file is
+opened, or only at a certain write. So every file here has a second, buffered descriptor that can take over at any call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from ckpt.storage.api import Buffer
+
+ALIGNMENT: Final = 4096  # covers the logical block of every disk in use; a store that wants more refuses and is written buffered
+_DROP_CACHE_BYTES: Final = 8 << 20
+_REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+_RENAME_NOREPLACE: Final = 1
+_AT_FDCWD: Final = -100
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def address(memory: memoryview) -> int:
+    """Where the first byte of ``memory`` lies."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if memory.nbytes else 0
+
+
+def is_aligned(offset: int, memory: memoryview) -> bool:
+    """Whether ``O_DIRECT`` takes this as it is."""
+    return not (offset % ALIGNMENT or memory.nbytes % ALIGNMENT or address(memory) % ALIGNMENT)
+
+
+def open_direct(path: str, flags: int) -> int | None:
+    """A second descriptor that bypasses the page cache, or ``None`` where the file system has no such thing."""
+    try:
+        return os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _REFUSALS:
+            return None
+        raise
+
+
+def write_all(fd: int, parts: Iterable[Buffer]) -> int:
+    """Append all of ``parts`` at the descriptor's position; returns how many bytes that were."""
+    total = 0
+    for part in parts:
+        left = memoryview(part).cast("B")
+        total += left.nbytes
+        while left.nbytes:
+            left = left[os.write(fd, left) :]
+    return total
+
+
+def pwrite_all(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of ``data`` at ``offset``; a short write is gone on with."""
+    while data.nbytes:
+        done = os.pwrite(fd, data, offset)
+        offset, data = offset + done, data[done:]
+
+
+class DirectWriter:
+    """Writes to one file, past the page cache where memory and file system allow it.
+
+    Threads: ``write`` from any, at once, on disjoint ranges. ``sync`` and ``close`` from one, when no ``write`` runs.
+    """
+
+    def __init__(self, path: str, fd: int, size: int, *, direct: bool = True) -> None:
+        self.fd, self._size = fd, size
+        self._direct = open_direct(path, os.O_WRONLY) if direct and size >= ALIGNMENT else None
+        self._refused = self._direct is None
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write ``data`` at ``offset``. May be repeated."""
+        whole = data.nbytes - data.nbytes % ALIGNMENT
+        if offset + data.nbytes != self._size:
+            whole = data.nbytes  # only the end of the file may be padded; an odd run elsewhere goes buffered as one
+        done = self._write_direct(offset, data[:whole]) if whole else 0
+        offset, data = offset + done, data[done:]
+        if 0 < data.nbytes < ALIGNMENT and done == whole and self._write_padded(offset, data):
+            return
+        pwrite_all(self.fd, offset, data)
+
+    def sync(self) -> None:
+        """Cut the padding off and wait until the bytes are on the medium."""
+        os.ftruncate(self.fd, self._size)
+        os.fsync(self.fd)
+
+    def close(self) -> None:
+        """Close both descriptors; raises ``OSError`` if the file system reports a late failure (NFS)."""
+        direct, self._direct, self._refused = self._direct, None, True
+        fd, self.fd = self.fd, -1
+        try:
+            if direct is not None:
+                os.close(direct)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    def _write_direct(self, offset: int, data: memoryview) -> int:
+        """How many bytes the direct descriptor took; what is left must go buffered."""
+        done = 0
+        while done < data.nbytes and not self._refused and is_aligned(offset + done, data[done:]):
+            assert self._direct is not None
+            try:
+                done += os.pwrite(self._direct, data[done:], offset + done)
+            except OSError as error:
+                if error.errno not in _REFUSALS:
+                    raise
+                self._refused = True  # the descriptor stays open: another thread may be writing to it
+        return done
+
+    def _write_padded(self, offset: int, tail: memoryview) -> bool:
+        """The file's unaligned end, as a whole block that ``sync`` cuts again. False if it must go buffered."""
+        if self._refused:
+            return False
+        page = mmap.mmap(-1, ALIGNMENT)  # begins at a page; not closed here, for an error's traceback may still see into it
+        page[: tail.nbytes] = bytes(tail)
+        return self._write_direct(offset, memoryview(page)) == ALIGNMENT
+
+
+def read_at(path: str, offset: int, out: memoryview, *, direct: bool = True) -> int:
+    """Fill ``out`` from ``offset`` of the file as far as the file goes; returns how many bytes that was."""
+    done = 0
+    body = out[: out.nbytes - out.nbytes % ALIGNMENT]
+    if direct and body.nbytes and is_aligned(offset, body):
+        done = _read_direct(path, offset, body)
+    return done + _read_buffered(path, offset + done, out[done:]) if done < out.nbytes else done
+
+
+def _read_direct(path: str, offset: int, out: memoryview) -> int:
+    fd = open_direct(path, os.O_RDONLY)
+    if fd is None:
+        return 0
+    done = 0
+    try:
+        while done < out.nbytes and done % ALIGNMENT == 0:
+            count = os.preadv(fd, [out[done:]], offset + done)
+            if not count:
+                break
+            done += count
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+    finally:
+        os.close(fd)
+    return done
+
+
+def _read_buffered(path: str, offset: int, out: memoryview) -> int:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    done = 0
+    try:
+        while done < out.nbytes and (count := os.preadv(fd, [out[done:]], offset + done)):
+            done += count
+        if done >= _DROP_CACHE_BYTES:
+            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return done
+
+
+def reserve(fd: int, size: int) -> None:
+    """Reserve ``size`` bytes, where the file system can; raises ``OSError`` (ENOSPC) if they are not there.
+
+    Not ``os.posix_fallocate``: where the file system cannot, glibc would write one byte into every block, for minutes on NFSv3.
+    """
+    if size and _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+
+
+def rename_if_absent(source: str, target: str) -> None:
+    """Rename, but never over something. Raises ``FileExistsError``; EOPNOTSUPP if the file system has no way to do it."""
+    if _rename_noreplace(source, target):
+        return
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        if not os.path.samefile(source, target):  # NFS: the link was made, its reply was lost, the client asked again
+            raise
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            told = "it can neither link nor rename without replacing; with one leader, open it with the option put_if_absent=false"
+            raise OSError(errno.EOPNOTSUPP, told) from error
+        raise
+    os.unlink(source)
+
+
+def _rename_noreplace(source: str, target: str) -> bool:
+    """False if the kernel or the file system does not know the flag (NFS, most of FUSE)."""
+    renameat2 = getattr(_LIBC, "renameat2", None)
+    if renameat2 is None:
+        return False
+    if not renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), target)

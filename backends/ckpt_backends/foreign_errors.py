@@ -1,0 +1,168 @@
+"""Which of our errors a client library's exception means. The libraries are not imported: their classes are known by name.
+
+Three sources, the most telling first: the code and HTTP status that a server answered (found anywhere along the chain of causes), the
+class of the exception, its ``errno``. Messages are cleaned of everything that could be a credential.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    ObjectExists,
+    ObjectNotFound,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+)
+from ckpt_backends.oserrors import BY_ERRNO
+
+_BY_CODE: Final[Mapping[str, type[StorageError]]] = {
+    "NoSuchKey": ObjectNotFound,
+    "NoSuchUpload": ObjectNotFound,
+    "NoSuchBucket": StorageError,  # not ObjectNotFound: nothing can be written there either
+    "PreconditionFailed": ObjectExists,
+    "ConditionalRequestConflict": TransientStorageError,
+    "OperationAborted": TransientStorageError,
+    "AccessDenied": AccessDenied,
+    "ExpiredToken": AccessDenied,
+    "InvalidAccessKeyId": AccessDenied,
+    "InvalidToken": AccessDenied,
+    "SignatureDoesNotMatch": AccessDenied,
+    "RequestTimeTooSkewed": AccessDenied,
+    "QuotaExceeded": OutOfSpace,
+    "StorageFull": OutOfSpace,
+    "XMinioStorageFull": OutOfSpace,
+    "InternalError": TransientStorageError,
+    "RequestTimeout": TransientStorageError,
+    "ServiceUnavailable": TransientStorageError,
+    "SlowDown": TransientStorageError,
+    "Throttling": TransientStorageError,
+    "TooManyRequests": TransientStorageError,
+}
+_BY_STATUS: Final[Mapping[int, type[StorageError]]] = {
+    401: AccessDenied,
+    403: AccessDenied,
+    404: ObjectNotFound,
+    408: TransientStorageError,
+    409: TransientStorageError,
+    412: ObjectExists,
+    416: StorageError,
+    425: TransientStorageError,
+    429: TransientStorageError,
+    501: StorageError,
+    507: OutOfSpace,
+}
+_BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
+    # botocore
+    "NoCredentialsError": AccessDenied,
+    "PartialCredentialsError": AccessDenied,
+    "CredentialRetrievalError": AccessDenied,
+    "TokenRetrievalError": AccessDenied,
+    "UnauthorizedSSOTokenError": AccessDenied,
+    "HTTPClientError": TransientStorageError,
+    "ConnectionError": TransientStorageError,
+    "IncompleteReadError": TransientStorageError,
+    "FlexibleChecksumError": TransientStorageError,
+    # aiohttp, requests
+    "ClientConnectionError": TransientStorageError,
+    "ClientPayloadError": TransientStorageError,
+    "ClientOSError": TransientStorageError,
+    "RequestException": TransientStorageError,
+    # gcsfs, google-auth
+    "ChecksumError": TransientStorageError,
+    "TransportError": TransientStorageError,
+    "DefaultCredentialsError": AccessDenied,
+    "RefreshError": AccessDenied,
+}
+_BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
+_USERINFO: Final = re.compile(r"//[^/@\s]+@")
+_SIGNED: Final = re.compile(
+    r"(?i)((?:X-Amz-(?:Credential|Signature|Security-Token)|Signature|AWSAccessKeyId|access_token|sig)=)[^&\s\"']+"
+)
+
+
+def clean(text: str, secrets: Sequence[str] = ()) -> str:
+    """``text`` without user names and passwords of URLs, signatures, and the given secrets."""
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return _SIGNED.sub(r"\1***", _USERINFO.sub("//", text))
+
+
+@contextmanager
+def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Generator[None]:
+    """Inside, every exception of a client library leaves as one of our errors about ``key``."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except _BUGS:
+        raise
+    except Exception as error:  # noqa: BLE001 - none of them may pass, that is what this is for
+        # from None: the chain of a vendor's exception holds requests, headers and with them credentials
+        raise storage_error(key, error, secrets=secrets, bucket=bucket) from None
+
+
+def storage_error(key: str, error: BaseException, *, secrets: Sequence[str] = (), bucket: str = "") -> StorageError:
+    """Our error for ``error``."""
+    for link in _chain(error):
+        code, status = _answer(link)
+        if code == "NoSuchBucket":
+            return StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL")
+        kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (TransientStorageError if status >= 500 else None)
+        if kind is not None or status >= 400:
+            return (kind or StorageError)(key, clean(_told(code, status, error), secrets))
+    kind = _by_class(error)
+    return kind(key, clean(f"{type(error).__name__}: {error}".rstrip(": ")[:300], secrets))
+
+
+def _by_class(error: BaseException) -> type[StorageError]:
+    for link in _chain(error):
+        if isinstance(link, FileNotFoundError):
+            return ObjectNotFound
+        if isinstance(link, FileExistsError):
+            return ObjectExists
+        if isinstance(link, PermissionError) or (isinstance(link, OSError) and str(link).startswith("Forbidden")):
+            return AccessDenied  # "Forbidden": how gcsfs tells a 403
+        if isinstance(link, TimeoutError | asyncio.TimeoutError | ConnectionError | EOFError):
+            return TransientStorageError
+        for cls in type(link).__mro__:
+            if kind := _BY_CLASS.get(cls.__name__):
+                return kind
+        if isinstance(link, OSError) and (kind := BY_ERRNO.get(link.errno or 0)):
+            return kind
+    return StorageError
+
+
+def _answer(error: BaseException) -> tuple[str, int]:
+    """The code and the HTTP status a server answered with; ('', 0) if this exception carries none."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore.ClientError
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return code, int(status or (code if code.isdigit() else 0))
+    for name in ("code", "status", "status_code"):  # gcsfs.HttpError, aiohttp.ClientResponseError, azure
+        value: Any = getattr(error, name, None)
+        if isinstance(value, int | str) and str(value).isdigit() and 300 <= int(value) < 600:
+            return "", int(value)
+    return "", 0
+
+
+def _told(code: str, status: int, error: BaseException) -> str:
+    told = " ".join(part for part in (str(status or ""), code if code != str(status) else "") if part)
+    return f"{told}: {error}"[:300]
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(8):  # chains may be circular
+        if link is None:
+            return
+        yield link
+        link = link.__cause__

@@ -1,0 +1,143 @@
+"""Named stores in this process, for tests and examples: ``memory://name/prefix``.
+
+Two backends of the same name see the same objects; two names, or two processes, do not.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key, check_prefix
+
+_PART_BYTES: Final = 8 << 20
+
+
+class _Store:
+    """The objects of one name. A value is never changed once it is in ``objects``, so readers need no lock while they copy."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.objects: dict[str, bytes | bytearray] = {}
+
+
+_stores: Final[dict[str, _Store]] = {}
+_stores_lock: Final = threading.Lock()
+
+
+def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
+    """The store ``memory://name``, made if there is none yet; an optional path after the name is a prefix.
+
+    Args:
+        url: ``memory://name`` or ``memory://name/prefix``.
+        options: ``shared`` (bool, default false): what the capabilities say; true suits tests whose ranks are threads.
+    """
+    if set(options) - {"shared"} or not isinstance(options.get("shared", False), bool):
+        raise ConfigError(f"memory:// takes the option shared (true or false), not {dict(options)!r}")
+    name, _, prefix = url.partition("://")[2].partition("/")
+    prefix = prefix.strip("/")
+    with _stores_lock:
+        store = _stores.setdefault(name, _Store())
+    return MemoryBackend(store, f"memory://{name}/{prefix}".rstrip("/"), prefix, shared=bool(options.get("shared", False)))
+
+
+def forget_memory(name: str) -> None:
+    """Drop the store of this name; backends that are open keep what they see."""
+    with _stores_lock:
+        _stores.pop(name, None)
+
+
+class MemoryBackend:
+    """One prefix of a named store. Threads: every method from any thread, at once."""
+
+    def __init__(self, store: _Store, url: str, prefix: str, *, shared: bool) -> None:
+        self._store, self._url = store, url
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._capabilities = Capabilities(put_if_absent=True, shared=shared, part_bytes=_PART_BYTES)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        return self._place(key, b"".join(parts), if_absent=if_absent)
+
+    def upload(self, key: str, size: int) -> Upload:
+        return _MemoryUpload(self, check_key(key), size)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        found = self._find(key)
+        if offset + out.nbytes > len(found):
+            raise StorageError(key, f"ends at byte {len(found)}, bytes up to {offset + out.nbytes} were asked for")
+        out.cast("B")[:] = memoryview(found)[offset : offset + out.nbytes]
+
+    def head(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key=key, size=len(self._find(key)))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        start = self._prefix + check_prefix(prefix)
+        with self._store.lock:
+            found = [(key, len(value)) for key, value in self._store.objects.items() if key.startswith(start)]
+        for key, size in found:
+            yield ObjectInfo(key=key.removeprefix(self._prefix), size=size)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        start = check_prefix(prefix).removesuffix("/")
+        start = f"{start}/" if start else ""
+        below = (info.key.removeprefix(start) for info in self.list(start))
+        yield from sorted({rest.partition("/")[0] for rest in below if "/" in rest})
+
+    def delete(self, key: str) -> None:
+        with self._store.lock:
+            self._store.objects.pop(self._prefix + check_key(key), None)
+
+    def close(self) -> None:
+        """Nothing is held; the store stays for others."""
+
+    def _place(self, key: str, value: bytes | bytearray, *, if_absent: bool = False) -> ObjectInfo:
+        full = self._prefix + check_key(key)
+        with self._store.lock:
+            if if_absent and full in self._store.objects:
+                raise ObjectExists(key)
+            self._store.objects[full] = value
+        return ObjectInfo(key=key, size=len(value))
+
+    def _find(self, key: str) -> bytes | bytearray:
+        with self._store.lock:
+            found = self._store.objects.get(self._prefix + check_key(key))
+        if found is None:
+            raise ObjectNotFound(key)
+        return found
+
+
+class _MemoryUpload:
+    """Copies each part into place at once. Threads: as ``Upload`` says; ``write`` at once is fine."""
+
+    def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:
+        self._backend, self._key, self._value = backend, key, bytearray(size)
+        self._written: dict[int, int] = {}
+
+    @property
+    def part_bytes(self) -> int:
+        return _PART_BYTES
+
+    def write(self, offset: int, data: memoryview) -> None:
+        if offset < 0 or offset + data.nbytes > len(self._value):
+            raise StorageError(self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {len(self._value)}")
+        memoryview(self._value)[offset : offset + data.nbytes] = data.cast("B")
+        self._written[offset] = data.nbytes
+
+    def finish(self) -> ObjectInfo:
+        written = sum(self._written.values())
+        if written != len(self._value):
+            raise StorageError(self._key, f"{written} of {len(self._value)} bytes were written")
+        return self._backend._place(self._key, self._value)  # noqa: SLF001 - one class in two parts
+
+    def abort(self) -> None:
+        self._value = bytearray()

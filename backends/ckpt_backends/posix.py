@@ -1,0 +1,348 @@
+"""A folder as a store: local disk, tmpfs, NFS, Lustre.
+
+How an object appears: it is written under a temporary name in its own folder, forced to the medium, renamed, and the folder and all
+folders above it up to the root are forced too. A crash before the rename leaves a temporary file, which no listing shows.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key, check_prefix
+from ckpt_backends.direct_io import (
+    ALIGNMENT,
+    DirectWriter,
+    read_at,
+    rename_if_absent,
+    reserve,
+    write_all,
+)
+from ckpt_backends.oserrors import mapped
+
+_PART_BYTES: Final = 8 << 20
+_ABANDONED_SECONDS: Final = 3600.0  # a live upload touches its file with every part
+_NAME_BYTES: Final = 255
+_NETWORK: Final = frozenset(
+    ["nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "wekafs", "panfs", "9p", "afs", "orangefs", "gfs2", "ocfs2", "virtiofs"]
+)
+_OPTIONS: Final = frozenset({"put_if_absent", "shared", "direct"})
+
+T = TypeVar("T")
+
+
+def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
+    """The folder ``url`` (a path, ``~`` expanded, or ``file://``). It is created by the first write, not here.
+
+    Args:
+        url: Where the root is or shall be.
+        options: ``shared`` (bool; default: whether the folder lies on a network file system), ``put_if_absent`` (bool, default true; false
+            for file systems that can neither link nor rename without replacing), ``direct`` (bool, default true: use O_DIRECT).
+
+    Raises:
+        ConfigError: The root is a file, or an option is unknown or not a bool.
+    """
+    for name, value in options.items():
+        if name not in _OPTIONS or not isinstance(value, bool):
+            raise ConfigError(f"a folder takes the options {', '.join(sorted(_OPTIONS))} (true or false), not {name}={value!r}")
+    root = _path_of(url)
+    if os.path.lexists(root) and not os.path.isdir(root):
+        raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
+    flags = {name: bool(value) for name, value in options.items()}
+    return PosixBackend(
+        root,
+        shared=flags["shared"] if "shared" in flags else _on_network(root),
+        put_if_absent=flags.get("put_if_absent", True),
+        direct=flags.get("direct", True),
+    )
+
+
+class PosixBackend:
+    """A folder as a store. Threads: every method from any thread, at once. No descriptor stays open between calls."""
+
+    def __init__(self, root: str, *, shared: bool, put_if_absent: bool = True, direct: bool = True) -> None:
+        self._root, self._direct = root, direct
+        self._capabilities = Capabilities(
+            put_if_absent=put_if_absent, shared=shared, part_bytes=_PART_BYTES, alignment=ALIGNMENT, max_concurrency=8
+        )
+        self._root_synced = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def url(self) -> str:
+        return self._root
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        target = self._writable(check_key(key))
+        with mapped(key, missing=StorageError):
+            if if_absent and os.path.lexists(target):  # spares the write in the common case; the rename below decides
+                raise ObjectExists(key)
+            temporary = _temporary_beside(target)
+            fd = self._create(temporary)
+            try:
+                try:
+                    size = write_all(fd, parts)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+                self._publish(temporary, target, if_absent=if_absent and self._capabilities.put_if_absent)
+            except BaseException:
+                self._discard(temporary)
+                raise
+        return ObjectInfo(key=key, size=size)
+
+    def upload(self, key: str, size: int) -> Upload:
+        target = self._writable(check_key(key))
+        with mapped(key, missing=StorageError):
+            temporary = _temporary_beside(target)
+            fd = self._create(temporary)
+            try:
+                reserve(fd, size)
+                writer = DirectWriter(temporary, fd, size, direct=self._direct)
+            except BaseException:
+                os.close(fd)
+                self._discard(temporary)
+                raise
+        return _PosixUpload(self, key, _Paths(temporary, target), writer, size)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        path = self._readable(check_key(key))
+        with mapped(key):
+            done = read_at(path, offset, out.cast("B"), direct=self._direct)
+        if done != out.nbytes:
+            raise StorageError(key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for")
+
+    def head(self, key: str) -> ObjectInfo:
+        path = self._readable(check_key(key))
+        with mapped(key):
+            found = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise ObjectNotFound(key, "not a file")
+        return ObjectInfo(key=key, size=found.st_size)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = check_prefix(prefix).rpartition("/")[0]
+        yield from self._walk(folder, prefix)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        folder = check_prefix(prefix).removesuffix("/")
+        for entry in self._entries(folder):
+            if entry.is_dir(follow_symlinks=False):
+                yield entry.name
+
+    def delete(self, key: str) -> None:
+        path = self._writable(check_key(key))
+        with mapped(key), suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
+            _sync_folder(os.path.dirname(path))
+        _remove_abandoned(os.path.dirname(path))
+        self._remove_empty(os.path.dirname(path))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _readable(self, key: str) -> str:
+        return self._inside(key, os.path.realpath(os.path.join(self._root, key)))
+
+    def _writable(self, key: str) -> str:
+        """The last name is not followed: a rename or an unlink acts on the link itself."""
+        folder, name = os.path.split(os.path.join(self._root, key))
+        return os.path.join(self._inside(key, os.path.realpath(folder)), name)
+
+    def _inside(self, key: str, path: str) -> str:
+        root = os.path.realpath(self._root)
+        if path != root and not path.startswith(root.rstrip("/") + "/"):
+            raise AccessDenied(key, "a symbolic link leads out of the root")
+        return path
+
+    def _create(self, path: str) -> int:
+        """A new file in a folder that a concurrent ``delete`` may be removing because it just was empty."""
+
+        def attempt() -> int:
+            self._make_folders(os.path.dirname(path))
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+        return _insist(attempt)
+
+    def _make_folders(self, folder: str) -> None:
+        missing: list[str] = []
+        while not os.path.isdir(folder):
+            missing.append(folder)
+            folder = os.path.dirname(folder)
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            if not os.path.isdir(path):
+                raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
+        if not self._root_synced or missing:
+            self._sync_root([os.path.dirname(path) for path in missing])
+
+    def _sync_root(self, parents: Sequence[str]) -> None:
+        """Force the entry of the root, also if another process has just made it and not forced it yet."""
+        root = os.path.realpath(self._root)
+        for folder in {os.path.dirname(root), *parents}:
+            with suppress(PermissionError):  # a parent that is not ours to open was not made by us
+                _sync_folder(folder)
+        self._root_synced = True
+
+    def _publish(self, temporary: str, target: str, *, if_absent: bool) -> None:
+        (rename_if_absent if if_absent else os.rename)(temporary, target)
+        root = os.path.realpath(self._root)
+        folder = os.path.dirname(target)
+        _sync_folder(folder)
+        while folder != root:  # the writer that made these folders may be another one, still before its own fsync
+            folder = os.path.dirname(folder)
+            _sync_folder(folder)
+
+    def _discard(self, temporary: str) -> None:
+        with suppress(OSError):
+            os.unlink(temporary)
+        self._remove_empty(os.path.dirname(temporary))
+
+    def _remove_empty(self, folder: str) -> None:
+        root = os.path.realpath(self._root)
+        with suppress(OSError):  # not empty, or gone already
+            while folder.startswith(root.rstrip("/") + "/"):
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        for entry in self._entries(folder):
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if prefix.startswith(f"{key}/") or f"{key}/".startswith(prefix):
+                    yield from self._walk(key, prefix)
+            elif key.startswith(prefix) and entry.is_file(follow_symlinks=False) and not _is_hidden(entry.name):
+                with suppress(FileNotFoundError):  # deleted since
+                    yield ObjectInfo(key=key, size=entry.stat(follow_symlinks=False).st_size)
+
+    def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
+        path = self._inside(folder, os.path.realpath(os.path.join(self._root, folder)))
+        with mapped(folder), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+            return list(entries)
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    temporary: str
+    target: str
+
+
+class _PosixUpload:
+    """One file on its way, under its temporary name. Threads: as ``Upload`` says; ``write`` at once is fine."""
+
+    def __init__(self, backend: PosixBackend, key: str, paths: _Paths, writer: DirectWriter, size: int) -> None:
+        self._backend, self._key, self._paths, self._writer, self._size = backend, key, paths, writer, size
+        self._written: dict[int, int] = {}
+
+    @property
+    def part_bytes(self) -> int:
+        return _PART_BYTES
+
+    def write(self, offset: int, data: memoryview) -> None:
+        data = data.cast("B")
+        if offset < 0 or offset + data.nbytes > self._size:
+            raise StorageError(self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {self._size}")
+        with mapped(self._key, missing=StorageError):
+            self._writer.write(offset, data)
+        self._written[offset] = data.nbytes
+
+    def finish(self) -> ObjectInfo:
+        """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted."""
+        try:
+            if sum(self._written.values()) != self._size:
+                raise StorageError(self._key, f"{sum(self._written.values())} of {self._size} bytes were written")
+            with mapped(self._key, missing=StorageError):
+                self._writer.sync()
+                self._writer.close()
+                self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)  # noqa: SLF001 - one class in two parts
+        except BaseException:
+            self.abort()
+            raise
+        return ObjectInfo(key=self._key, size=self._size)
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            self._writer.close()
+        self._backend._discard(self._paths.temporary)  # noqa: SLF001 - one class in two parts
+
+
+def _path_of(url: str) -> str:
+    if url.lower().startswith("file://"):
+        split = urlsplit(url)
+        if split.netloc not in ("", "localhost"):
+            raise ConfigError(f"{url!r} names a host: write file:///path")
+        url = unquote(split.path)
+    if not url:
+        raise ConfigError("a folder must be named")
+    return os.path.abspath(os.path.expanduser(url))
+
+
+def _on_network(path: str) -> bool:
+    """Whether the file system that holds, or will hold, ``path`` is one that other machines see."""
+    path = os.path.realpath(path)
+    found, kind = "", ""
+    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            point, name = line.split()[1:3]
+            point = point.replace("\\040", " ")
+            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(found):  # of two mounts on one point the later hides the earlier
+                found, kind = point, name
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def _temporary_beside(target: str) -> str:
+    folder, name = os.path.split(target)
+    token = f".{secrets.token_hex(6)}.tmp"
+    kept = name.encode()[: _NAME_BYTES - 1 - len(token)].decode(errors="ignore")
+    return os.path.join(folder, f".{kept}{token}")
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".tmp")
+
+
+def _is_hidden(name: str) -> bool:
+    return _is_temporary(name) or name.startswith(".nfs")  # NFS: a file deleted while open
+
+
+def _remove_abandoned(folder: str) -> None:
+    """Temporary files that a crash left, once a folder holds nothing else: a shard may be tens of GiB."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        left = list(entries)
+        if all(_is_temporary(entry.name) for entry in left):
+            for entry in left:
+                if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
+                    os.unlink(entry.path)
+
+
+def _sync_folder(folder: str) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some FUSE file systems have no fsync for folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def _insist(attempt: Callable[[], T], times: int = 8) -> T:
+    for _ in range(times - 1):
+        with suppress(FileNotFoundError):
+            return attempt()
+    return attempt()

@@ -1,0 +1,275 @@
+"""Amazon S3 and what speaks its protocol: our own multipart uploads over s3fs's client.
+
+s3fs's ``pipe_file`` and ``open`` hold hundreds of MiB and send parts in batches; here the pipeline's threads each send one part. All
+requests run on fsspec's one loop thread. A reply that is lost does not decide anything: the store is asked what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets as entropy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
+
+from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key, check_prefix
+from ckpt_backends.foreign_errors import clean
+from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
+
+_MIB: Final = 1 << 20
+_MOST_PARTS: Final = 10_000
+_CONCURRENCY: Final = 16
+_READ_BYTES: Final = 1 << 20
+_TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
+_CLIENT: Final[Mapping[str, object]] = {
+    "connect_timeout": 10,
+    "read_timeout": 30,
+    "retries": {"max_attempts": 3, "mode": "standard"},
+    "max_pool_connections": 2 * _CONCURRENCY,
+    # many servers that are not AWS refuse or damage the newer default checksums; ours are in the manifest
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+
+
+def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
+    """The bucket and prefix ``s3://bucket/prefix``. Nothing is contacted yet.
+
+    Args:
+        url: May carry ``?endpoint_url=...`` and ``?region=...``.
+        options: ``endpoint_url``, ``key``, ``secret``, ``token``, ``region``, ``profile``, ``anon``; ``put_if_absent`` (bool, default true; false
+            for servers that ignore ``If-None-Match``, such as ``rclone serve s3``); ``config_kwargs`` (of botocore's ``Config``); the rest goes
+            to ``s3fs.S3FileSystem``. What is not given, botocore looks up itself (environment, files, instance role).
+
+    Raises:
+        MissingExtra: s3fs is not installed.
+        ConfigError: The URL names no bucket, or s3fs refuses the options.
+    """
+    split = urlsplit(url)
+    settings: dict[str, Any] = {**dict(parse_qsl(split.query)), **options}
+    bucket = split.netloc.rpartition("@")[2]
+    shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
+    if not bucket:
+        raise ConfigError(f"{shown!r} names no bucket: write s3://bucket/prefix")
+    put_if_absent = bool(settings.pop("put_if_absent", True))
+    try:
+        fs = _file_system(settings)
+    except ImportError as error:
+        raise missing_extra(shown, error) from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
+    return S3Backend(fs, bucket, split.path.strip("/"), shown.rstrip("/"), secrets=secrets, put_if_absent=put_if_absent)
+
+
+def _file_system(settings: dict[str, Any]) -> Any:
+    import s3fs
+
+    endpoint = str(settings.get("endpoint_url") or "https://")
+    config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
+    if endpoint.startswith("https://"):  # TLS guards the way; over http the signed SHA-256 is the only check there is
+        config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
+    client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
+    if region := settings.pop("region", None):
+        client["region_name"] = region
+    fs = s3fs.S3FileSystem(
+        **settings,
+        config_kwargs=config,
+        client_kwargs=client,
+        use_listings_cache=False,
+        skip_instance_cache=True,
+    )
+    fs.retries = 1  # or s3fs repeats botocore's repeats; the pipeline has its own besides
+    return fs
+
+
+class S3Backend(StorageBackendOnFsspec):
+    """A prefix of a bucket. Threads: every method from any thread, at once; not across ``fork``."""
+
+    def __init__(
+        self, fs: Any, bucket: str, prefix: str, url: str, *, secrets: Sequence[str], put_if_absent: bool
+    ) -> None:
+        capabilities = Capabilities(
+            put_if_absent=put_if_absent, shared=True, part_bytes=PART_BYTES, max_concurrency=_CONCURRENCY
+        )
+        super().__init__(fs, f"{bucket}/{prefix}", url, secrets=secrets, capabilities=capabilities)
+        self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        value = b"".join(parts)
+        if not if_absent:
+            self.call(key, "put_object", Body=value)
+        else:
+            if self._exists(key):  # also protects what is there from servers that ignore the condition
+                raise ObjectExists(key)
+            (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(key, value)
+        return ObjectInfo(key=key, size=len(value))
+
+    def upload(self, key: str, size: int) -> Upload:
+        part_bytes = max(PART_BYTES, math.ceil(size / _MOST_PARTS / _MIB) * _MIB)
+        if size < 2 * part_bytes:
+            check_key(key)
+            return PutUpload(self, key, size)
+        begun = self.call(key, "create_multipart_upload")
+        return _S3Upload(self, key, size, upload_id=begun["UploadId"], part_bytes=part_bytes)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        from fsspec.asyn import sync
+
+        if not out.nbytes:
+            self.head(key)
+            return
+        path = check_key(key)
+        with self._errors(key):
+            done = sync(self._fs.loop, self._fetch, path, offset, out.cast("B"))
+        if done != out.nbytes:
+            raise StorageError(key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for")
+
+    def head(self, key: str) -> ObjectInfo:
+        return ObjectInfo(key=key, size=int(self.call(key, "head_object")["ContentLength"]))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for page in self._pages(check_prefix(prefix)):
+            for found in page.get("Contents", ()):
+                key = str(found["Key"]).removeprefix(self._prefix)
+                if key and not key.endswith("/"):  # consoles make empty objects for folders
+                    yield ObjectInfo(key=key, size=int(found["Size"]))
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        start = check_prefix(prefix).removesuffix("/")
+        start = f"{start}/" if start else ""
+        for page in self._pages(start, Delimiter="/"):
+            for found in page.get("CommonPrefixes", ()):
+                yield str(found["Prefix"]).removeprefix(self._prefix + start).rstrip("/")
+
+    def delete(self, key: str) -> None:
+        with suppress(ObjectNotFound):
+            self.call(key, "delete_object")
+
+    def close(self) -> None:
+        with suppress(Exception):  # a connection that cannot be closed is closed
+            self._fs.close_session(self._fs.loop, self._fs._s3)  # noqa: SLF001 - s3fs has no other way
+
+    def call(self, key: str, method: str, **arguments: object) -> Any:
+        """One request about ``key``, with errors mapped."""
+        check_key(key)
+        with self._errors(key):
+            return self._fs.call_s3(method, Bucket=self._bucket, Key=self._prefix + key, **arguments)
+
+    def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
+        """A conditional put. The client may repeat it after a lost reply and then lose against itself, so each put leaves its token."""
+        token = entropy.token_hex(16)
+        try:
+            self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={_TOKEN: token})
+        except ObjectExists:
+            if self._token_of(key) != token:
+                raise
+        except TransientStorageError as error:
+            if self._token_of(key) == token:
+                return
+            if not (again and "ConditionalRequestConflict" in error.detail):
+                raise
+            self._put_if_none(key, value, again=False)
+
+    def _put_and_compare(self, key: str, value: bytes) -> None:
+        """Without a condition on the server the last of two leaders wins; the other must at least learn of it."""
+        self.call(key, "put_object", Body=value)
+        found = bytearray(self.head(key).size)
+        self.read_into(key, 0, memoryview(found))
+        if bytes(found) != value:
+            raise ObjectExists(key, "written by another at the same time")
+
+    def _token_of(self, key: str) -> str:
+        with suppress(StorageError):
+            metadata = self.call(key, "head_object").get("Metadata", {})
+            return next((str(value) for name, value in metadata.items() if name.lower() == _TOKEN), "")
+        return ""
+
+    def _pages(self, prefix: str, **arguments: object) -> Iterator[Any]:
+        token: dict[str, object] = {}
+        while True:
+            with self._errors(prefix):
+                page = self._fs.call_s3(
+                    "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix + prefix, **arguments, **token
+                )
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    async def _fetch(self, key: str, offset: int, out: memoryview) -> int:
+        """Copy the body into ``out`` as it arrives; returns how many bytes came."""
+        reply = await self._fs._call_s3(  # noqa: SLF001 - the awaitable that ``call_s3`` wraps
+            "get_object", Bucket=self._bucket, Key=self._prefix + key, Range=f"bytes={offset}-{offset + out.nbytes - 1}"
+        )
+        body = reply["Body"]
+        try:
+            if offset and not reply.get("ContentRange"):
+                raise StorageError(key, "the server ignores Range")
+            done = 0
+            while done < out.nbytes and (chunk := await body.read(min(_READ_BYTES, out.nbytes - done))):
+                out[done : done + len(chunk)] = chunk
+                done += len(chunk)
+            if done == out.nbytes:
+                await body.read(1)  # meets the end, so that the connection can be used again
+            return done
+        finally:
+            body.close()
+
+
+class _S3Upload:
+    """A multipart upload. Threads: as ``Upload`` says; ``write`` at once is fine."""
+
+    def __init__(self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int) -> None:
+        self._backend, self._key, self._size = backend, key, size
+        self._id, self._part_bytes = upload_id, part_bytes
+        self._done: dict[int, tuple[str, int]] = {}
+
+    @property
+    def part_bytes(self) -> int:
+        return self._part_bytes
+
+    def write(self, offset: int, data: memoryview) -> None:
+        number, odd = divmod(offset, self._part_bytes)
+        if odd or offset + data.nbytes > self._size:
+            raise StorageError(self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload")
+        # bytes(): the client takes no memoryview; one part is copied for as long as it is sent
+        reply = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
+        self._done[number + 1] = (reply["ETag"], data.nbytes)
+
+    def finish(self) -> ObjectInfo:
+        written = sum(size for _, size in self._done.values())
+        if written != self._size:
+            self.abort()
+            raise StorageError(self._key, f"{written} of {self._size} bytes were written")
+        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self._done.items())]
+        try:
+            self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
+        except StorageError:
+            if not self._complete_anyway():
+                self.abort()
+                raise
+        return ObjectInfo(key=self._key, size=self._size)
+
+    def abort(self) -> None:
+        with suppress(StorageError):
+            self._call("abort_multipart_upload")
+
+    def _complete_anyway(self) -> bool:
+        """Whether only the reply was lost: the upload is known no more, and the object is there. Only we could have ended it."""
+        try:
+            self._call("list_parts")
+        except ObjectNotFound:
+            with suppress(StorageError):
+                return self._backend.head(self._key).size == self._size
+        except StorageError:
+            return False
+        return False
+
+    @property
+    def _call(self) -> Callable[..., Any]:
+        def call(method: str, **arguments: object) -> Any:
+            return self._backend.call(self._key, method, UploadId=self._id, **arguments)
+
+        return call

@@ -1,0 +1,42 @@
+"""Asynchronous distributed checkpointing for PyTorch: a save costs milliseconds, a crash costs seconds, a listed checkpoint is intact.
+
+Names are resolved on first use, so that ``import ckpt`` and the command line never pay for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt.adapters.per_rank import PerRank, RngState
+    from ckpt.config import SaveConfig, Tier
+    from ckpt.errors import CkptError
+    from ckpt.manager import CheckpointManager
+    from ckpt.pending import PendingSave
+    from ckpt.restorer import RestoreReport
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CheckpointManager": "ckpt.manager",
+    "CkptError": "ckpt.errors",
+    "PendingSave": "ckpt.pending",
+    "PerRank": "ckpt.adapters.per_rank",
+    "RestoreReport": "ckpt.restorer",
+    "RngState": "ckpt.adapters.per_rank",
+    "SaveConfig": "ckpt.config",
+    "Tier": "ckpt.config",
+}
+
+__all__ = ["CheckpointManager", "CkptError", "PendingSave", "PerRank", "RestoreReport", "RngState", "SaveConfig", "Tier", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if (home := _HOMES.get(name)) is None:
+        raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,94 @@
+"""A tensor as this rank holds it -> a leaf: which boxes of which global tensor, and who else holds the same."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+from ckpt.errors import UnsupportedValue
+from ckpt.model.box import Box
+from ckpt.model.dtype import DTYPES
+from ckpt.plan.leaf import Leaf
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    held: Any = tensor._local_tensor
+    return held.wait() if hasattr(held, "wait") else held  # an unfinished collective
+
+
+def signature(tensor: torch.Tensor) -> Hashable:
+    """Equal if and only if ``leaf_of`` and the memory format would be equal."""
+    if isinstance(tensor, DTensor):
+        return (tensor._spec, tensor._local_tensor.shape)
+    return (tensor.dtype, tensor.shape, tensor.device)
+
+
+def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
+    """The leaf of ``tensor``. ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor knows its own.
+
+    Raises:
+        UnsupportedValue: A partial, sparse, quantized, nested or meta tensor, with the way out.
+    """
+    dtype = check(name, tensor)
+    if not isinstance(tensor, DTensor):
+        return Leaf(name, dtype, tuple(tensor.shape), (Box.whole(tensor.shape),), replicas if len(replicas) > 1 else ())
+    _check_placements(name, tensor)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    box = Box(tuple(offset), tuple(shape))
+    held = (box,) if box.numel or not tensor.numel() else ()
+    return Leaf(name, dtype, tuple(tensor.shape), held, replicas_of(tensor))
+
+
+def check(name: str, tensor: torch.Tensor) -> str:
+    """The name of its dtype, if it can be saved at all."""
+    if tensor.is_meta:
+        raise UnsupportedValue(name, "tensor on the meta device", "it has no data: materialise it first")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise UnsupportedValue(name, f"{tensor.layout} tensor", "save its parts (indices, values) as tensors of their own")
+    if tensor.is_quantized:
+        raise UnsupportedValue(name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedValue(name, f"tensor of {tensor.dtype}", "view it as a dtype that safetensors can hold")
+    return dtype
+
+
+def replicas_of(tensor: DTensor) -> tuple[int, ...]:
+    """Global ranks that hold the same boxes: those that differ from this one only along replicated mesh dimensions."""
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if here is None:
+        return ()
+    index = tuple(
+        slice(None) if isinstance(placement, Replicate) else at for placement, at in zip(tensor.placements, here, strict=True)
+    )
+    ranks = sorted(mesh.mesh[index].flatten().tolist())
+    return tuple(ranks) if len(ranks) > 1 else ()
+
+
+def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
+    """All ranks of a DTensor's mesh, ascending."""
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def _check_placements(name: str, tensor: DTensor) -> None:
+    for at, placement in enumerate(tensor.placements):
+        if isinstance(placement, Partial):
+            raise UnsupportedValue(name, "DTensor with a partial placement", "reduce it first, with redistribute() to Replicate or Shard")
+        if isinstance(placement, _StridedShard):
+            parts = 1
+            for dim in range(at + 1, len(tensor.placements)):
+                later = tensor.placements[dim]
+                if isinstance(later, Shard) and later.dim == placement.dim:
+                    parts *= tensor.device_mesh.size(dim)
+            if parts != placement.split_factor:
+                raise UnsupportedValue(name, f"DTensor with placements {tensor.placements}", "redistribute() it to Shard first")
+        elif not isinstance(placement, Shard | Replicate):
+            raise UnsupportedValue(name, f"DTensor with placement {placement}", "redistribute() it to Shard or Replicate first")

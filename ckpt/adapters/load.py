@@ -1,0 +1,360 @@
+"""A manifest -> a state. First everything is matched, with nothing changed; then bytes are read into place; then the rest is set.
+
+Tensors that exist are filled where they are. Tensors that do not yet (an optimizer that has not stepped, a tensor inside a ``state_dict``) are made. Plain values replace
+what is there; objects get ``load_state_dict``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
+from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.modules import items_of, name_groups, state_name, unwrapped
+from ckpt.adapters.per_rank import PerRank
+from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, KindMismatch, ManifestCorrupt, RestoreError
+from ckpt.model.manifest import Manifest, Tensor
+from ckpt.model.values import Node, decode, join
+from ckpt.plan.leaf import Leaf
+
+_LIVE = {"tensor", "array", "module", "optimizer", "object", "per_rank"}
+
+
+@dataclass(slots=True)
+class Matched:
+    """What a restore will do: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the rest."""
+
+    wanted: list[Leaf] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    actions: list[Callable[[], None]] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Set plain values and load objects. Call once all bytes are in place."""
+        for action in self.actions:
+            action()
+
+
+def match(state: MutableMapping[str, Any], manifest: Manifest, *, rank: int, world_size: int) -> Matched:
+    """Fit ``manifest`` to ``state``; changes neither.
+
+    Raises:
+        EntryMissing, EntryUnexpected, ShapeMismatch, DtypeMismatch, KindMismatch: They do not fit.
+        ConfigError: A ``PerRank`` value under another world size, without a policy.
+    """
+    return _Match(state, manifest, rank, world_size).run()
+
+
+class _Match:
+    def __init__(self, state: MutableMapping[str, Any], manifest: Manifest, rank: int, world_size: int) -> None:
+        self._target, self._manifest = state, manifest
+        self._rank, self._world = rank, world_size
+        self._tensors = manifest.tensor_map()
+        self._names = sorted(self._tensors)
+        self._parameters = find_parameters(walk_objects(state))
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._made: dict[str, torch.Tensor] = {}
+        self.out = Matched()
+
+    def run(self) -> Matched:
+        tree = msgspec.json.decode(self._manifest.tree)
+        if not isinstance(tree, dict):
+            raise ManifestCorrupt("tree", "it is not an object")
+        self._mapping(self._target, tree, "")
+        if self._missing:
+            raise EntryMissing(self._missing, self._manifest.step)
+        if self._unexpected:
+            raise EntryUnexpected(self._unexpected, self._manifest.step)
+        return self.out
+
+    # -- containers ---------------------------------------------------------------------------------------------------------
+
+    def _mapping(self, target: MutableMapping[Any, Any], node: Mapping[str, Node], path: str) -> None:
+        saved = {key: item for key, item in node.items()} if "$" not in node else self._pairs(node, path)
+        for key, value in target.items():
+            if key not in saved:
+                self._missing.append(join(path, key))
+            else:
+                self._item(value, saved[key], join(path, key), lambda new, key=key: target.__setitem__(key, new))
+        self._unexpected += [join(path, key) for key in saved if key not in target]
+
+    def _pairs(self, node: Mapping[str, Node], path: str) -> dict[Any, Node]:
+        if node.get("$") not in ("dict", "OrderedDict", "Counter"):
+            raise KindMismatch(path, _kind(node), "dict")
+        return {decode(key, self._make): item for key, item in node["v"]}
+
+    def _sequence(self, target: Sequence[Any], node: Node, path: str, put: Callable[[Any], None]) -> None:
+        items = node if isinstance(node, list) else node["v"] if isinstance(node, dict) and node.get("$") == "tuple" else None
+        if items is None or len(items) != len(target):
+            raise KindMismatch(path, _kind(node), f"{type(target).__name__} of {len(target)}")
+        fresh = list(target)
+        for index, (value, item) in enumerate(zip(target, items, strict=True)):
+            self._item(value, item, join(path, index), lambda new, index=index: fresh.__setitem__(index, new))
+        if isinstance(target, list):
+            self.out.actions.append(lambda: target.__setitem__(slice(None), fresh))
+        else:
+            self.out.actions.append(lambda: put(type(target)(fresh)))
+
+    # -- one value ----------------------------------------------------------------------------------------------------------
+
+    def _item(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
+        """``put`` replaces the value in its container."""
+        match target:
+            case torch.Tensor():
+                self._expect(node, path, "tensor", "array")
+                self._want(node["n"], target)
+            case np.ndarray():
+                self._array(target, node, path, put)
+            case nn.Module():
+                self._expect(node, path, "module")
+                self._module(target, node, path)
+            case Optimizer():
+                self._expect(node, path, "optimizer")
+                self._optimizer(unwrapped(target), node, path)
+            case PerRank():
+                self._expect(node, path, "per_rank")
+                self._per_rank(target, path)
+            case _ if is_stateful(target):
+                self._expect(node, path, "object")
+                value = node["v"]
+                made = self._rebuild(value)
+                self.out.actions.append(lambda: target.load_state_dict(made()))
+            case MutableMapping() if _has_live(target) and isinstance(node, dict):
+                self._mapping(target, node, path)
+            case list() | tuple() if _has_live(target):
+                self._sequence(target, node, path, put)
+            case _:
+                self._plain(target, node, path, put)
+
+    def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
+        tag = node.get("$") if isinstance(node, dict) else None
+        if tag in _LIVE and tag not in ("tensor", "array"):
+            raise KindMismatch(path, _kind(node), type(target).__name__)
+        if tag in ("tensor", "array") and target is not None:
+            raise KindMismatch(path, _kind(node), type(target).__name__)
+        made = self._rebuild(node)
+        self.out.actions.append(lambda: put(made()))
+
+    def _array(self, target: np.ndarray[Any, Any], node: Node, path: str, put: Callable[[Any], None]) -> None:
+        self._expect(node, path, "array", "tensor")
+        if target.flags.c_contiguous and target.flags.writeable:
+            self._want(node["n"], torch.from_numpy(target).reshape(target.shape))
+        else:
+            made = self._rebuild(node)
+            self.out.actions.append(lambda: put(made()))
+
+    def _per_rank(self, target: PerRank, path: str) -> None:
+        saved_world = self._manifest.world_size
+        source: int | None = self._rank
+        if saved_world != self._world:
+            source = self._source(target, path, saved_world)
+        if source is None:
+            return
+        values = msgspec.json.decode(self._manifest.per_rank[str(source)])
+        if path not in values:
+            self._missing.append(f"{path} of rank {source}")
+            return
+        self._item(target.value, values[path], path, lambda new: setattr(target, "value", new))
+
+    def _source(self, target: PerRank, path: str, saved_world: int) -> int | None:
+        match target.on_resize:
+            case "error":
+                raise ConfigError(
+                    f"{path!r} is a PerRank value of {saved_world} rank(s), this world has {self._world}: say whose it takes with "
+                    'PerRank(..., on_resize="same_rank" | "first" | function)'
+                )
+            case "first":
+                return 0
+            case "same_rank":
+                return self._rank if self._rank < saved_world else None
+            case policy:
+                source = policy(self._rank, self._world, saved_world)
+                if source is not None and not 0 <= source < saved_world:
+                    raise ConfigError(f"on_resize of {path!r} chose rank {source} of {saved_world}")
+                return source
+
+    # -- modules and optimizers ---------------------------------------------------------------------------------------------
+
+    def _module(self, module: nn.Module, node: Mapping[str, Node], path: str) -> None:
+        own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        saved = {name[len(path) + 1 :] for name in self._below(path)} | set(node["values"])
+        extra: dict[str, Callable[[], Any]] = {}
+        for entry in items_of(module).entries:
+            if entry.fqn not in saved:
+                self._missing.append(f"{path}/{entry.fqn}")
+                continue
+            saved.discard(entry.fqn)
+            if isinstance(entry.value, torch.Tensor) and id(entry.value) in own:
+                self._want(f"{path}/{entry.fqn}", entry.value)
+            elif isinstance(entry.value, torch.Tensor):
+                extra[entry.key] = self._rebuild({"$": "tensor", "n": f"{path}/{entry.fqn}"})
+            elif entry.fqn in node["values"]:
+                extra[entry.key] = self._rebuild(node["values"][entry.fqn])
+            else:
+                raise KindMismatch(f"{path}/{entry.fqn}", "tensor", type(entry.value).__name__)
+        self._unexpected += [f"{path}/{fqn}" for fqn in sorted(saved)]
+        if extra:
+            self.out.actions.append(lambda: _load_extra(module, {key: made() for key, made in extra.items()}))
+
+    def _optimizer(self, optimizer: Optimizer, node: Mapping[str, Node], path: str) -> None:
+        names = name_groups(optimizer, self._parameters)
+        by_parameter = {name: group["values"] for group in node["groups"] for name in group["params"]}
+        wanted = [name for group in names for name in group]
+        self._missing += [f"{path}/{name}" for name in wanted if name not in by_parameter]
+        self._unexpected += [f"{path}/{name}" for name in by_parameter if name not in set(wanted)]
+        if self._missing or self._unexpected:
+            return
+        for group, group_names in zip(optimizer.param_groups, names, strict=True):
+            self._group(group, [by_parameter[name] for name in group_names], f"{path}/param_groups")
+            for parameter, name in zip(group["params"], group_names, strict=True):
+                self._state(optimizer, group, parameter, node["state"], f"{path}/{name}")
+
+    def _group(self, group: dict[str, Any], values: list[Node], path: str) -> None:
+        if not values:
+            return
+        if any(other != values[0] for other in values[1:]):
+            raise RestoreError(f"{path}: parameters with different settings in the checkpoint share a group here: group them as they were saved")
+        made = self._rebuild(values[0])
+
+        def apply() -> None:
+            for key, value in made().items():
+                if isinstance(current := group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                    current.copy_(value)  # a capturable optimizer's learning rate keeps its address
+                else:
+                    group[key] = value
+
+        self.out.actions.append(apply)
+
+    def _state(
+        self, optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, values: Mapping[str, Node], prefix: str
+    ) -> None:
+        """State of one parameter: filled in place where it is, made where it is not, dropped where it was not saved."""
+        fresh: dict[Any, Any] = {}
+        makers: dict[Any, Callable[[], Any]] = {}
+        current = optimizer.state.get(parameter, {})
+        keys = {state_name("", "", key)[2:]: key for key in current}
+        for name in self._below(prefix):
+            part = name[len(prefix) + 1 :]
+            if "/" in part:
+                continue  # inside a container, which has a node of its own
+            key = keys.get(part, _unescape(part))
+            held = current.get(key)
+            if not _fits(held, self._tensors[name]):
+                held = _new_state(parameter, group, key, self._tensors[name])
+            self._want(name, held)
+            fresh[key] = held
+        for name, node in values.items():
+            if name.startswith(f"{prefix}/"):
+                part = name[len(prefix) + 1 :]
+                makers[keys.get(part, _unescape(part))] = self._rebuild(node)
+
+        def apply() -> None:
+            fresh.update({key: made() for key, made in makers.items()})
+            if fresh:
+                optimizer.state[parameter] = fresh
+            else:
+                optimizer.state.pop(parameter, None)
+
+        self.out.actions.append(apply)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------------
+
+    def _below(self, path: str) -> list[str]:
+        prefix = f"{path}/"
+        start = bisect_left(self._names, prefix)
+        end = bisect_left(self._names, f"{path}0")  # '0' follows '/'
+        return self._names[start:end]
+
+    def _want(self, name: str, target: torch.Tensor) -> None:
+        if name not in self._tensors:
+            self._missing.append(name)
+            return
+        self.out.wanted.append(leaf_of(name, target, ()))
+        self.out.targets.append(target)
+
+    def _expect(self, node: Node, path: str, *tags: str) -> None:
+        if not isinstance(node, dict) or node.get("$") not in tags:
+            raise KindMismatch(path, _kind(node), tags[0])
+
+    def _rebuild(self, node: Node) -> Callable[[], Any]:
+        """Order the tensors of ``node`` to be read; the value can be had once they are."""
+        decode(node, self._order)
+        return lambda: decode(node, self._make)
+
+    def _order(self, tag: str, node: Mapping[str, Node]) -> object:
+        if tag in ("tensor", "array") and node["n"] not in self._made:
+            name = node["n"]
+            if (tensor := self._tensors.get(name)) is None:
+                raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
+            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            self._want(name, self._made[name])
+        if tag == "object":
+            decode(node["v"], self._order)
+        return None
+
+    def _make(self, tag: str, node: Mapping[str, Node]) -> object:
+        match tag:
+            case "tensor":
+                return self._made[node["n"]]
+            case "array":
+                return self._made[node["n"]].numpy()
+            case "object":
+                return decode(node["v"], self._make)
+            case "size":
+                return torch.Size(node["v"])
+            case "device":
+                return torch.device(node["v"])
+            case "dtype" if isinstance(found := getattr(torch, node["v"], None), torch.dtype):
+                return found
+            case _:
+                raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")
+
+
+def _has_live(value: Any, depth: int = 0) -> bool:
+    """Whether a container holds anything that is loaded in place."""
+    if isinstance(value, torch.Tensor | np.ndarray | nn.Module | Optimizer | PerRank) or (depth and is_stateful(value)):
+        return True
+    if isinstance(value, Mapping):
+        return any(_has_live(item, depth + 1) for item in value.values())
+    return isinstance(value, list | tuple) and any(_has_live(item, depth + 1) for item in value)
+
+
+def _kind(node: Node) -> str:
+    if isinstance(node, dict):
+        return str(node.get("$", "dict"))
+    return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
+
+
+def _unescape(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _fits(held: Any, saved: Tensor) -> bool:
+    return isinstance(held, torch.Tensor) and tuple(held.shape) == saved.shape and str(held.dtype) == f"torch.{saved.dtype}"
+
+
+def _new_state(parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor) -> torch.Tensor:
+    """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
+    dtype = getattr(torch, saved.dtype)
+    if tuple(parameter.shape) == saved.shape and key != "step":
+        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False).detach()
+    if isinstance(parameter, DTensor) and saved.shape != ():
+        raise RestoreError(
+            f"{saved.name!r} has another shape than its sharded parameter: take one optimizer step before restoring, so that its layout is known"
+        )
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty(saved.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _load_extra(module: nn.Module, values: dict[str, Any]) -> None:
+    module.load_state_dict(values, strict=False)

@@ -1,0 +1,61 @@
+"""Chunks -> tensors: straight into contiguous CPU memory, through a copy for everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ckpt.adapters.layout import local
+from ckpt.errors import RestoreError
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.restore import ChunkRead
+from ckpt.staging.image import copyable, over
+
+
+class TensorSink:
+    """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its place.
+
+    Threads: any; chunks do not overlap.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf], targets: Sequence[torch.Tensor]) -> None:
+        self._leaves = leaves
+        self._locals = [local(target).detach() for target in targets]
+
+    def direct(self, read: ChunkRead) -> memoryview | None:
+        """Memory of exactly this chunk in a target, if it is one piece of CPU memory."""
+        if len(read.targets) != 1 or read.targets[0].part != read.box:
+            return None
+        region = self._region(read, 0)
+        if region.device.type != "cpu" or not region.is_contiguous() or region.nbytes != read.nbytes or region.is_conj() or region.is_neg():
+            return None
+        return memoryview(region.reshape(-1).view(torch.uint8).numpy())
+
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        """Copy the wanted parts of a chunk."""
+        chunk = over(torch.frombuffer(data, dtype=torch.uint8), read.dtype, read.box.shape)
+        for index, target in enumerate(read.targets):
+            part = chunk[target.part.relative_to(read.box).slices()]
+            _fill(self._region(read, index), part, self._leaves[target.leaf].name)
+
+    def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
+        target = read.targets[index]
+        leaf = self._leaves[target.leaf]
+        held = copyable(self._locals[target.leaf], leaf.dtype)
+        return held[target.part.relative_to(leaf.boxes[target.piece]).slices()]
+
+
+def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
+    """Copy, also to an expanded tensor, whose one element stands for many that must then be equal."""
+    once = region
+    for dim, stride in enumerate(region.stride()):
+        if stride == 0 and region.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    if once is region:
+        region.copy_(part)
+        return
+    first = part[tuple(slice(0, n) for n in once.shape)]
+    once.copy_(first)
+    if not torch.equal(region, part.to(region.device)):
+        raise RestoreError(f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a target of its own memory")

@@ -1,0 +1,106 @@
+"""The job's TCPStore as coordinator: a connection of our own, keys of our own, no process group.
+
+Works with whatever store ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``). The connection is cloned, so that a wait in the background never holds
+up the trainer's own use of the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ckpt.coordination.single import new_attempt
+from ckpt.errors import CommitError, ConfigError
+
+T = TypeVar("T")
+
+_LOOK_SECONDS: Final = 1.0
+"""How long one wait lasts before ranks are looked at one by one: bounds how late a failure is heard of."""
+_START_SECONDS: Final = 300.0
+_serial = itertools.count()
+
+
+class TorchStoreCoordinator:
+    """A coordinator over the default process group's store.
+
+    All ranks build one, in the same order. Threads: any.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # the agent's store may outlive a restart of the workers
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251 - torchrun's word to its workers
+        self._store: Store = PrefixStore(f"ckpt/{restart}/{next(_serial)}", _own_connection())
+        self.decide("attempt", new_attempt().encode())
+        agreed = self.verdict("attempt", timeout=_START_SECONDS)
+        if agreed is None:
+            raise ConfigError("the job's store did not answer: is it still up?")
+        self.attempt = agreed.decode()
+
+    def tell(self, subject: str, word: bytes) -> None:
+        """Put this rank's word under a key of its own."""
+        _asked(lambda: self._store.set(f"{subject}/{self.rank}", word))
+
+    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+        """Words of ``ranks`` that have come. One request waits for all; after a while each is looked at by itself."""
+        keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
+        deadline = time.monotonic() + timeout
+        while keys:
+            if self._wait(list(keys.values()), min(_LOOK_SECONDS, deadline - time.monotonic())):
+                return {rank: _asked(lambda key=key: self._store.get(key)) for rank, key in keys.items()}
+            there = {rank: key for rank, key in keys.items() if _asked(lambda key=key: self._store.check([key]))}
+            if there:
+                return {rank: _asked(lambda key=key: self._store.get(key)) for rank, key in there.items()}
+            if time.monotonic() >= deadline:
+                break
+        return {}
+
+    def decide(self, subject: str, verdict: bytes) -> bytes:
+        """First come, first served, decided by the store."""
+        return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
+
+    def verdict(self, subject: str, *, timeout: float) -> bytes | None:
+        """The verdict, or None after ``timeout`` seconds."""
+        key = f"{subject}/verdict"
+        return _asked(lambda: self._store.get(key)) if self._wait([key], timeout) else None
+
+    def close(self) -> None:
+        """Nothing to do: the connection goes with the last reference."""
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        try:
+            self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
+        except dist.DistStoreError as error:
+            if "imeout" in str(error) or "imed out" in str(error):
+                return False
+            raise CommitError(f"the job's store is gone: {_brief(error)}") from None
+        except (dist.DistError, RuntimeError) as error:
+            raise CommitError(f"the job's store is gone: {_brief(error)}") from None
+        return True
+
+
+def _own_connection() -> Store:
+    store = _get_default_store()
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):  # HashStore and the like live in this process: no connection to share
+        return store
+
+
+def _asked(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except (dist.DistError, RuntimeError) as error:
+        raise CommitError(f"the job's store is gone: {_brief(error)}") from None
+
+
+def _brief(error: Exception) -> str:
+    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

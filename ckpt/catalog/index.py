@@ -1,0 +1,137 @@
+"""Which steps does a tier hold? A step is listed if and only if its manifest is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt.errors import IntegrityError, ManifestCorrupt, NoCheckpoint, ObjectNotFound, StorageError
+from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
+from ckpt.model.layout import StepRef, parse_folder
+from ckpt.model.manifest import Manifest
+from ckpt.model.validate import check_manifest
+from ckpt.storage.api import StorageBackend, read_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One attempt at a step, as far as its manifest tells. Its data was not looked at.
+
+    Attributes:
+        manifest: None if the attempt is not committed, or its manifest is damaged.
+        damage: Why the manifest cannot be trusted.
+        finished_ranks: Fragments that are there; counted for an attempt without a manifest only.
+        nbytes: Of all data files; for an attempt without a manifest, of what lies there.
+    """
+
+    ref: StepRef
+    manifest: Manifest | None = None
+    damage: IntegrityError | None = None
+    finished_ranks: int = 0
+    nbytes: int = 0
+
+
+def attempts(backend: StorageBackend) -> list[StepRef]:
+    """Every attempt at a step, committed or not, newest step first. Folders that are not ours are left alone."""
+    try:
+        found = [parse_folder(name) for name in backend.folders("")]
+    except StorageError as error:
+        raise type(error)(
+            error.key or backend.url, error.detail
+        ) from error  # the root has an empty key, which tells nobody anything
+    return sorted((ref for ref in found if ref is not None), reverse=True)
+
+
+def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
+    try:
+        backend.head(ref.manifest)
+    except ObjectNotFound:
+        return False
+    return True
+
+
+def committed(backend: StorageBackend) -> list[StepRef]:
+    """Attempts with a manifest, newest step first."""
+    return [ref for ref in attempts(backend) if is_committed(backend, ref)]
+
+
+def read_manifest(backend: StorageBackend, ref: StepRef) -> Manifest:
+    """The manifest of a committed step, checked.
+
+    Raises:
+        ObjectNotFound: The step is not committed here.
+        ManifestCorrupt, FormatTooNew: It cannot be trusted.
+    """
+    return read_packed(backend, ref)[0]
+
+
+def read_packed(backend: StorageBackend, ref: StepRef) -> tuple[Manifest, bytes]:
+    """As ``read_manifest``, and the very bytes it was read from."""
+    data = read_object(backend, ref.manifest, limit=MAX_RECORD_BYTES)
+    manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
+    if (manifest.step, manifest.attempt) != (ref.step, ref.attempt):
+        raise ManifestCorrupt(
+            ref.manifest, f"it is that of step {manifest.step}, attempt {manifest.attempt[:40]!r}"
+        )
+    return manifest, data
+
+
+def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
+    """Committed attempts to try for ``step`` (None: any), best first.
+
+    Where a step was saved by two attempts, the one whose manifest is younger comes first; damaged ones come last.
+
+    Raises:
+        NoCheckpoint: There is none; its ``detail`` says what there is instead.
+    """
+    everything = attempts(backend)
+    refs = [ref for ref in everything if step in (None, ref.step) and is_committed(backend, ref)]
+    if not refs:
+        raise NoCheckpoint(backend.url, _instead(backend, everything, step))
+    twice = {ref.step for ref in refs if sum(other.step == ref.step for other in refs) > 1}
+    born = {ref: _born(backend, ref) if ref.step in twice else 0.0 for ref in refs}
+    return sorted(refs, key=lambda ref: (ref.step, born[ref]), reverse=True)
+
+
+def survey(backend: StorageBackend) -> list[Entry]:
+    """Every attempt with its manifest or what is wrong with it, newest step first.
+
+    Raises:
+        NoCheckpoint: There is not one attempt here; its ``detail`` says what there is instead.
+    """
+    refs = attempts(backend)
+    if not refs:
+        raise NoCheckpoint(backend.url, _instead(backend, refs, None))
+    return [_entry(backend, ref) for ref in refs]
+
+
+def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
+    try:
+        manifest = read_manifest(backend, ref)
+        return Entry(ref=ref, manifest=manifest, nbytes=manifest.nbytes)
+    except IntegrityError as error:
+        return Entry(ref=ref, damage=error)
+    except ObjectNotFound:
+        objects = list(backend.list(f"{ref.folder}/"))
+        finished = sum(info.key.endswith(".json") for info in objects)
+        return Entry(ref=ref, finished_ranks=finished, nbytes=sum(info.size for info in objects))
+
+
+def _born(backend: StorageBackend, ref: StepRef) -> float:
+    """When a manifest was made. One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why."""
+    try:
+        return read_manifest(backend, ref).created_at
+    except (IntegrityError, ObjectNotFound):
+        return 0.0
+
+
+def _instead(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
+    if step is not None and any(ref.step == step for ref in refs):
+        return f"step {step} was begun, but never committed"
+    if refs and step is not None:
+        return f"step {step} is not there"
+    if refs:
+        return f"{len(refs)} save(s) were begun, none was committed"
+    stranger = next(iter(backend.list("")), None)
+    if stranger is None:
+        return "it is empty, or does not exist"
+    return f"it holds no steps, but other files, such as {stranger.key!r}: is this the right place?"

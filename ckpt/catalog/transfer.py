@@ -1,0 +1,269 @@
+"""Copy a checkpoint to another store, proving every byte on the way.
+
+1. Files that the destination already has, whole and right, are kept: a fetch that was cut short goes on where it was.
+2. Data files: workers read spans of whole chunks, compare checksums, and hand the bytes to uploads. A part of an upload that spans share is
+   put together from their pieces. Nothing is visible until all of a file is right.
+3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does.
+
+Memory: spans and shared parts are fresh memory that is let go as soon as nobody needs it. A store whose uploads keep what they are given until
+``finish`` (the contract allows it) holds the files under way; one that does not holds 16 MiB and at most two parts per worker.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+from ckpt.catalog.index import read_packed
+from ckpt.catalog.verify import (
+    Meter,
+    OnProgress,
+    Span,
+    check_chunks,
+    fault_of,
+    fresh_memory,
+    read_fragment,
+    size_faults,
+    spans_of,
+    verify_files,
+)
+from ckpt.errors import IntegrityError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import File, FragmentRef, Manifest
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend, Upload, read_object
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """``nbytes`` of data files are now right at the destination; ``copied_bytes`` of them were not there before."""
+
+    ref: StepRef
+    nbytes: int
+    copied_bytes: int
+    seconds: float
+
+
+def fetch_step(
+    source: StorageBackend,
+    ref: StepRef,
+    destination: StorageBackend,
+    *,
+    workers: Workers,
+    on_progress: OnProgress | None = None,
+    retry: RetryPolicy | None = None,
+) -> FetchReport:
+    """Make a committed step of ``source`` one of ``destination``.
+
+    On an error, what is finished stays for the next try, and the step is not listed at the destination (unless it was before).
+
+    Raises:
+        ChecksumMismatch, ManifestCorrupt, FormatTooNew: The source is damaged. Any ``IntegrityError`` is about the source.
+        IntegrityError: It lacks a file, or a file cannot be read where it should have bytes.
+        ObjectExists: The destination has an intact manifest of this very attempt that differs.
+    """
+    start = time.perf_counter()
+    retry = retry or RetryPolicy()
+    with _about_the_source():
+        manifest, packed = retry.call(partial(read_packed, source, ref))
+    _make_way(destination, ref, packed, retry)
+    missing = _missing(destination, ref, manifest, workers, retry)
+    for fault in size_faults(source, ref, missing, workers=workers, retry=retry):
+        raise fault.error()
+    copied = sum(file.size for file in missing)
+    meter = Meter(manifest.nbytes, on_progress)
+    meter.add(manifest.nbytes - copied)
+    copies = [_FileCopy(source, destination, ref.key(file.name), file, retry) for file in missing]
+    try:
+        workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
+    finally:
+        for copy in copies:
+            copy.stop()
+    files = {file.rank: file for file in manifest.files}
+    workers.run_all(
+        partial(_copy_fragment, source, destination, ref, manifest, named, files.get(named.rank), retry)
+        for named in manifest.fragments
+    )
+    _commit(destination, ref, packed, retry)
+    return FetchReport(
+        ref=ref, nbytes=manifest.nbytes, copied_bytes=copied, seconds=time.perf_counter() - start
+    )
+
+
+def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
+    """A damaged copy of the manifest is removed first: it would keep the good one out. An intact one that differs is not ours to judge."""
+    try:
+        there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
+        if there == packed:
+            return
+        unpack(there, Manifest, key=ref.manifest)
+    except ObjectNotFound:
+        return
+    except IntegrityError:
+        retry.call(partial(destination.delete, ref.manifest))
+        return
+    raise ObjectExists(ref.manifest, f"{destination.url} has another manifest of the same attempt")
+
+
+def _missing(
+    destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
+) -> list[File]:
+    faults, _ = verify_files(destination, ref, manifest.files, workers=workers, on_progress=None, retry=retry)
+    wrong = {fault.key for fault in faults}
+    return [file for file in manifest.files if ref.key(file.name) in wrong]
+
+
+def _copy_fragment(
+    source: StorageBackend,
+    destination: StorageBackend,
+    ref: StepRef,
+    manifest: Manifest,
+    named: FragmentRef,
+    file: File | None,
+    retry: RetryPolicy,
+) -> None:
+    with _about_the_source():
+        data = retry.call(partial(read_fragment, source, ref, manifest, named, file))
+    key = ref.key(named.name)
+    try:
+        there = retry.call(partial(read_object, destination, key, limit=named.size))
+    except StorageError:  # absent, or longer than it should be
+        there = b""
+    if checksum(there) != named.checksum:
+        retry.call(partial(destination.put, key, [data]))
+
+
+def _commit(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
+    try:
+        retry.call(partial(destination.put, ref.manifest, [packed], if_absent=True))
+    except (
+        ObjectExists
+    ):  # it was there all along, another fetch was faster, or the reply to a first try was lost
+        if retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES)) != packed:
+            raise
+
+
+@contextmanager
+def _about_the_source() -> Generator[None]:
+    """What is missing or unreadable there is damage; the same at the destination is a failure of that store."""
+    try:
+        yield
+    except StorageError as error:
+        raise fault_of(error).error() from error
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of an upload that more than one span has bytes of."""
+
+    memory: memoryview
+    filled: int = 0
+
+
+class _FileCopy:
+    """One data file on its way. Threads: ``take`` from workers; ``stop`` from the owner, once, also while some still run.
+
+    Whoever brings the last bytes finishes the upload; after ``stop``, whoever leaves last aborts it.
+    """
+
+    def __init__(
+        self, source: StorageBackend, destination: StorageBackend, key: str, file: File, retry: RetryPolicy
+    ) -> None:
+        self.spans = spans_of(key, file)
+        self._source, self._destination, self._key, self._size = source, destination, key, file.size
+        self._retry = retry
+        self._lock = threading.Lock()
+        parallel = destination.capabilities.parallel_parts
+        self._turn: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
+        self._upload: Upload | None = None
+        self._parts: dict[int, _Part] = {}
+        self._left, self._inside, self._over = len(self.spans), 0, False
+
+    def take(self, span: Span, meter: Meter) -> None:
+        """Copy one span; raises what is wrong with it."""
+        upload = self._enter()
+        if upload is None:
+            return
+        try:
+            data = fresh_memory(span.nbytes)
+            with _about_the_source():
+                self._retry.call(partial(self._source.read_into, span.key, span.offset, data))
+            for damage in check_chunks(span, data):
+                raise damage
+            self._hand_over(upload, span.offset, data)
+            if self._is_last():
+                upload.finish()
+        finally:
+            self._leave(upload)
+        meter.add(span.nbytes)
+
+    def stop(self) -> None:
+        """No more spans. What is not finished is aborted, by the last one inside if there is any."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            abandoned = self._upload if not self._inside else None
+        if abandoned:
+            abandoned.abort()
+
+    def _enter(self) -> Upload | None:
+        with self._lock:
+            if self._over:
+                return None
+            if self._upload is None:
+                self._upload = self._retry.call(partial(self._destination.upload, self._key, self._size))
+            self._inside += 1
+            return self._upload
+
+    def _is_last(self) -> bool:
+        """Whether this was the last span; then ``finish`` follows, and there is nothing left to abort."""
+        with self._lock:
+            self._left -= 1
+            if self._left or self._over:
+                return False
+            self._over, self._upload = True, None
+            return True
+
+    def _leave(self, upload: Upload) -> None:
+        with self._lock:
+            self._inside -= 1
+            abandoned = self._over and not self._inside and self._upload is not None
+            if abandoned:
+                self._upload = None
+        if abandoned:
+            upload.abort()
+
+    def _hand_over(self, upload: Upload, offset: int, data: memoryview) -> None:
+        """Whole parts straight from the span's memory; the bytes at its ragged ends go where the neighbours' go too."""
+        size, end = upload.part_bytes, offset + data.nbytes
+        for start in range(offset - offset % size, end, size):
+            stop = min(start + size, self._size)
+            low, high = max(offset, start), min(end, stop)
+            piece = data[low - offset : high - offset]
+            if (low, high) == (start, stop):
+                self._write(upload, start, piece)
+            elif part := self._join(start, stop, low, piece):
+                self._write(upload, start, part)
+
+    def _join(self, start: int, stop: int, low: int, piece: memoryview) -> memoryview | None:
+        """The part, once all pieces of it are there."""
+        with self._lock:
+            part = self._parts.get(start) or self._parts.setdefault(start, _Part(fresh_memory(stop - start)))
+        part.memory[low - start : low - start + piece.nbytes] = piece
+        with self._lock:
+            part.filled += piece.nbytes
+            if part.filled < stop - start:
+                return None
+            return self._parts.pop(start).memory
+
+    def _write(self, upload: Upload, offset: int, data: memoryview) -> None:
+        with self._turn:
+            self._retry.call(partial(upload.write, offset, data))

@@ -1,0 +1,324 @@
+"""Is every byte of a checkpoint what was written?
+
+1. The manifest proves itself: checksum, sizes that add up, boxes that tile.
+2. Every fragment is the one that the manifest was merged from.
+3. Every data file has its size, and every chunk of it its checksum. Neighbouring chunks are read together, by all workers.
+
+What is found is returned as values, so that one damaged chunk does not hide the next.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+from ckpt.catalog.index import read_manifest
+from ckpt.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    CkptError,
+    IntegrityError,
+    ManifestCorrupt,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
+from ckpt.model.checksum import checksum
+from ckpt.model.checksum import verify as verify_bytes
+from ckpt.model.encoding import unpack
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import Chunk, File, Fragment, FragmentRef, Manifest
+from ckpt.model.validate import check_fragment
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend, read_object
+
+OnProgress = Callable[[int, int], None]
+"""Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
+
+SPAN_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Something that is not as it was written. ``offset`` and ``nbytes`` say where in the object, if it is not all of it."""
+
+    key: str
+    what: str
+    offset: int | None = None
+    nbytes: int | None = None
+
+    def error(self) -> IntegrityError:
+        """The same as an exception."""
+        if self.offset is not None and self.nbytes is not None:
+            return ChecksumMismatch(self.key, self.offset, self.nbytes)
+        return IntegrityError(f"{self.key!r}: {self.what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """``verified_bytes`` of data files had the right checksum."""
+
+    ref: StepRef
+    faults: tuple[Fault, ...]
+    verified_bytes: int
+    seconds: float
+
+    @property
+    def intact(self) -> bool:
+        return not self.faults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Neighbouring chunks of one file, read by one request."""
+
+    key: str
+    offset: int
+    nbytes: int
+    chunks: tuple[Chunk, ...]
+
+
+def verify_step(
+    backend: StorageBackend,
+    ref: StepRef,
+    *,
+    workers: Workers,
+    on_progress: OnProgress | None = None,
+    retry: RetryPolicy | None = None,
+) -> VerifyReport:
+    """Read all of a committed step and compare it with its checksums.
+
+    Host memory: 16 MiB per worker, or its largest chunk if that is larger.
+
+    Raises:
+        AccessDenied, TransientStorageError: The store could not be asked; that says nothing about the checkpoint.
+    """
+    start = time.perf_counter()
+    retry = retry or RetryPolicy()
+    try:
+        manifest = retry.call(partial(read_manifest, backend, ref))
+    except (IntegrityError, StorageError) as error:
+        fault = fault_of(error)
+        return VerifyReport(ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start)
+    files = {file.rank: file for file in manifest.files}
+    checks = [
+        partial(_check_fragment, backend, ref, manifest, fragment, files.get(fragment.rank), retry)
+        for fragment in manifest.fragments
+    ]
+    faults = [fault for fault in workers.run_all(checks) if fault]
+    data_faults, verified = verify_files(
+        backend, ref, manifest.files, workers=workers, on_progress=on_progress, retry=retry
+    )
+    return VerifyReport(
+        ref=ref, faults=(*faults, *data_faults), verified_bytes=verified, seconds=time.perf_counter() - start
+    )
+
+
+def verify_files(
+    backend: StorageBackend,
+    ref: StepRef,
+    files: Sequence[File],
+    *,
+    workers: Workers,
+    on_progress: OnProgress | None,
+    retry: RetryPolicy,
+) -> tuple[list[Fault], int]:
+    """The faults of data files, and how many bytes of them are right."""
+    heads = workers.run_all(partial(_size_fault, backend, ref.key(file.name), file, retry) for file in files)
+    faults = [fault for _, fault in heads if fault]
+    spans: list[Span] = []
+    for file, (size, _) in zip(files, heads, strict=True):
+        spans += [span for span in spans_of(ref.key(file.name), file) if span.offset + span.nbytes <= size]
+    meter = Meter(sum(span.nbytes for span in spans), on_progress)
+    buffers = _Buffers()
+    found = workers.run_all(partial(_check_span, backend, span, buffers, meter, retry) for span in spans)
+    damaged = [fault for part in found for fault in part]
+    return faults + damaged, meter.total - sum(fault.nbytes or 0 for fault in damaged)
+
+
+def size_faults(
+    backend: StorageBackend, ref: StepRef, files: Sequence[File], *, workers: Workers, retry: RetryPolicy
+) -> list[Fault]:
+    """Files that are missing, cut, or added to. Reads none."""
+    heads = workers.run_all(partial(_size_fault, backend, ref.key(file.name), file, retry) for file in files)
+    return [fault for _, fault in heads if fault]
+
+
+def spans_of(key: str, file: File) -> list[Span]:
+    """The chunks of a file as requests of up to 16 MiB; a larger chunk is a request of its own."""
+    spans: list[Span] = []
+    pending: list[Chunk] = []
+    start = nbytes = 0
+    for chunk in file.chunks:
+        if pending and nbytes + chunk.nbytes > SPAN_BYTES:
+            spans.append(Span(key=key, offset=start, nbytes=nbytes, chunks=tuple(pending)))
+            start, nbytes, pending = start + nbytes, 0, []
+        pending.append(chunk)
+        nbytes += chunk.nbytes
+    if pending:
+        spans.append(Span(key=key, offset=start, nbytes=nbytes, chunks=tuple(pending)))
+    return spans
+
+
+def check_chunks(span: Span, data: memoryview) -> list[ChecksumMismatch]:
+    """The chunks of ``data`` that are not what was staged."""
+    found: list[ChecksumMismatch] = []
+    begin = 0
+    for chunk in span.chunks:
+        try:
+            verify_bytes(
+                data[begin : begin + chunk.nbytes], chunk.checksum, key=span.key, offset=span.offset + begin
+            )
+        except ChecksumMismatch as error:
+            found.append(error)
+        begin += chunk.nbytes
+    return found
+
+
+def read_fragment(
+    backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
+) -> bytes:
+    """The bytes of a fragment that is the one the manifest was merged from.
+
+    Raises:
+        ObjectNotFound: It is missing.
+        ChecksumMismatch, ManifestCorrupt: It is another, or damaged.
+    """
+    key = ref.key(named.name)
+    size = backend.head(key).size
+    if size != named.size:
+        raise ManifestCorrupt(key, f"has {size} bytes, should have {named.size}")
+    data = read_object(backend, key, limit=named.size)
+    if checksum(data) != named.checksum:
+        raise ChecksumMismatch(key, 0, len(data))
+    fragment = check_fragment(unpack(data, Fragment, key=key), key=key)
+    mine = (fragment.step, fragment.attempt, fragment.rank, fragment.world_size, fragment.chunk_bytes)
+    if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
+        raise ManifestCorrupt(key, "belongs to another save")
+    if fragment.file != file:
+        raise ManifestCorrupt(key, "its data file is not the one that the manifest tells of")
+    return data
+
+
+class Meter:
+    """Counts bytes for ``on_progress``. Threads: ``add`` from any."""
+
+    def __init__(self, total: int, on_progress: OnProgress | None) -> None:
+        self.total, self.done = total, 0
+        self._tell, self._lock = on_progress, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.done += nbytes
+            if self._tell:
+                self._tell(self.done, self.total)
+
+
+class _Buffers:
+    """Page-aligned memory for spans, used again and again: as many as workers read at once. Threads: all methods from any."""
+
+    def __init__(self) -> None:
+        self._free: list[memoryview] = []  # list.append and list.pop are atomic
+
+    def take(self, nbytes: int) -> memoryview:
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = fresh_memory(SPAN_BYTES)
+        return buffer if buffer.nbytes >= nbytes else fresh_memory(nbytes)
+
+    def give(self, buffer: memoryview) -> None:
+        self._free.append(buffer)
+
+
+def fresh_memory(nbytes: int) -> memoryview:
+    """Zeroed memory that begins at a page, as O_DIRECT likes it; freed with its last view."""
+    return memoryview(mmap.mmap(-1, nbytes))
+
+
+def _check_span(
+    backend: StorageBackend, span: Span, buffers: _Buffers, meter: Meter, retry: RetryPolicy
+) -> list[Fault]:
+    buffer = buffers.take(span.nbytes)
+    try:
+        view = buffer[: span.nbytes]
+        retry.call(partial(backend.read_into, span.key, span.offset, view))
+        return [fault_of(error) for error in check_chunks(span, view)]
+    except (AccessDenied, TransientStorageError):
+        raise
+    except StorageError as error:
+        if len(span.chunks) == 1 or isinstance(error, ObjectNotFound):
+            return [fault_of(error, span)]
+        return [
+            fault
+            for part in _halves(span)
+            for fault in _check_span(backend, part, buffers, Meter(0, None), retry)
+        ]
+    finally:
+        buffers.give(buffer)
+        meter.add(span.nbytes)
+
+
+def _halves(span: Span) -> tuple[Span, Span]:
+    """For a span that cannot be read: the bad sector is in one of its chunks, the others may be fine."""
+    middle = len(span.chunks) // 2
+    left, right = span.chunks[:middle], span.chunks[middle:]
+    size = sum(chunk.nbytes for chunk in left)
+    return (
+        Span(key=span.key, offset=span.offset, nbytes=size, chunks=left),
+        Span(key=span.key, offset=span.offset + size, nbytes=span.nbytes - size, chunks=right),
+    )
+
+
+def _check_fragment(
+    backend: StorageBackend,
+    ref: StepRef,
+    manifest: Manifest,
+    named: FragmentRef,
+    file: File | None,
+    retry: RetryPolicy,
+) -> Fault | None:
+    try:
+        retry.call(partial(read_fragment, backend, ref, manifest, named, file))
+    except (IntegrityError, StorageError) as error:
+        return fault_of(error)
+    return None
+
+
+def _size_fault(
+    backend: StorageBackend, key: str, file: File, retry: RetryPolicy
+) -> tuple[int, Fault | None]:
+    try:
+        size = retry.call(partial(backend.head, key)).size
+    except StorageError as error:
+        return 0, fault_of(error)
+    if size == file.size:
+        return size, None
+    what = f"has {size} bytes, should have {file.size}: it was {'cut' if size < file.size else 'added to'}"
+    return size, Fault(key=key, what=what, offset=min(size, file.size))
+
+
+def fault_of(error: CkptError, span: Span | None = None) -> Fault:
+    """What an error says about the checkpoint; one that says nothing about it is raised."""
+    match error:
+        case AccessDenied() | TransientStorageError():
+            raise error
+        case ChecksumMismatch():
+            return Fault(
+                key=error.key, what="its bytes were changed", offset=error.offset, nbytes=error.nbytes
+            )
+        case ManifestCorrupt():
+            return Fault(key=error.key, what=error.detail)
+        case ObjectNotFound():
+            return Fault(key=error.key, what="is missing")
+        case StorageError():
+            offset, nbytes = (span.offset, span.nbytes) if span else (None, None)
+            return Fault(key=error.key, what=f"cannot be read: {error.detail}", offset=offset, nbytes=nbytes)
+        case _:
+            return Fault(key=getattr(error, "key", ""), what=str(error))

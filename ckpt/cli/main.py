@@ -1,0 +1,103 @@
+"""The command ``ckpt``. Each verb has a file of its own and imports what it needs when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import typer
+
+from ckpt.cli.ls import ls
+from ckpt.cli.restore import restore
+from ckpt.cli.show import show
+from ckpt.cli.verify import verify
+from ckpt.errors import CkptError
+
+_INTERRUPTED = 130
+_UNEXPECTED = 1
+
+HELP = r"""Checkpoints of PyTorch jobs: find, check and fetch them. Needs no GPU.
+
+The place to look at is --root, else the environment's CKPT_ROOT, else the first tier in ./ckpt.toml.
+
+\b
+Examples:
+  ckpt ls --root runs/gpt                         what is there?
+  ckpt restore --latest --root s3://bucket/run42  fetch and verify the newest
+  ckpt verify 1200                                is it still what was written?
+  ckpt show 1200                                  what is in it?
+
+\b
+Exit codes:
+  0  done                          5  a save was not committed
+  1  unexpected error              6  no host memory for a copy
+  2  wrong option or ckpt.toml     7  no such checkpoint
+  3  the store failed or refused   8  a value that cannot be saved
+  4  damaged data                130  interrupted
+"""
+
+
+def _help(text: str) -> str:
+    """Paragraphs after a lone backspace character keep their lines; the sources spell it as the two characters of its escape."""
+    return inspect.cleandoc(text).replace("\\b\n", "\b\n")
+
+
+app = typer.Typer(
+    name="ckpt",
+    help=_help(HELP),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for verb in (restore, ls, show, verify):
+    app.command(help=_help(verb.__doc__ or ""))(verb)
+
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    as_json = "--json" in sys.argv[1:]
+    try:
+        code = app(prog_name="ckpt", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except CkptError as error:
+        from ckpt.cli.output import fail
+
+        fail(error, as_json=as_json)
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("interrupted\n")
+        return _INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return _UNEXPECTED
+    except Exception as error:  # noqa: BLE001 - the last stop: whatever it is becomes one line
+        return _other(error, as_json=as_json)
+
+
+def _other(error: Exception, *, as_json: bool) -> int:
+    """A wrong option knows how to show itself; all else is a bug of ours."""
+    show_itself = getattr(error, "show", None)
+    if callable(show_itself):
+        show_itself()
+        return int(getattr(error, "exit_code", _UNEXPECTED))
+    from ckpt.cli.output import fail_unexpected
+    from ckpt.config import debug_wanted
+
+    if debug_wanted():
+        raise error
+    fail_unexpected(error, as_json=as_json)
+    return _UNEXPECTED
+
+
+def _forget_output() -> None:
+    """Whoever read us has left (``ckpt ls | head``): the interpreter's own flush at exit must not complain either."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

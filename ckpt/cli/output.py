@@ -1,0 +1,200 @@
+"""Everything the command line says: tables, progress, JSON, errors.
+
+Results go to standard output, all else to standard error. Text out of a checkpoint or a store may be anything: what a terminal would obey is
+escaped, and credentials in URLs are struck out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ckpt.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt.catalog.verify import OnProgress
+
+_USERINFO: Final = re.compile(r"(?<=://)[^/\s]*@")
+_SECRET: Final = re.compile(r"(?i)((?:key|token|secret|signature|password|credential)[^=&?\s]*=)[^&\s'\"]+")
+_UNITS: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
+_NO_LIMIT: Final = 10_000  # a pipe has no edge to wrap at
+
+
+def show_json(value: object) -> None:
+    """The one JSON document of a call."""
+    sys.stdout.write(json.dumps(_clean_json(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def show_line(text: str = "", style: str = "") -> None:
+    """A line on standard output, never wrapped."""
+    _console(sys.stdout).print(Text(clean(text), style=style), soft_wrap=True)
+
+
+def show_facts(facts: Mapping[str, str]) -> None:
+    """Names and values below each other."""
+    width = max(map(len, facts), default=0)
+    for name, value in facts.items():
+        line = Text(f"  {name:<{width}}  ", style="dim").append(clean(value), style="not dim")
+        _console(sys.stdout).print(line, soft_wrap=True)
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """Rows under columns, as wide as the terminal at most; columns named in ``right`` hold numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        number = column in right
+        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row))
+    console = _console(sys.stdout)
+    with console.capture() as captured:
+        console.print(table)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def warn(text: str) -> None:
+    """One line on standard error."""
+    _tell("warning", "yellow", text)
+
+
+def fail(error: Exception, *, as_json: bool) -> None:
+    """One line on standard error; with ``as_json`` the error and its fields on standard output too."""
+    _tell("error", "bold red", str(error))
+    if as_json:
+        fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+        show_json({"error": type(error).__name__, "message": str(error), **fields})
+
+
+def fail_unexpected(error: Exception, *, as_json: bool) -> None:
+    """As ``fail``, for what should not have happened."""
+    text = f"internal error: {type(error).__name__}: {error} (run with CKPT_DEBUG=1 for the traceback)"
+    fail(CkptError(text), as_json=as_json)
+
+
+@contextmanager
+def progress(label: str) -> Generator[OnProgress | None]:
+    """A bar on standard error while the block runs; None where nobody watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(clean(label), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def size(nbytes: float) -> str:
+    """'1.50 GB': decimal units, three digits."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    power = next((n for n in range(1, len(_UNITS)) if nbytes < 999.5 * 1000**n), len(_UNITS))
+    number = nbytes / 1000**power
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {_UNITS[power - 1]}"
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """'2.41 GB/s'."""
+    return f"{gigabytes_per_second(nbytes, seconds):.2f} GB/s"
+
+
+def gigabytes_per_second(nbytes: int, seconds: float) -> float:
+    return nbytes / max(seconds, 1e-9) / 1e9
+
+
+def count(number: int, noun: str) -> str:
+    """'1 rank', '2 ranks'."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def moment(epoch_seconds: float) -> str:
+    """Local time, for people."""
+    try:
+        return datetime.fromtimestamp(epoch_seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def moment_utc(epoch_seconds: float) -> str | None:
+    """ISO 8601, for programs; None for a time that no calendar has."""
+    try:
+        return datetime.fromtimestamp(epoch_seconds, UTC).isoformat(timespec="milliseconds")
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """'0-3, 7'."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def clean(text: str) -> str:
+    """On one line, without credentials, and without what a terminal would obey."""
+    text = redact(text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    )
+
+
+def redact(text: str) -> str:
+    """URLs without user, password and signatures."""
+    return _SECRET.sub(r"\1***", _USERINFO.sub("***@", text))
+
+
+_STYLES: Final = {"committed": "green", "intact": "green", "incomplete": "yellow", "damaged": "red"}
+
+
+def _clean_json(value: Any) -> Any:
+    match value:
+        case str():
+            return redact(value)
+        case Mapping():
+            return {str(key): _clean_json(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_clean_json(item) for item in value]
+        case None | bool() | int() | float():
+            return value
+        case _:
+            return redact(str(value))
+
+
+def _tell(word: str, style: str, text: str) -> None:
+    _console(sys.stderr).print(
+        Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True
+    )
+
+
+def _console(stream: TextIO) -> Console:
+    width = None if stream.isatty() else _NO_LIMIT
+    return Console(file=stream, markup=False, emoji=False, highlight=False, width=width)

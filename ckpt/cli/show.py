@@ -1,0 +1,243 @@
+"""``ckpt show``: what is in it?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ckpt.cli.options import JsonOption, RootOption, open_root
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from ckpt.model.manifest import Manifest
+
+_MOST_CHARS: Final = 100
+
+
+def show(
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, show_default=False)],
+    root: RootOption = None,
+    files: Annotated[
+        bool, typer.Option("--files", help="Also the files, and the rank that wrote each.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    r"""Show what a checkpoint holds.
+
+    That is tensors, plain values and metadata. Only the manifest is read. "written by" are the ranks whose files hold a tensor's bytes.
+
+    \b
+    Examples:
+      ckpt show 1200 --root runs/gpt
+      ckpt show 1200 --files
+      ckpt show 1200 --json | jq '.tensors[].name'
+    """
+    from ckpt.catalog.index import find, read_manifest
+    from ckpt.cli import output
+
+    backend = open_root(root)
+    ref = find(backend, step)[0]
+    manifest = read_manifest(backend, ref)
+    if json:
+        output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))
+        return
+    output.show_line(f"step {manifest.step}", style="bold")
+    output.show_facts(
+        {
+            "attempt": manifest.attempt,
+            "place": f"{backend.url.rstrip('/')}/{ref.folder}",
+            "committed at": output.moment(manifest.created_at),
+            "written by": output.count(manifest.world_size, "rank"),
+            "size": f"{output.size(manifest.nbytes)} in {output.count(len(manifest.files), 'file')}",
+            "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
+        }
+    )
+    _show_tensors(manifest)
+    _show_values("values", _values(manifest))
+    _show_values("metadata", dict(_flat("", _plain(manifest.metadata))))
+    if files:
+        _show_files(manifest)
+
+
+def _show_tensors(manifest: Manifest) -> None:
+    from ckpt.cli import output
+
+    total = sum(tensor.nbytes for tensor in manifest.tensors)
+    output.show_line()
+    output.show_line(f"{output.count(len(manifest.tensors), 'tensor')}, {output.size(total)}", style="bold")
+    rows = [
+        (
+            tensor.name,
+            tensor.dtype,
+            " x ".join(map(str, tensor.shape)) or "scalar",
+            output.size(tensor.nbytes),
+            str(len(tensor.shards)),
+            output.ranges([shard.rank for shard in tensor.shards]) or "-",
+        )
+        for tensor in manifest.tensors
+    ]
+    if rows:
+        output.show_table(
+            ("name", "dtype", "shape", "size", "shards", "written by"), rows, right=("size", "shards")
+        )
+    if manifest.tied:
+        output.show_line()
+        output.show_line(f"{output.count(len(manifest.tied), 'tied name')}", style="bold")
+        output.show_table(("name", "same as"), sorted(manifest.tied.items()))
+
+
+def _show_values(title: str, values: Mapping[str, str]) -> None:
+    from ckpt.cli import output
+
+    if values:
+        output.show_line()
+        output.show_line(title, style="bold")
+        output.show_facts(values)
+
+
+def _show_files(manifest: Manifest) -> None:
+    from ckpt.cli import output
+
+    output.show_line()
+    output.show_line("files", style="bold")
+    fragments = {fragment.rank: fragment for fragment in manifest.fragments}
+    data = manifest.file_map()
+    rows: list[tuple[str, ...]] = []
+    for rank in sorted(fragments):
+        if rank in data:
+            rows.append(
+                (
+                    data[rank].name,
+                    str(rank),
+                    output.size(data[rank].size),
+                    str(len(data[rank].chunks)),
+                    "tensors",
+                )
+            )
+        rows.append((fragments[rank].name, str(rank), output.size(fragments[rank].size), "-", "fragment"))
+    output.show_table(("name", "rank", "size", "chunks", "holds"), rows, right=("rank", "size", "chunks"))
+
+
+def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
+    from ckpt.cli import output
+
+    return {
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "place": place,
+        "committed_at": output.moment_utc(manifest.created_at),
+        "world_size": manifest.world_size,
+        "format": manifest.format,
+        "chunk_bytes": manifest.chunk_bytes,
+        "bytes": manifest.nbytes,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "shards": [
+                    {
+                        "rank": shard.rank,
+                        "offset": shard.offset,
+                        "offsets": list(shard.offsets),
+                        "shape": list(shard.shape),
+                    }
+                    for shard in tensor.shards
+                ],
+            }
+            for tensor in manifest.tensors
+        ],
+        "tied": dict(manifest.tied),
+        "tree": _node(manifest.tree),
+        "per_rank": {rank: _node(raw) for rank, raw in manifest.per_rank.items()},
+        "metadata": _node(manifest.metadata),
+        "files": [
+            {"name": file.name, "rank": file.rank, "bytes": file.size, "chunks": len(file.chunks)}
+            for file in manifest.files
+        ],
+        "fragments": [
+            {"name": item.name, "rank": item.rank, "bytes": item.size} for item in manifest.fragments
+        ],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Tagged:
+    """A node of an adapter: a tensor, a module, an optimizer."""
+
+    tag: str
+    fields: Mapping[str, Any]
+
+
+def _node(raw: msgspec.Raw) -> Any:
+    import msgspec
+
+    return msgspec.json.decode(raw) if bytes(raw) else None
+
+
+def _plain(raw: msgspec.Raw) -> Any:
+    """Values of this module's own tags as Python values; nothing is imported or called because of them."""
+    from ckpt.model.values import decode
+
+    def other(tag: str, node: Mapping[str, Any]) -> object:
+        return _Tagged(tag, {key: decode(item, other) for key, item in node.items() if key != "$"})
+
+    return decode(_node(raw), other)
+
+
+def _values(manifest: Manifest) -> dict[str, str]:
+    """One line per plain value; tensors have a table of their own."""
+    from ckpt.cli.output import ranges
+
+    values = dict(_flat("", _plain(manifest.tree)))
+    holders: dict[str, list[int]] = {}
+    for rank, raw in manifest.per_rank.items():
+        node = _plain(raw)
+        for name in node if isinstance(node, dict) else ():
+            holders.setdefault(str(name), []).append(int(rank))
+    return values | {name: f"<one per rank: {ranges(ranks)}>" for name, ranks in holders.items()}
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    from ckpt.model.values import join
+
+    match value:
+        case _Tagged(tag="tensor" | "array"):  # they have a table of their own
+            return
+        case _Tagged(tag=tag, fields=fields) if not any(
+            isinstance(item, dict | list | _Tagged) for item in fields.values()
+        ):
+            yield path, f"<{tag}{''.join(f' {item}' for item in fields.values())}>"
+        case _Tagged(fields=fields):
+            for key, item in fields.items():
+                yield from _flat(path if key in ("v", "values") else join(path, key), item)
+        case dict() if value and not all(_is_small(item) for item in value.values()):
+            for key, item in value.items():
+                yield from _flat(join(path, key), item)
+        case dict() if not value and not path:
+            return
+        case dict() if not path:
+            yield from ((str(key), _short(item)) for key, item in value.items())
+        case list() | tuple() if any(isinstance(item, dict | _Tagged) for item in value):
+            for index, item in enumerate(value):
+                yield from _flat(join(path, str(index)), item)
+        case None if not path:
+            return
+        case _:
+            yield path or ".", _short(value)
+
+
+def _is_small(value: Any) -> bool:
+    return not isinstance(value, dict | _Tagged | list | tuple)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bytes | bytearray) and len(value) > 16:
+        return f"<{type(value).__name__}, {len(value)} bytes>"
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."

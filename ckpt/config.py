@@ -1,0 +1,260 @@
+"""Where checkpoints go and how they are saved: ``ckpt.toml`` and the environment, read here and nowhere else.
+
+::
+
+    root = "runs/gpt"                  # one place, or:
+
+    [[tiers]]                          # several, nearest first
+    url = "/nvme/ckpt"
+    [[tiers]]
+    url = "s3://bucket/run42"
+    options = { endpoint_url = "http://store:9000" }
+
+    [save]
+    on_busy = "wait"                   # see SaveConfig
+    chunk_mib = 16
+
+    [metadata]                         # kept in every manifest
+    team = "speech"
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Final, Literal, TypeGuard, get_args
+
+from ckpt.errors import ConfigError
+
+CONFIG_NAME: Final = "ckpt.toml"
+ROOT_VARIABLE: Final = "CKPT_ROOT"
+DEBUG_VARIABLE: Final = "CKPT_DEBUG"
+
+OnBusy = Literal["wait", "skip"]
+Overlap = Literal["auto", "off"]
+Metadata = Mapping[str, Any]  # JSON values
+
+_MIN_CHUNK_BYTES: Final = 16
+_MAX_CHUNK_BYTES: Final = 64 << 20
+_SAVE_KEYS: Final = (
+    "on_busy",
+    "overlap",
+    "chunk_mib",
+    "commit_timeout_seconds",
+    "slots",
+    "threads",
+    "nice",
+    "cpus",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place for checkpoints: a folder or a URL, and what its backend is to be told. Repr hides the options: they may hold secrets."""
+
+    url: str
+    options: Mapping[str, object] = field(default_factory=dict[str, object], repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"url={self.url!r}: a tier needs a folder or a URL, such as 'runs/gpt' or 's3://bucket/run42'"
+            )
+        if not isinstance(self.options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"options of {self.url!r} must be a table of names and values, not {type(self.options).__name__}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveConfig:
+    """How saves are made. Every field has the value that suits most jobs.
+
+    Attributes:
+        on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
+        overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied everything on return.
+        chunk_bytes: Unit of checksum, retry and transfer.
+        commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
+        slots: Images held in host memory at most; with two, one streams while the next fills.
+        threads: That write and checksum, per rank.
+        nice: Added to their niceness, 0 to 19, so that training wins the core.
+        cpus: Cores they may use; None for all of the process'.
+    """
+
+    on_busy: OnBusy = "wait"
+    overlap: Overlap = "auto"
+    chunk_bytes: int = 16 << 20
+    commit_timeout_seconds: float = 600.0
+    slots: int = 2
+    threads: int = 2
+    nice: int = 10
+    cpus: frozenset[int] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("on_busy", self.on_busy, get_args(OnBusy))
+        _one_of("overlap", self.overlap, get_args(Overlap))
+        _whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
+        if not _is_number(self.commit_timeout_seconds) or not 0 < self.commit_timeout_seconds < float("inf"):
+            raise ConfigError(
+                f"commit_timeout_seconds={self.commit_timeout_seconds!r}: give a number of seconds above 0, such as 600"
+            )
+        _whole("slots", self.slots, 1, 16)
+        _whole("threads", self.threads, 1, 256)
+        _whole("nice", self.nice, 0, 19)
+        if self.cpus is not None:
+            if not self.cpus:
+                raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
+            for cpu in self.cpus:
+                _whole("cpus", cpu, 0, 1 << 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole ``ckpt.toml``. ``path`` is where it was read, None if there is none; ``tiers`` are nearest first, perhaps none."""
+
+    tiers: tuple[Tier, ...] = ()
+    save: SaveConfig = field(default_factory=SaveConfig)
+    metadata: Metadata = field(default_factory=dict[str, Any])
+    path: str | None = None
+
+
+def load_config(path: str | os.PathLike[str] | None = None) -> Config:
+    """The configuration in ``path``, or in ``./ckpt.toml`` if that exists, else the defaults without tiers.
+
+    Relative folders in a file are relative to it.
+
+    Raises:
+        ConfigError: ``path`` cannot be read, or something in the file is not known or not allowed.
+    """
+    if path is None and not os.path.exists(CONFIG_NAME):
+        return Config()
+    place = os.fspath(path) if path is not None else CONFIG_NAME
+    try:
+        with open(place, "rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place} is not valid TOML: {error}") from None
+    try:
+        return _config(table, place)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def resolve_tier(flag: str | None) -> Tier:
+    """The place that a command works on: ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a process.
+
+    A flag or variable that names a tier of ``ckpt.toml`` gets that tier's options.
+
+    Raises:
+        ConfigError: None of the three is there.
+    """
+    tiers = load_config().tiers
+    if root := flag or os.environ.get(ROOT_VARIABLE):
+        return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
+    for tier in tiers:
+        if not tier.url.startswith("memory:"):
+            return tier
+    raise ConfigError(
+        f'where are the checkpoints? Give --root URL, or set {ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
+    )
+
+
+def resolve_root(flag: str | None) -> str:
+    """The URL of ``resolve_tier``."""
+    return resolve_tier(flag).url
+
+
+def debug_wanted() -> bool:
+    """Whether an unexpected error shall show its traceback."""
+    return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+
+
+def _config(table: Mapping[str, Any], place: str) -> Config:
+    _known("", table, ("root", "tiers", "save", "metadata"))
+    if "root" in table and "tiers" in table:
+        raise ConfigError("root and tiers exclude each other: make the root the first of the [[tiers]]")
+    rows: object = table.get("tiers", [{"url": table["root"]}] if "root" in table else [])
+    if not isinstance(rows, list):
+        raise ConfigError("tiers is a list: write [[tiers]], with two brackets")
+    metadata = _table("metadata", table)
+    _check_json("metadata", metadata)
+    return Config(
+        tiers=tuple(_tier(row, os.path.dirname(place)) for row in rows),
+        save=_save(_table("save", table)),
+        metadata=metadata,
+        path=place,
+    )
+
+
+def _tier(row: object, folder: str) -> Tier:
+    if not isinstance(row, dict):
+        raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
+    _known("tiers.", row, ("url", "options"))
+    tier = Tier(row.get("url", ""), row.get("options", {}))
+    if folder and "://" not in tier.url and "::" not in tier.url and not tier.url.startswith("~"):
+        return Tier(os.path.join(folder, tier.url), tier.options)
+    return tier
+
+
+def _save(table: Mapping[str, Any]) -> SaveConfig:
+    _known("save.", table, _SAVE_KEYS)
+    fields: dict[str, Any] = dict(table)
+    if "chunk_mib" in fields:
+        mib = fields.pop("chunk_mib")
+        _whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
+        fields["chunk_bytes"] = mib << 20
+    if "cpus" in fields:
+        if not isinstance(fields["cpus"], list):
+            raise ConfigError(f"cpus={fields['cpus']!r}: give a list of core numbers, such as [0, 1]")
+        fields["cpus"] = frozenset(fields["cpus"])
+    return SaveConfig(**fields)
+
+
+def _table(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = table.get(name, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is a table: write [{name}]")
+    return found
+
+
+def _known(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.5)
+            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{prefix}{key} is not a setting: {way}")
+
+
+def _check_json(name: str, value: object) -> None:
+    """TOML knows dates and nan; a manifest does not."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_json(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_json(f"{name}[{index}]", item)
+    elif (
+        not isinstance(value, str | bool | int | float)
+        or value != value
+        or value in (float("inf"), float("-inf"))
+    ):
+        raise ConfigError(f"{name}={value!s} cannot be kept in a manifest: write it as a string")
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: choose {' or '.join(repr(choice) for choice in allowed)}")
+
+
+def _whole(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}: give a whole number from {least} to {most}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

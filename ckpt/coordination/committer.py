@@ -1,0 +1,181 @@
+"""The commit protocol, driven: one call per rank, from a background thread, once its part is durable (or lost)."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import (
+    Committed,
+    CommitMachine,
+    Heard,
+    Merge,
+    Refuse,
+    Refused,
+    TimedOut,
+    Verdict,
+    Word,
+    decode_verdict,
+    decode_word,
+    encode,
+)
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    CommitTimeout,
+    ManifestCorrupt,
+    ObjectExists,
+    PeerFailed,
+    ReplicasDiverged,
+    RootInUse,
+    StepExists,
+    StorageError,
+    TensorIncomplete,
+)
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import Fragment, FragmentRef
+from ckpt.model.validate import check_fragment
+from ckpt.plan.merge import merge
+from ckpt.storage.api import StorageBackend, read_object
+
+LEADER: Final = 0
+_VERDICT_GRACE_SECONDS: Final = 30.0
+"""How much longer than the leader the others wait: the leader's own time-out must reach them as a verdict."""
+
+
+class Committer:
+    """Commits saves of one attempt to one tier.
+
+    Threads: one background thread at a time.
+
+    Args:
+        name: Tells this tier's subjects from those of others.
+        timeout: Seconds the leader waits for the last rank's word.
+    """
+
+    def __init__(self, coordinator: Coordinator, backend: StorageBackend, *, name: str, timeout: float) -> None:
+        self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
+
+    def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> str:
+        """Say this rank's word and wait for the verdict; returns the checksum of the manifest.
+
+        Args:
+            veto: On the leader, a reason to refuse whatever the words are.
+
+        Raises:
+            CommitError: The verdict is against it; the class tells why.
+            CommitTimeout: No verdict in time.
+        """
+        subject = f"{self._name}/{ref.folder}"
+        self._coordinator.tell(subject, encode(word))
+        if self._coordinator.rank == LEADER:
+            verdict = decode_verdict(self._coordinator.decide(subject, encode(self._lead(subject, ref, veto))))
+        else:
+            wait = self._timeout + _VERDICT_GRACE_SECONDS
+            heard = self._coordinator.verdict(subject, timeout=wait)
+            if heard is None:
+                raise CommitTimeout(ref.step, [LEADER], wait, "the verdict")
+            verdict = decode_verdict(heard)
+        if isinstance(verdict, Refused):
+            raise rebuild(verdict, ref.step)
+        return verdict.checksum
+
+    def _lead(self, subject: str, ref: StepRef, veto: CkptError | None) -> Verdict:
+        if veto is not None:
+            return refusal(veto)
+        try:
+            action = self._listen(subject)
+            if isinstance(action, Refuse):
+                if action.failures:
+                    raise PeerFailed(ref.step, action.failures)
+                raise CommitTimeout(ref.step, action.missing, self._timeout, "the part")
+            return Committed(self._put_manifest(ref, action.fragments))
+        except CkptError as error:
+            return refusal(error)
+        except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
+            return Refused(reason=f"the leader failed: {error!r}", failures={})
+
+    def _listen(self, subject: str) -> Merge | Refuse:
+        machine = CommitMachine(range(self._coordinator.world_size))
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            words = self._coordinator.hear(subject, set(machine.missing), timeout=max(0.0, left))
+            for rank, data in sorted(words.items()):
+                if action := machine.handle(Heard(rank, decode_word(data))):
+                    return action
+            if left <= 0 and (action := machine.handle(TimedOut())):
+                return action
+
+    def _put_manifest(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> str:
+        data = pack(merge((self._read(ref, fragment), fragment) for fragment in fragments))
+        put_once(self._backend, ref.manifest, data)
+        return checksum(data)
+
+    def _read(self, ref: StepRef, fragment: FragmentRef) -> Fragment:
+        key = ref.key(fragment.name)
+        data = read_object(self._backend, key, limit=fragment.size)
+        if checksum(data) != fragment.checksum:
+            raise ManifestCorrupt(key, "it is not what its rank has written")
+        return check_fragment(unpack(data, Fragment, key=key), key=key)
+
+
+def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
+    """Put if absent, and be content if what is there is the same: a reply may be lost, and two may merge the same fragments.
+
+    Raises:
+        CommitError: Something else is there.
+    """
+    try:
+        backend.put(key, [data], if_absent=True)
+    except StorageError as error:
+        try:
+            found = read_object(backend, key, limit=max(len(data), 1) * 2)
+        except StorageError:
+            raise error from None
+        if found != data:
+            raise CommitError(f"{key!r} was already there with other content: another job writes to this root") from (
+                None if isinstance(error, ObjectExists) else error
+            )
+
+
+def refusal(error: CkptError) -> Refused:
+    """A verdict that carries ``error`` to the other ranks."""
+    kind = type(error).__name__
+    match error:
+        case PeerFailed():
+            return Refused(reason=str(error), failures=error.failures, kind=kind)
+        case CommitTimeout():
+            return Refused(reason=str(error.seconds), failures={}, kind=kind, ranks=error.missing)
+        case ReplicasDiverged():
+            return Refused(reason="", failures={}, kind=kind, names=(error.name,), ranks=error.ranks)
+        case TensorIncomplete():
+            return Refused(reason=error.detail, failures={}, kind=kind, names=(error.name,))
+        case StepExists():
+            return Refused(reason=error.root, failures={}, kind=kind)
+        case RootInUse():
+            return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
+        case _:
+            return Refused(reason=f"{kind}: {error}", failures={})
+
+
+def rebuild(verdict: Refused, step: int) -> CommitError:
+    """The error that a refusal carries."""
+    match verdict.kind:
+        case "PeerFailed":
+            return PeerFailed(step, verdict.failures)
+        case "CommitTimeout":
+            return CommitTimeout(step, verdict.ranks, float(verdict.reason), "the part")
+        case "ReplicasDiverged":
+            return ReplicasDiverged(verdict.names[0], verdict.ranks)
+        case "TensorIncomplete":
+            return TensorIncomplete(verdict.names[0], verdict.reason)
+        case "StepExists":
+            return StepExists(step, verdict.reason)
+        case "RootInUse":
+            return RootInUse(verdict.names[0], verdict.reason)
+        case _:
+            return CommitError(f"step {step} was not committed: {verdict.reason}")

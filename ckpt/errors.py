@@ -1,0 +1,320 @@
+"""Every error of ckpt, in one tree. A class says who must act; its fields say on what.
+
+::
+
+    CkptError                      exit 1
+    ├── ConfigError                exit 2   the call, the URL or ckpt.toml must be corrected
+    │   ├── UnknownScheme                   no backend serves this URL
+    │   └── MissingExtra                    the backend's package is not installed
+    ├── StorageError               exit 3   a store refused or failed
+    │   ├── ObjectNotFound
+    │   ├── ObjectExists                    put(if_absent=True) lost
+    │   ├── AccessDenied
+    │   ├── OutOfSpace
+    │   └── TransientStorageError           worth another try; the only one that is retried
+    ├── IntegrityError             exit 4   the bytes are not what was written
+    │   ├── ChecksumMismatch
+    │   ├── ManifestCorrupt
+    │   └── FormatTooNew
+    ├── CommitError                exit 5   a save did not become a checkpoint
+    │   ├── StepExists
+    │   ├── PeerFailed
+    │   ├── CommitTimeout
+    │   ├── ReplicasDiverged
+    │   ├── TensorIncomplete                boxes leave holes or overlap
+    │   └── RootInUse                       another job writes to this root
+    ├── StagingError               exit 6   the copy to host memory failed
+    │   ├── HostMemoryExhausted
+    │   ├── TensorChanged                   written to behind our back while it was copied
+    │   └── SaveSkipped                     on_busy="skip" and no slot was free
+    ├── RestoreError               exit 7   the target and the checkpoint do not fit
+    │   ├── NoCheckpoint
+    │   ├── EntryMissing
+    │   ├── EntryUnexpected
+    │   ├── ShapeMismatch
+    │   ├── DtypeMismatch
+    │   └── KindMismatch                    a tensor here, a plain value there
+    ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
+    └── ManagerClosed              exit 9
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class CkptError(Exception):
+    """Base of all errors of ckpt. ``exit_code`` is what the command line returns for it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(CkptError):
+    """A setting is wrong. Nothing was started."""
+
+    exit_code = 2
+
+
+class UnknownScheme(ConfigError):
+    """No backend serves this URL."""
+
+    def __init__(self, url: str, known: Sequence[str]) -> None:
+        self.url, self.known = url, tuple(known)
+        super().__init__(f"no backend for {url!r}; known schemes: {', '.join(self.known)} or a plain folder")
+
+
+class MissingExtra(ConfigError):
+    """The backend exists, its package is not installed."""
+
+    def __init__(self, url: str, package: str, extra: str | None) -> None:
+        self.url, self.package, self.extra = url, package, extra
+        way = f"pip install 'ckpt-stream[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{url!r} needs the package {package}: {way}")
+
+
+class StorageError(CkptError):
+    """A store refused or failed. ``key`` is relative to the root of the tier."""
+
+    exit_code = 3
+    what: ClassVar[str] = "storage failed"
+
+    def __init__(self, key: str, detail: str = "") -> None:
+        self.key, self.detail = key, detail
+        super().__init__(f"{self.what}: {key!r}" + (f" ({detail})" if detail else ""))
+
+
+class ObjectNotFound(StorageError):
+    """There is no object under this key."""
+
+    what = "no such object"
+
+
+class ObjectExists(StorageError):
+    """``put(if_absent=True)`` found the key taken. What was there is untouched."""
+
+    what = "object already exists"
+
+
+class AccessDenied(StorageError):
+    """The store knows us not, or forbids it. Check credentials and permissions."""
+
+    what = "access denied"
+
+
+class OutOfSpace(StorageError):
+    """The store is full. Free space or prune; older checkpoints are whole."""
+
+    what = "no space left"
+
+
+class TransientStorageError(StorageError):
+    """Time-outs, resets, 5xx, SlowDown: worth another try."""
+
+    what = "storage did not answer properly"
+
+
+class IntegrityError(CkptError):
+    """The bytes are not what was written."""
+
+    exit_code = 4
+
+
+class ChecksumMismatch(IntegrityError):
+    """A run of bytes differs from what was staged."""
+
+    def __init__(self, key: str, offset: int, nbytes: int) -> None:
+        self.key, self.offset, self.nbytes = key, offset, nbytes
+        super().__init__(
+            f"checksum mismatch in {key!r}, bytes {offset} to {offset + nbytes}: the data was damaged after it was written"
+        )
+
+
+class ManifestCorrupt(IntegrityError):
+    """A manifest or fragment cannot be trusted."""
+
+    def __init__(self, key: str, detail: str) -> None:
+        self.key, self.detail = key, detail
+        super().__init__(f"{key!r} is not a valid manifest: {detail}")
+
+
+class FormatTooNew(IntegrityError):
+    """Written by a later ckpt."""
+
+    def __init__(self, key: str, found: int, supported: int) -> None:
+        self.key, self.found, self.supported = key, found, supported
+        super().__init__(
+            f"{key!r} has format {found}, this ckpt reads up to {supported}: upgrade with pip install -U ckpt-stream"
+        )
+
+
+class CommitError(CkptError):
+    """A save did not become a checkpoint. Older checkpoints are whole, training may go on."""
+
+    exit_code = 5
+
+
+class StepExists(CommitError):
+    """Steps are immutable: one step is saved once."""
+
+    def __init__(self, step: int, root: str) -> None:
+        self.step, self.root = step, root
+        super().__init__(f"step {step} is already saved in {root}: steps are immutable, save under another step")
+
+
+class PeerFailed(CommitError):
+    """Another rank could not make its part durable."""
+
+    def __init__(self, step: int, failures: dict[int, str]) -> None:
+        self.step, self.failures = step, failures
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())[:8])
+        super().__init__(f"step {step} was not committed, {len(failures)} rank(s) failed: {told}")
+
+
+class CommitTimeout(CommitError):
+    """Some ranks were not heard of in time."""
+
+    def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
+        self.step, self.missing, self.seconds = step, tuple(missing), seconds
+        names = ", ".join(map(str, self.missing[:16])) + (" ..." if len(self.missing) > 16 else "")
+        super().__init__(f"step {step}: waited {seconds:.0f} s for {what} of rank(s) {names}")
+
+
+class ReplicasDiverged(CommitError):
+    """Ranks that should hold the same value do not."""
+
+    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+        self.name, self.ranks = name, tuple(ranks)
+        super().__init__(
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}: if that is meant, wrap it in PerRank(...)"
+        )
+
+
+class TensorIncomplete(CommitError):
+    """The boxes of a tensor leave a hole, overlap, or contradict each other."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        self.name, self.detail = name, detail
+        super().__init__(f"tensor {name!r}: {detail}")
+
+
+class RootInUse(CommitError):
+    """Another job writes to this root, or has taken it over."""
+
+    def __init__(self, root: str, owner: str) -> None:
+        self.root, self.owner = root, owner
+        super().__init__(f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other")
+
+
+class StagingError(CkptError):
+    """The copy to host memory failed. That save is lost, training may go on."""
+
+    exit_code = 6
+
+
+class HostMemoryExhausted(StagingError):
+    """There is no room for an image."""
+
+    def __init__(self, needed: int, detail: str) -> None:
+        self.needed, self.detail = needed, detail
+        super().__init__(f"no host memory for an image of {needed / 2**20:.0f} MiB: {detail}")
+
+
+class TensorChanged(StagingError):
+    """A tensor was written to between ``save_async`` and the end of its copy, outside its optimizer's step."""
+
+    def __init__(self, name: str, step: int) -> None:
+        self.name, self.step = name, step
+        super().__init__(
+            f"{name!r} was changed while step {step} copied it, outside of its optimizer's step(): call manager.fence() before "
+            'you change it, or build the manager with overlap="off"'
+        )
+
+
+class SaveSkipped(StagingError):
+    """No slot was free and ``on_busy="skip"``. Nothing was copied."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f'step {step} was skipped: the save before still streams and on_busy="skip"')
+
+
+class RestoreError(CkptError):
+    """The target and the checkpoint do not fit, or there is nothing to restore."""
+
+    exit_code = 7
+
+
+class NoCheckpoint(RestoreError):
+    """Nothing restorable was found."""
+
+    def __init__(self, root: str, detail: str = "") -> None:
+        self.root, self.detail = root, detail
+        super().__init__(f"no checkpoint to restore in {root}" + (f": {detail}" if detail else ""))
+
+
+class EntryMissing(RestoreError):
+    """The target wants names that the checkpoint has not."""
+
+    def __init__(self, names: Sequence[str], step: int) -> None:
+        self.names, self.step = tuple(names), step
+        super().__init__(f"step {step} has no {_few(names)}: take it out of the state, or restore another step")
+
+
+class EntryUnexpected(RestoreError):
+    """The checkpoint has names that the target does not want."""
+
+    def __init__(self, names: Sequence[str], step: int) -> None:
+        self.names, self.step = tuple(names), step
+        super().__init__(f"step {step} also holds {_few(names)}, which the state given has no place for")
+
+
+class ShapeMismatch(RestoreError):
+    """Same name, another shape."""
+
+    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int]) -> None:
+        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
+        super().__init__(f"{name!r} is saved with shape {list(saved)}, the target has {list(wanted)}")
+
+
+class DtypeMismatch(RestoreError):
+    """Same name, another dtype."""
+
+    def __init__(self, name: str, saved: str, wanted: str) -> None:
+        self.name, self.saved, self.wanted = name, saved, wanted
+        super().__init__(f"{name!r} is saved as {saved}, the target is {wanted}")
+
+
+class KindMismatch(RestoreError):
+    """Same name, another kind of value."""
+
+    def __init__(self, name: str, saved: str, wanted: str) -> None:
+        self.name, self.saved, self.wanted = name, saved, wanted
+        super().__init__(f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target")
+
+
+class UnsupportedValue(CkptError):
+    """The state holds a value that could only be saved with pickle."""
+
+    exit_code = 8
+
+    def __init__(self, name: str, kind: str, detail: str = "") -> None:
+        self.name, self.kind = name, kind
+        super().__init__(
+            f"{name!r} is a {kind}, which cannot be saved without pickle: "
+            + (detail or "give it state_dict()/load_state_dict(), or save its parts as plain values")
+        )
+
+
+class ManagerClosed(CkptError):
+    """The manager was closed; build a new one."""
+
+    exit_code = 9
+
+    def __init__(self) -> None:
+        super().__init__("this CheckpointManager is closed: build a new one")
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(repr(name) for name in list(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,56 @@
+"""What happens inside, told to whoever asks: observers get frozen values, in background threads, and must not block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveStaged:
+    """The state is in host memory. ``stall_seconds`` is what the call cost the training thread."""
+
+    step: int
+    nbytes: int
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCommitted:
+    """The checkpoint exists on the tier. Seconds since the call."""
+
+    step: int
+    tier: str
+    nbytes: int
+    durable_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """The save is lost; older checkpoints are whole."""
+
+    step: int
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDamaged:
+    """A restore found a step unusable and goes on with the one before."""
+
+    step: int
+    tier: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A restore has landed."""
+
+    step: int
+    tier: str
+    nbytes: int
+    seconds: float
+
+
+Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Restored
+Observer = Callable[[Event], None]

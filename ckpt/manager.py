@@ -1,0 +1,334 @@
+"""The facade: the one place where all rooms meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypedDict, Unpack
+
+import torch.distributed as dist
+
+from ckpt.adapters.collect import Collected, collect
+from ckpt.adapters.prepare import PlanCache, Prepared
+from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.catalog.index import committed
+from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.single import SingleCoordinator
+from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
+from ckpt.events import Event, Observer, SaveCommitted, SaveFailed, SaveStaged
+from ckpt.model.layout import StepRef
+from ckpt.model.values import dumps, to_json
+from ckpt.pending import PendingSave
+from ckpt.pipeline.workers import Workers
+from ckpt.restorer import RestoreReport, Restorer
+from ckpt.saver import SaveJob, Saver
+from ckpt.staging.fence import Fence
+from ckpt.staging.slots import Slot, SlotPool
+from ckpt.staging.snapshot import Snapshot
+from ckpt.storage.tiers import open_tiers
+
+_log = logging.getLogger("ckpt")
+
+
+class Settings(TypedDict, total=False):
+    """The fields of ``SaveConfig``, as keywords of the manager."""
+
+    on_busy: OnBusy
+    overlap: Overlap
+    chunk_bytes: int
+    commit_timeout_seconds: float
+    slots: int
+    threads: int
+    nice: int
+    cpus: frozenset[int] | None
+
+
+class CheckpointManager:
+    """Saves a training state while training goes on, and restores the newest one that is intact.
+
+    Under ``torch.distributed`` every rank builds one after ``init_process_group``, and calls ``save_async``, ``restore`` and ``close`` alike. No process group is used for it:
+    ranks talk through the job's store.
+
+    Threads: all methods from the training thread.
+
+    Args:
+        tiers: A folder or URL, a `Tier`, or several of these, nearest first.
+        config: How to save; single fields may be given as keywords (``on_busy="skip"``).
+        metadata: JSON values kept in every manifest.
+        observers: Called with `ckpt.events`, also from background threads; must not block.
+        coordinator: How ranks talk; found by itself.
+
+    Raises:
+        ConfigError: A setting or URL is wrong. Nothing was written.
+    """
+
+    def __init__(
+        self,
+        tiers: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+        *,
+        config: SaveConfig | None = None,
+        metadata: Metadata | None = None,
+        observers: Sequence[Observer] = (),
+        coordinator: Coordinator | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self._config = replace(config or SaveConfig(), **settings)
+        self._metadata = to_json("metadata", dict(metadata or {}))
+        self._tiers = open_tiers(_tiers(tiers))
+        self._observers = tuple(observers)
+        self._coordinator = coordinator or _coordinator()
+        self._fence = Fence()
+        self._slots = SlotPool(self._config.slots)
+        self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
+        self._saver = Saver(self._tiers, self._coordinator, self._config)
+        self._copier = Workers("copy", 1)
+        self._streamer = Workers("save", 1, nice=self._config.nice, cpus=self._config.cpus)
+        self._pending: list[PendingSave] = []
+        self._saved: set[int] = set()
+        self._trials: dict[int, int] = {}
+        self._last_step: int | None = None
+        self._restores = 0
+        self._closed = False
+        self._pid = os.getpid()
+        self.skipped = 0
+        """Saves that were not made because no slot was free (``on_busy="skip"``)."""
+
+    @classmethod
+    def from_config(cls, path: str | os.PathLike[str] | None = None, **settings: Unpack[Settings]) -> Self:
+        """A manager as ``path``, or ``./ckpt.toml``, says. Raises ``ConfigError`` if it names no tier."""
+        config = load_config(path)
+        if not config.tiers:
+            raise ConfigError(f'{config.path or "ckpt.toml"} names no place: write root = "..." or [[tiers]]')
+        return cls(config.tiers, config=config.save, metadata=config.metadata, **settings)
+
+    # -- saving -------------------------------------------------------------------------------------------------------------
+
+    def save_async(self, state: Mapping[str, Any], step: int | None = None) -> PendingSave:
+        """Save ``state`` as ``step`` in the background.
+
+        On return everything in ``state`` may be changed, but for the tensors of optimizers in it: those may be changed by the optimizers' own
+        ``step()``, which waits for the copy by itself (see ``fence`` and ``overlap="off"`` for any other change).
+
+        Args:
+            state: Nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects with ``state_dict``, plain values, `PerRank`.
+            step: Defaults to ``state["step"]`` if that is an int, else to one more than the last.
+
+        Raises:
+            CkptError: What is wrong with the state; or an error of an earlier save that nobody has asked for.
+        """
+        began = time.perf_counter()
+        self._check_open()
+        step = self._resolve(state, step)
+        trial = self._trials.get(step, 0)
+        ref = StepRef(step, self._coordinator.attempt)
+        try:
+            self._raise_unheard()
+            pending = self._save(state, ref, trial)
+        except BaseException as error:
+            self._trials[step] = trial + 1
+            if self._coordinator.world_size > 1:  # the others shall not wait for this rank
+                self._streamer.submit(self._saver.give_up, ref, trial, f"{type(error).__name__}: {error}")
+            raise
+        self._trials[step] = trial + 1
+        pending.stall_seconds = time.perf_counter() - began
+        return pending
+
+    def save(self, state: Mapping[str, Any], step: int | None = None, *, timeout: float | None = None) -> PendingSave:
+        """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result`` raise."""
+        return self.save_async(state, step).result(timeout)
+
+    def fence(self) -> None:
+        """Return when every tensor of the saves under way may be changed by anybody. Raises an unheard error of an earlier save."""
+        self._check_open()
+        self._fence.wait()
+        for pending in self._pending:
+            if not pending.done():
+                pending.wait_staged()
+        self._raise_unheard()
+
+    # -- finding and restoring ----------------------------------------------------------------------------------------------
+
+    def restore(self, state: MutableMapping[str, Any], step: int | None = None) -> RestoreReport | None:
+        """Fill ``state`` with ``step``, or with the newest step that is intact on some tier; None if there is none at all.
+
+        A damaged step is skipped for the next best, with a log line and an entry in the report. All ranks restore the same step or none.
+
+        Raises:
+            RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
+        """
+        self._check_open()
+        with Workers("read", max(2, self._config.threads)) as workers:
+            restorer = Restorer(self._tiers, self._coordinator, workers, self._notify, serial=self._restores)
+            self._restores += 1
+            report = restorer.restore(state, step)
+        if report is not None:
+            self._last_step = self._saver.restored_step = report.step
+        return report
+
+    def steps(self) -> list[int]:
+        """Committed steps on any tier, ascending. Asks the tiers: for people and scripts, not for every training step."""
+        self._check_open()
+        return sorted({ref.step for tier in self._tiers for ref in committed(tier.backend)})
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, None if there is none."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    # -- the end ------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finish every save, free memory and threads. Raises the first error that nobody has heard of; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._fence.remove()
+        self._copier.close()
+        self._streamer.close()
+        self._saver.close()
+        self._plans.forget()
+        self._slots.close()
+        self._coordinator.close()
+        for tier in self._tiers:
+            tier.backend.close()
+        self._raise_unheard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CkptError as late:
+            if error is None:
+                raise
+            _log.error("ckpt: %s", late)  # the body's own error goes first
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int) -> PendingSave:
+        collected = collect(state, rank=self._coordinator.rank)
+        prepared = self._plans.prepare(collected)
+        slot = self._slots.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
+        if slot is None:
+            return self._skip(ref, trial)
+        try:
+            snapshot = prepared.snapshot(slot, collected.held, ref.step, overlap=self._config.overlap == "auto")
+            job = self._job(ref, trial, prepared, slot, collected)
+            self._fence.guard(collected.optimizers)
+            snapshot.copy_eager()
+        except BaseException:
+            self._slots.release(slot)
+            raise
+        pending = PendingSave(ref.step, prepared.plan.size * len(self._tiers), snapshot)
+        self._pending = [other for other in self._pending if not other.done() or other._unheard]
+        self._pending.append(pending)
+        self._saved.add(ref.step)
+        if not snapshot.landed:
+            self._fence.watch(snapshot)
+            self._copier.submit(snapshot.copy_late)
+        self._streamer.submit(self._stream, job, snapshot, pending, slot)
+        self._last_step = ref.step
+        return pending
+
+    def _job(self, ref: StepRef, trial: int, prepared: Prepared, slot: Slot, collected: Collected) -> SaveJob:
+        return SaveJob(
+            ref=ref,
+            trial=trial,
+            plan=prepared.plan,
+            image=slot.view[: prepared.plan.size],
+            tied=collected.tied,
+            tree=dumps(collected.tree, "state"),
+            per_rank=dumps(collected.per_rank, "state"),
+            replicas={},
+            metadata=self._metadata,
+            created_at=time.time(),
+        )
+
+    def _stream(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> None:
+        """The background half of a save; on the streaming thread."""
+        error: CkptError | None = None
+        try:
+            try:
+                snapshot.wait_landed()
+            except CkptError as failed:
+                self._saver.give_up(job.ref, job.trial, str(failed))
+                raise
+            self._notify(SaveStaged(step=job.ref.step, nbytes=job.plan.size, stall_seconds=pending.stall_seconds))
+            self._saver.run(
+                replace(job, replicas=snapshot.digests),
+                on_bytes=pending._add_written,
+                on_committed=lambda url: self._notify(
+                    SaveCommitted(step=job.ref.step, tier=url, nbytes=job.plan.size, durable_seconds=pending.age)
+                ),
+            )
+        except CkptError as failed:
+            error = failed
+        except Exception as failed:  # noqa: BLE001 - it must reach the caller, whatever it is
+            error = CkptError(f"step {job.ref.step} failed: {failed!r}")
+            error.__cause__ = failed
+        finally:
+            self._slots.release(slot)
+        if error is not None:
+            self._saved.discard(job.ref.step)
+            _log.error("ckpt: %s", error)
+            self._notify(SaveFailed(step=job.ref.step, error=error))
+        pending._finish(error)
+
+    def _skip(self, ref: StepRef, trial: int) -> PendingSave:
+        self.skipped += 1
+        pending = PendingSave(ref.step, 0, None)
+        pending._finish(SaveSkipped(ref.step))
+        pending.exception()  # heard: skipping is what was asked for
+        if self._coordinator.world_size > 1:
+            self._streamer.submit(self._saver.give_up, ref, trial, "skipped: no slot was free")
+        _log.warning("ckpt: step %d skipped, the save before still streams (%d so far)", ref.step, self.skipped)
+        return pending
+
+    def _resolve(self, state: Mapping[str, Any], step: int | None) -> int:
+        if step is None:
+            told = state.get("step") if isinstance(state, Mapping) else None
+            step = told if type(told) is int else 0 if self._last_step is None else self._last_step + 1
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+            raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
+        if step in self._saved:
+            raise StepExists(step, self._tiers[0].url)
+        return step
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ManagerClosed
+        if os.getpid() != self._pid:
+            raise ConfigError("this CheckpointManager was made before a fork: build one in the process that uses it (spawn, not fork)")
+
+    def _raise_unheard(self) -> None:
+        for pending in list(self._pending):
+            if (error := pending._unheard) is not None:
+                pending.exception()
+                self._pending.remove(pending)
+                raise error
+
+    def _notify(self, event: Event) -> None:
+        for observer in self._observers:
+            try:
+                observer(event)
+            except Exception:  # an observer's mistake must not cost a checkpoint
+                _log.exception("ckpt: an observer failed on %s", type(event).__name__)
+
+
+def _tiers(given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]) -> tuple[Tier, ...]:
+    items = [given] if isinstance(given, str | os.PathLike | Tier) else list(given)
+    return tuple(item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in items)
+
+
+def _coordinator() -> Coordinator:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchStoreCoordinator()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251 - to tell a launcher's world from a lone process
+        raise ConfigError("WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() before building the manager")
+    return SingleCoordinator()

@@ -1,0 +1,143 @@
+"""A region of a tensor, and what can be decided about regions without touching data.
+
+Everything that reshards rests on three facts kept here: two boxes meet in a box (``intersect``), a box can be cut into boxes that lie
+one after another in its row-major order (``split_rows``), and a set of boxes either tiles a tensor or does not (``tiling_fault``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+# A grid over the boxes' own coordinates has as many cells as a regular mesh has boxes; beyond this it is not regular.
+_MOST_CELLS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """Offsets and shape, in elements, one number per dimension; a 0-d tensor has the box ``Box((), ())``."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers a tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None if it is empty."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True))
+        shape = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+        return Box(offsets, shape) if all(n > 0 for n in shape) else None
+
+    def relative_to(self, outer: Box) -> Box:
+        """The same region, counted from the first element of ``outer``."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """For indexing an array with this box."""
+        return tuple(slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True))
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of ``shape`` contains all of it."""
+        return len(shape) == len(self.shape) == len(self.offsets) and all(
+            start >= 0 and n >= 0 and start + n <= size for start, n, size in zip(self.offsets, self.shape, shape, strict=True)
+        )
+
+
+def split_rows(box: Box, most: int) -> list[Box]:
+    """Cut a box into boxes of at most ``most`` elements that follow each other in its row-major order.
+
+    So each part is one contiguous run of the box's memory. A row that is itself too large is cut along the next dimension.
+    An empty box gives no parts, a 0-d box gives itself.
+    """
+    if box.numel == 0:
+        return []
+    if box.numel <= most:
+        return [box]
+    # the first dimension whose single rows fit: dimensions before it are walked index by index
+    dim = next(d for d in range(len(box.shape)) if math.prod(box.shape[d + 1 :]) <= most)
+    rows = max(1, most // math.prod(box.shape[dim + 1 :]))
+    parts: list[Box] = []
+    for index in np.ndindex(*box.shape[:dim]):
+        for start in range(0, box.shape[dim], rows):
+            length = min(rows, box.shape[dim] - start)
+            offsets = (*(o + i for o, i in zip(box.offsets, index, strict=False)), box.offsets[dim] + start, *box.offsets[dim + 1 :])
+            parts.append(Box(offsets, (*(1 for _ in index), length, *box.shape[dim + 1 :])))
+    return parts
+
+
+def split_evenly(box: Box, count: int) -> list[Box | None]:
+    """Cut a box into ``count`` nearly equal slabs for ``count`` replicas; None if no dimension is that long.
+
+    The first dimension that is long enough is cut, so that slabs stay as contiguous as can be.
+    """
+    dim = next((d for d, n in enumerate(box.shape) if n >= count), None)
+    if dim is None:
+        return [None] * count
+    size = box.shape[dim]
+    cuts = [size * k // count for k in range(count + 1)]
+    return [
+        Box(
+            (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
+            (*box.shape[:dim], end - start, *box.shape[dim + 1 :]),
+        )
+        for start, end in pairwise(cuts)
+    ]
+
+
+def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """None if the boxes cover every element of a tensor of ``shape`` exactly once, else what is wrong.
+
+    Boxes without elements are ignored. Linear in the number of boxes for any mesh of shards.
+    """
+    for box in boxes:
+        if not box.inside(shape):
+            return f"box {box.offsets}+{box.shape} is not inside the shape {tuple(shape)}"
+    solid = [box for box in boxes if box.numel]
+    total, held = math.prod(shape), sum(box.numel for box in solid)
+    if (overlap := _first_overlap(solid)) is not None:
+        return f"boxes overlap at {overlap}"
+    return None if held == total else f"{total - held} of {total} elements are in no box"
+
+
+def _first_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    if len(boxes) < 2 or not boxes[0].shape:
+        return None if len(boxes) < 2 else ()
+    rank = len(boxes[0].shape)
+    starts = np.array([box.offsets for box in boxes], dtype=np.int64)
+    ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)
+    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(rank)]
+    if math.prod(len(edge) for edge in edges) > _MOST_CELLS:
+        return _first_overlap_by_sweep(boxes)
+    grid = np.zeros([max(1, len(edge) - 1) for edge in edges], dtype=bool)
+    low = np.stack([np.searchsorted(edges[d], starts[:, d]) for d in range(rank)], axis=1)
+    high = np.stack([np.searchsorted(edges[d], ends[:, d]) for d in range(rank)], axis=1)
+    for box, first, last in zip(boxes, low.tolist(), high.tolist(), strict=True):
+        cell = grid[tuple(slice(a, b) for a, b in zip(first, last, strict=True))]
+        if cell.any():
+            return box.offsets
+        cell[...] = True
+    return None
+
+
+def _first_overlap_by_sweep(boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Along the first dimension, against the boxes still open there; for irregular sets only."""
+    active: list[Box] = []
+    for box in sorted(boxes):
+        active = [other for other in active if other.offsets[0] + other.shape[0] > box.offsets[0]]
+        for other in active:
+            if (common := box.intersect(other)) is not None:
+                return common.offsets
+        active.append(box)
+    return None

@@ -1,0 +1,53 @@
+"""Element types: their names (torch's), their size, and how a safetensors file holds them.
+
+Safetensors has no complex128, no complex32 and no sub-byte types of torch's; those are held as a plain type with one more dimension, or as bytes.
+``storage`` is the safetensors code; ``lanes`` is the length of the extra last dimension (1: none).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DType:
+    """``itemsize`` in bytes per element of the tensor (all lanes together)."""
+
+    name: str
+    itemsize: int
+    storage: str
+    lanes: int = 1
+
+
+def _table() -> dict[str, DType]:
+    rows: list[tuple[str, int, str, int]] = [
+        ("float64", 8, "F64", 1),
+        ("float32", 4, "F32", 1),
+        ("float16", 2, "F16", 1),
+        ("bfloat16", 2, "BF16", 1),
+        ("float8_e4m3fn", 1, "F8_E4M3", 1),
+        ("float8_e5m2", 1, "F8_E5M2", 1),
+        ("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", 1),
+        ("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", 1),
+        ("float8_e8m0fnu", 1, "F8_E8M0", 1),
+        ("float4_e2m1fn_x2", 1, "U8", 1),
+        ("int64", 8, "I64", 1),
+        ("int32", 4, "I32", 1),
+        ("int16", 2, "I16", 1),
+        ("int8", 1, "I8", 1),
+        ("uint64", 8, "U64", 1),
+        ("uint32", 4, "U32", 1),
+        ("uint16", 2, "U16", 1),
+        ("uint8", 1, "U8", 1),
+        ("bool", 1, "BOOL", 1),
+        ("complex128", 16, "F64", 2),
+        ("complex64", 8, "C64", 1),
+        ("complex32", 4, "F16", 2),
+    ]
+    rows += [(name, 1, "U8", 1) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")]
+    rows += [("bits16", 2, "U16", 1)]
+    return {name: DType(name=name, itemsize=size, storage=code, lanes=lanes) for name, size, code, lanes in rows}
+
+
+DTYPES: Final[dict[str, DType]] = _table()

@@ -1,0 +1,86 @@
+"""Manifest and fragment <-> bytes: JSON that carries the checksum of itself, compressed with zstd past 1 MiB.
+
+``{"checksum":"<32 hex digits>","body":{...}}``: the checksum is over the exact bytes of the body, and there is no byte of the file outside of
+body, checksum and fixed punctuation; so any flipped, missing or added byte is found before the body is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+import msgspec
+
+from ckpt.errors import FormatTooNew, ManifestCorrupt
+from ckpt.model.checksum import checksum
+from ckpt.model.manifest import FORMAT, Fragment, Manifest
+
+MAX_RECORD_BYTES: Final = 4 << 30
+"""No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
+
+_COMPRESS_FROM: Final = 1 << 20
+_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+
+
+class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
+    checksum: str
+    body: msgspec.Raw
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+Record = TypeVar("Record", Manifest, Fragment)
+
+_json = msgspec.json.Encoder(order="deterministic")
+_envelope = msgspec.json.Decoder(_Envelope)
+_version = msgspec.json.Decoder(_Version)
+
+
+def pack(record: Manifest | Fragment) -> bytes:
+    """The bytes of a manifest or fragment; the same record gives the same bytes on every machine."""
+    body = _json.encode(record)
+    packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
+    if len(packed) < _COMPRESS_FROM:
+        return packed
+    import zstandard  # only large runs pay for the import
+
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(packed)
+
+
+def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
+    """The record in ``data``. ``key`` names it in errors.
+
+    Raises:
+        ManifestCorrupt: Truncated, damaged, not JSON, or not of this kind.
+        FormatTooNew: Written by a later version.
+    """
+    raw = _decompress(data, key) if data[:4] == _ZSTD_MAGIC else data
+    try:
+        envelope = _envelope.decode(raw)
+        if checksum(bytes(envelope.body)) != envelope.checksum:
+            raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
+        version = _version.decode(envelope.body).format
+        if version > FORMAT:
+            raise FormatTooNew(key, version, FORMAT)
+        record = msgspec.json.decode(envelope.body, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
+    # a byte the JSON reader forgives (say, in white space) is still not what was written
+    if raw != b'{"checksum":"' + envelope.checksum.encode() + b'","body":' + bytes(envelope.body) + b"}":
+        raise ManifestCorrupt(key, "bytes outside of its body were changed")
+    return record
+
+
+def _decompress(data: bytes, key: str) -> bytes:
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(data)
+        if not 0 <= size <= MAX_RECORD_BYTES:
+            raise ManifestCorrupt(key, f"claims {size} bytes")
+        reader = zstandard.ZstdDecompressor()
+        unpacked = reader.decompress(data, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ManifestCorrupt(key, str(error)) from None
+    return unpacked

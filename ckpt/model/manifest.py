@@ -1,0 +1,137 @@
+"""What a checkpoint is: files made of chunks, tensors made of shards, and a tree of plain values.
+
+Two layers that know little of each other. *Files* are runs of bytes: every byte of a file lies in exactly one chunk, and a chunk has a
+checksum; so whoever holds the chunk table can verify a file without knowing what is in it. *Tensors* are boxes that lie at byte offsets of files, row-major. A shard's
+bytes are whole chunks, cut by ``split_rows``: each chunk of a shard is itself a box.
+
+Encoded as JSON arrays in field order (``array_like``), because a manifest may hold a million of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from ckpt.model.box import Box
+from ckpt.model.dtype import DTYPES
+
+FORMAT = 1
+HEADER_ALIGNMENT = 4096
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """The next ``nbytes`` of a file."""
+
+    nbytes: int
+    checksum: str
+
+
+class File(msgspec.Struct, frozen=True, array_like=True):
+    """A data file of one rank. Chunks follow each other from byte 0 to ``size``; the first is the safetensors header."""
+
+    name: str
+    rank: int
+    size: int
+    chunks: tuple[Chunk, ...]
+
+
+class FragmentRef(msgspec.Struct, frozen=True, array_like=True):
+    """A fragment's file, so that damage to it is found too."""
+
+    name: str
+    rank: int
+    size: int
+    checksum: str
+
+
+class Shard(msgspec.Struct, frozen=True, array_like=True):
+    """One box, stored once: ``offset`` bytes into the file of ``rank``."""
+
+    rank: int
+    offset: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.shape)
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A global tensor. ``shape`` is the whole tensor's."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one rank has made durable on a tier. ``created_at`` in seconds since 1970."""
+
+    format: int
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    created_at: float
+    chunk_bytes: int
+    file: File | None
+    tensors: tuple[Tensor, ...]
+    tied: dict[str, str]
+    tree: msgspec.Raw
+    per_rank: msgspec.Raw
+    replicas: dict[str, str]
+    metadata: msgspec.Raw
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The merged fragments: the truth of a checkpoint. It exists if and only if the checkpoint does.
+
+    Attributes:
+        tied: name -> the name its bytes are stored under.
+        tree: Plain values and the shape of containers (see ``model.values``).
+        per_rank: rank -> the tree of its ``PerRank`` values.
+    """
+
+    format: int
+    step: int
+    attempt: str
+    world_size: int
+    created_at: float
+    chunk_bytes: int
+    files: tuple[File, ...]
+    fragments: tuple[FragmentRef, ...]
+    tensors: tuple[Tensor, ...]
+    tied: dict[str, str]
+    tree: msgspec.Raw
+    per_rank: dict[str, msgspec.Raw]
+    metadata: msgspec.Raw
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all data files."""
+        return sum(file.size for file in self.files)
+
+    def tensor_map(self) -> Mapping[str, Tensor]:
+        """Tensors by name, tied names included."""
+        found = {tensor.name: tensor for tensor in self.tensors}
+        return found | {name: found[target] for name, target in self.tied.items()}
+
+    def file_map(self) -> Mapping[int, File]:
+        """Data files by rank."""
+        return {file.rank: file for file in self.files}
+
+
+def chunk_offsets(file: File) -> Sequence[int]:
+    """Where each chunk of a file begins, in bytes, and the end of the last."""
+    offsets = [0]
+    for chunk in file.chunks:
+        offsets.append(offsets[-1] + chunk.nbytes)
+    return offsets

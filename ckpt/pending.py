@@ -1,0 +1,105 @@
+"""The handle of a save under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, final
+
+from ckpt.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt.staging.snapshot import Snapshot
+
+
+@final
+class PendingSave:
+    """A save that was asked for: staged first, durable later.
+
+    Threads: all methods from any thread.
+
+    Attributes:
+        step: What is saved.
+        stall_seconds: What ``save_async`` cost the calling thread.
+        nbytes: Bytes of this rank's image.
+        durable_seconds: From the call to the commit; None until then.
+    """
+
+    def __init__(self, step: int, nbytes: int, snapshot: Snapshot | None) -> None:
+        self.step, self.nbytes = step, nbytes
+        self.stall_seconds = 0.0
+        self.durable_seconds: float | None = None
+        self._snapshot = snapshot
+        self._began = time.perf_counter()
+        self._written = 0
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        self._error: CkptError | None = None
+        self._heard = False
+
+    @property
+    def progress(self) -> float:
+        """Part of this rank's bytes that have been written, 0 to 1."""
+        return min(1.0, self._written / self.nbytes) if self.nbytes else 1.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since the call."""
+        return time.perf_counter() - self._began
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the state is in host memory: anything may be changed from then on.
+
+        Raises:
+            TimeoutError: Not yet.
+            StagingError: The copy failed; this save is lost.
+        """
+        if self._snapshot is not None:
+            self._snapshot.wait_landed(timeout)
+
+    def result(self, timeout: float | None = None) -> PendingSave:
+        """Return this when the checkpoint is committed, or raise why it never will be.
+
+        Raises:
+            TimeoutError: Not yet; the save goes on.
+            CkptError: The save failed.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
+        if self._error is not None:
+            self._heard = True
+            raise self._error
+        return self
+
+    def exception(self, timeout: float | None = None) -> CkptError | None:
+        """The error, None if it was committed. Waits like ``result``."""
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
+        self._heard = True
+        return self._error
+
+    def done(self) -> bool:
+        """Whether it is over; ``result`` tells how."""
+        return self._finished.is_set()
+
+    def __repr__(self) -> str:
+        state = "failed" if self._error else "committed" if self.done() else f"{self.progress:.0%}"
+        return f"<PendingSave step={self.step} {state}>"
+
+    # -- for the manager ----------------------------------------------------------------------------------------------------
+
+    def _add_written(self, nbytes: int) -> None:
+        with self._lock:
+            self._written += nbytes
+
+    def _finish(self, error: CkptError | None) -> None:
+        self._error = error
+        if error is None:
+            self.durable_seconds = self.age
+        self._snapshot = None if error is None else self._snapshot
+        self._finished.set()
+
+    @property
+    def _unheard(self) -> CkptError | None:
+        """The error, if nobody has been told."""
+        return None if self._heard or not self.done() else self._error

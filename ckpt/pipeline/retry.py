@@ -1,0 +1,32 @@
+"""Which errors are worth another try, how often, how long apart. Only ``TransientStorageError`` is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+
+from ckpt.errors import TransientStorageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """``attempts`` in all; waits grow from ``first_seconds`` to ``most_seconds``, with jitter so that ranks do not retry in step."""
+
+    attempts: int = 6
+    first_seconds: float = 0.2
+    most_seconds: float = 10.0
+
+    def call(self, work: Callable[[], T]) -> T:
+        """``work()``, tried again while it raises ``TransientStorageError``; the last error is raised as it is."""
+        attempts = Retrying(
+            retry=retry_if_exception_type(TransientStorageError),
+            stop=stop_after_attempt(self.attempts),
+            wait=wait_exponential_jitter(initial=self.first_seconds, max=self.most_seconds, jitter=self.first_seconds),
+            reraise=True,
+        )
+        return attempts(work)

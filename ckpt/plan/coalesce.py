@@ -1,0 +1,43 @@
+"""Neighbouring chunks -> few requests. Pure: the runs are what the reader would execute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ckpt.plan.restore import ChunkRead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One request: ``nbytes`` from ``offset`` of the file of ``rank``, holding ``reads`` in order."""
+
+    rank: int
+    offset: int
+    nbytes: int
+    reads: tuple[ChunkRead, ...]
+
+
+def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
+    """Join reads that follow each other in a file with at most ``gap_bytes`` between them, up to ``most_bytes`` a run.
+
+    ``reads`` come in file order. A single read larger than ``most_bytes`` is a run of its own.
+    """
+    runs: list[Run] = []
+    pending: list[ChunkRead] = []
+    for read in reads:
+        if pending:
+            last = pending[-1]
+            near = read.rank == last.rank and 0 <= read.offset - (last.offset + last.nbytes) <= gap_bytes
+            if not near or read.offset + read.nbytes - pending[0].offset > most_bytes:
+                runs.append(_run(pending))
+                pending = []
+        pending.append(read)
+    if pending:
+        runs.append(_run(pending))
+    return runs
+
+
+def _run(reads: list[ChunkRead]) -> Run:
+    first, last = reads[0], reads[-1]
+    return Run(rank=first.rank, offset=first.offset, nbytes=last.offset + last.nbytes - first.offset, reads=tuple(reads))

@@ -1,0 +1,168 @@
+"""Fragments of all ranks -> the manifest, or the reason why there is none.
+
+The same fragments give the same manifest whoever merges them: order is by rank and name, the time is the latest of the fragments'. Equal copies of a
+box are kept once (lowest rank); copies that differ, holes and overlaps are refused with the name of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from ckpt.errors import CommitError, ReplicasDiverged, TensorIncomplete
+from ckpt.model.box import Box, split_rows, tiling_fault
+from ckpt.model.dtype import DTYPES
+from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
+from ckpt.model.values import Node, join
+
+
+def merge(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
+    """The manifest of one attempt at one step.
+
+    Raises:
+        ReplicasDiverged: Copies, or plain values, that should be equal are not.
+        TensorIncomplete: A hole, an overlap, or ranks that disagree about a tensor's shape or dtype.
+        CommitError: Fragments of different saves.
+    """
+    ordered = sorted(parts, key=lambda part: part[0].rank)
+    fragments = [fragment for fragment, _ in ordered]
+    first = fragments[0]
+    for other in fragments:
+        if (other.step, other.attempt, other.world_size, other.chunk_bytes) != (
+            first.step, first.attempt, first.world_size, first.chunk_bytes,
+        ):  # fmt: skip
+            raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
+    _check_replicas(fragments)
+    tensors = _merge_tensors(fragments)
+    return Manifest(
+        format=FORMAT,
+        step=first.step,
+        attempt=first.attempt,
+        world_size=first.world_size,
+        created_at=max(fragment.created_at for fragment in fragments),
+        chunk_bytes=first.chunk_bytes,
+        files=tuple(fragment.file for fragment in fragments if fragment.file),
+        fragments=tuple(ref for _, ref in ordered),
+        tensors=tensors,
+        tied=_merge_tied(fragments, {tensor.name for tensor in tensors}),
+        tree=_merge_raw("", [(fragment.rank, fragment.tree) for fragment in fragments]),
+        per_rank={str(fragment.rank): fragment.per_rank for fragment in fragments},
+        metadata=_merge_raw("metadata", [(fragment.rank, fragment.metadata) for fragment in fragments]),
+    )
+
+
+def _check_replicas(fragments: Sequence[Fragment]) -> None:
+    """Each rank's digest of what it holds but did not write whole: equal boxes must have equal digests."""
+    seen: dict[tuple[str, str], tuple[int, str]] = {}
+    for fragment in fragments:
+        for name, mark in fragment.replicas.items():
+            boxes, _, digest = mark.partition("=")
+            rank, known = seen.setdefault((name, boxes), (fragment.rank, digest))
+            if known != digest:
+                raise ReplicasDiverged(name, [rank, fragment.rank])
+
+
+def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
+    by_name: dict[str, list[Tensor]] = defaultdict(list)
+    for fragment in fragments:
+        for tensor in fragment.tensors:
+            by_name[tensor.name].append(tensor)
+    checksums = _Checksums(fragments)
+    merged: list[Tensor] = []
+    for name in sorted(by_name):
+        parts = by_name[name]
+        first = parts[0]
+        for part in parts:
+            if (part.dtype, part.shape) != (first.dtype, first.shape):
+                raise TensorIncomplete(
+                    name, f"ranks disagree: {first.dtype}{list(first.shape)} and {part.dtype}{list(part.shape)}"
+                )
+        shards = _unique(name, [shard for part in parts for shard in part.shards], checksums, first.dtype)
+        if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
+            raise TensorIncomplete(name, fault)
+        merged.append(Tensor(name, first.dtype, first.shape, tuple(shards)))
+    return tuple(merged)
+
+
+def _unique(name: str, shards: Sequence[Shard], checksums: _Checksums, dtype: str) -> list[Shard]:
+    kept: dict[Box, Shard] = {}
+    for shard in shards:
+        other = kept.setdefault(shard.box, shard)
+        if other is not shard and checksums.of(other, dtype) != checksums.of(shard, dtype):
+            raise ReplicasDiverged(name, [other.rank, shard.rank])
+    return [kept[box] for box in sorted(kept)]
+
+
+class _Checksums:
+    """Chunk checksums of a shard, looked up only where two ranks stored the same box."""
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self._files = {fragment.rank: fragment.file for fragment in fragments}
+        self._chunk_bytes = fragments[0].chunk_bytes
+        self._index: dict[int, dict[int, int]] = {}
+
+    def of(self, shard: Shard, dtype: str) -> list[str]:
+        file = self._files[shard.rank]
+        if file is None or not shard.box.numel:
+            return []
+        if shard.rank not in self._index:
+            self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
+        start = self._index[shard.rank][shard.offset]
+        count = len(split_rows(shard.box, self._chunk_bytes // DTYPES[dtype].itemsize))
+        return [chunk.checksum for chunk in file.chunks[start : start + count]]
+
+
+def _merge_tied(fragments: Sequence[Fragment], stored: set[str]) -> dict[str, str]:
+    """A name that some rank stores under its own name needs no tie."""
+    tied = {name: target for fragment in reversed(fragments) for name, target in fragment.tied.items()}
+    return {name: target for name, target in sorted(tied.items()) if name not in stored}
+
+
+def _merge_raw(path: str, parts: Sequence[tuple[int, msgspec.Raw]]) -> msgspec.Raw:
+    """Ranks nearly always agree to the byte; only where they do not are the trees taken apart."""
+    unique: dict[bytes, int] = {}
+    for rank, raw in parts:
+        unique.setdefault(bytes(raw), rank)
+    if len(unique) == 1:
+        return msgspec.Raw(next(iter(unique)))
+    nodes = [(rank, msgspec.json.decode(raw)) for raw, rank in unique.items()]
+    merged, holder = nodes[0][1], nodes[0][0]
+    for rank, node in nodes[1:]:
+        merged = _union(path, merged, node, (holder, rank))
+    return msgspec.Raw(msgspec.json.encode(merged, order="deterministic"))
+
+
+def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
+    """Names may live on some ranks only (pipeline stages); what lives on two must be equal."""
+    if one == two:
+        return one
+    if not (isinstance(one, dict) and isinstance(two, dict)) or one.get("$") != two.get("$"):
+        raise ReplicasDiverged(path, ranks)
+    match one.get("$"):
+        case None | "module" | "object":
+            return _union_mapping(path, one, two, ranks)
+        case "optimizer":
+            return _union_optimizer(path, one, two, ranks)
+        case _:
+            raise ReplicasDiverged(path, ranks)
+
+
+def _union_mapping(path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]) -> Node:
+    merged = dict(one)
+    for key, node in two.items():
+        deeper = path if key in ("v", "values") and "$" in one else join(path, key)
+        merged[key] = _union(deeper, merged[key], node, ranks) if key in merged else node
+    return merged
+
+
+def _union_optimizer(path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]) -> Node:
+    if len(one["groups"]) != len(two["groups"]):
+        raise ReplicasDiverged(f"{path}/param_groups", ranks)
+    groups: list[Node] = []
+    for index, (a, b) in enumerate(zip(one["groups"], two["groups"], strict=True)):
+        if a["values"] != b["values"]:
+            raise ReplicasDiverged(f"{path}/param_groups/{index}", ranks)
+        groups.append({"params": list(dict.fromkeys([*a["params"], *b["params"]])), "values": a["values"]})
+    return {**one, "groups": groups, "state": _union_mapping(f"{path}/state", one["state"], two["state"], ranks)}

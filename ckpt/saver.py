@@ -1,0 +1,180 @@
+"""An image that has landed -> a checkpoint on every tier. The background half of a save.
+
+What comes in is a value (`SaveJob`): no live object of the trainer. For each tier, nearest first: make the image durable, then the fragment, then
+say so and wait for the verdict. A rank that fails says that too, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ckpt.catalog.index import committed
+from ckpt.config import SaveConfig
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import Durable, Failed
+from ckpt.coordination.committer import LEADER, Committer
+from ckpt.coordination.owner import Owner, claim, confirm, release
+from ckpt.errors import CkptError, CommitTimeout, StepExists, StorageError
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack
+from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.pipeline.writer import OnBytes, write_image
+from ckpt.plan.save import SavePlan
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """All that streaming needs to know. ``image`` is lent until the job is done; ``trial`` counts the tries at one step."""
+
+    ref: StepRef
+    trial: int
+    plan: SavePlan
+    image: memoryview
+    tied: Mapping[str, str]
+    tree: bytes
+    per_rank: bytes
+    replicas: Mapping[str, str]
+    metadata: bytes
+    created_at: float
+
+
+class Saver:
+    """Threads: ``run`` and ``give_up`` from one background thread; ``close`` from the owner, when it has stopped."""
+
+    def __init__(self, tiers: Sequence[OpenTier], coordinator: Coordinator, config: SaveConfig) -> None:
+        self._tiers, self._coordinator, self._config = tiers, coordinator, config
+        self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
+        self._retry = RetryPolicy()
+        self._owner = Owner.here(coordinator.attempt)
+        self._owned: set[int] = set()
+        self._taken: dict[int, set[int]] = {}
+        self.restored_step: int | None = None
+
+    def run(self, job: SaveJob, *, on_bytes: OnBytes, on_committed: Callable[[str], None]) -> None:
+        """Commit ``job`` to all tiers. ``on_committed`` is told the URL of each.
+
+        Raises:
+            CkptError: It did not become a checkpoint on some tier; those before it stand.
+        """
+        for position, tier in enumerate(self._tiers):
+            try:
+                self._run_on(tier, job, on_bytes)
+            except CkptError as error:
+                for later in self._tiers[position + 1 :]:
+                    self._refuse(later, job.ref, job.trial, f"tier {tier.url}: {error}")
+                raise
+            on_committed(tier.url)
+
+    def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
+        """Tell the others that this rank has no part in a save, so that they need not wait."""
+        for tier in self._tiers:
+            self._refuse(tier, ref, trial, reason)
+
+    def close(self) -> None:
+        """Stop the threads and give the roots back."""
+        self._workers.close()
+        for tier in self._tiers:
+            if tier.index in self._owned:
+                with contextlib.suppress(CkptError):
+                    release(tier.backend, self._owner)
+
+    # -- one tier -----------------------------------------------------------------------------------------------------------
+
+    def _run_on(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes) -> None:
+        committer = self._committer(tier, job.trial)
+        if veto := self._veto(tier, job.ref):
+            committer.commit(job.ref, Failed(str(veto)), veto=veto)
+        try:
+            word = Durable(self._make_durable(tier, job, on_bytes))
+        except CkptError as error:
+            self._refuse(tier, job.ref, job.trial, str(error))
+            self._clean_up(tier, job.ref)
+            raise
+        try:
+            committer.commit(job.ref, word)
+        except CommitTimeout:
+            raise  # no verdict: the files may yet become a checkpoint
+        except CkptError:
+            self._clean_up(tier, job.ref)
+            raise
+
+    def _committer(self, tier: OpenTier, trial: int) -> Committer:
+        name = f"save/{tier.index}/{trial}"
+        return Committer(self._coordinator, tier.backend, name=name, timeout=self._config.commit_timeout_seconds)
+
+    def _veto(self, tier: OpenTier, ref: StepRef) -> CkptError | None:
+        """The leader's reasons to refuse before anything is written: the root is another's, or the step is taken."""
+        if self._coordinator.rank != LEADER:
+            return None
+        try:
+            if tier.index in self._owned:
+                confirm(tier.backend, self._owner)
+            else:
+                self._retry.call(lambda: claim(tier.backend, self._owner))
+                self._owned.add(tier.index)
+                done = {other.step for other in committed(tier.backend)}
+                # what lies after the step that was restored is history given up: it may be lived again
+                self._taken[tier.index] = {s for s in done if self.restored_step is None or s <= self.restored_step}
+        except CkptError as error:
+            return error
+        return StepExists(ref.step, tier.url) if ref.step in self._taken[tier.index] else None
+
+    def _make_durable(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes) -> FragmentRef:
+        rank = self._coordinator.rank
+        chunks = write_image(
+            job.image,
+            job.plan.chunks,
+            backend=tier.backend,
+            key=job.ref.key(data_name(rank)),
+            workers=self._workers,
+            retry=self._retry,
+            on_bytes=on_bytes,
+        )
+        name = fragment_name(rank)
+        data = pack(self._fragment(job, chunks))
+        self._retry.call(lambda: tier.backend.put(job.ref.key(name), [data]))
+        return FragmentRef(name, rank, len(data), checksum(data))
+
+    def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> Fragment:
+        rank = self._coordinator.rank
+        return Fragment(
+            format=FORMAT,
+            step=job.ref.step,
+            attempt=job.ref.attempt,
+            rank=rank,
+            world_size=self._coordinator.world_size,
+            created_at=job.created_at,
+            chunk_bytes=self._config.chunk_bytes,
+            file=File(data_name(rank), rank, job.plan.size, chunks),
+            tensors=job.plan.tensors,
+            tied=dict(job.tied),
+            tree=msgspec.Raw(job.tree),
+            per_rank=msgspec.Raw(job.per_rank),
+            replicas=dict(job.replicas),
+            metadata=msgspec.Raw(job.metadata),
+        )
+
+    def _refuse(self, tier: OpenTier, ref: StepRef, trial: int, reason: str) -> None:
+        """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
+        veto = CkptError(reason) if self._coordinator.rank == LEADER else None
+        try:
+            self._committer(tier, trial).commit(ref, Failed(reason), veto=veto)
+        except CkptError as error:
+            _log.debug("ckpt: step %d on %s: %s", ref.step, tier.url, error)
+
+    def _clean_up(self, tier: OpenTier, ref: StepRef) -> None:
+        """Remove this rank's files of a save that was refused for good."""
+        for name in (fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)):
+            with contextlib.suppress(StorageError):
+                tier.backend.delete(ref.key(name))

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: the contract of a backend, the table that finds one for a URL, and tiers."""

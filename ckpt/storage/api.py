@@ -1,0 +1,195 @@
+"""The contract of a storage backend: blocking, thread-safe, keys relative and '/'-separated.
+
+A backend moves bytes and nothing else. Threads, retries, checksums and memory are the pipeline's. Every foreign error is
+mapped to one of :mod:`ckpt.errors`' storage errors; only ``TransientStorageError`` is tried again.
+
+To add one: subclass nothing, write these verbs, name a factory ``open(url, options) -> StorageBackend`` under the entry
+point group ``ckpt.backends`` (key = URL scheme), and run :mod:`ckpt.storage.testing` over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ckpt.errors import StorageError
+
+Buffer = memoryview | bytes | bytearray
+
+MAX_KEY_BYTES = 900  # S3 and GCS allow 1024 for the whole key; the root's own prefix needs its share
+_SEGMENT_BYTES = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object as a store sees it. ``size`` in bytes."""
+
+    key: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a store can do; asked before, never met as an exception after.
+
+    Attributes:
+        put_if_absent: ``put(if_absent=True)`` has one winner, decided by the store, across machines.
+        shared: All nodes see the same objects.
+        part_bytes: Preferred size of one ``Upload.write``.
+        alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it does not matter.
+        max_concurrency: How many calls at once still help.
+        parallel_parts: ``Upload.write`` calls of one upload may run at the same time.
+    """
+
+    put_if_absent: bool
+    shared: bool
+    part_bytes: int = 8 << 20
+    alignment: int = 1
+    max_concurrency: int = 8
+    parallel_parts: bool = True
+
+
+@runtime_checkable
+class Upload(Protocol):
+    """One large object on its way. Nothing is visible under its key before ``finish`` returns.
+
+    Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish`` or ``abort`` once, by the owner,
+    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments.
+    """
+
+    @property
+    def part_bytes(self) -> int:
+        """Size of every part but the last. May exceed the capability's for very large objects."""
+        ...
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Take ``data`` at ``offset`` (a multiple of ``part_bytes``). The memory must stay unchanged until ``finish`` or ``abort``."""
+        ...
+
+    def finish(self) -> ObjectInfo:
+        """Make the whole object visible and durable, replacing what the key held."""
+        ...
+
+    def abort(self) -> None:
+        """Forget the upload and free what the store holds of it. Never raises."""
+        ...
+
+
+@runtime_checkable
+class StorageBackend(Protocol):
+    """A flat store of immutable objects under one root."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def url(self) -> str:
+        """Where the root is, for people: without credentials."""
+        ...
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        """Store the parts as one small object, in a single request where the store has such; all or nothing is visible, durable on return.
+
+        Raises:
+            ObjectExists: ``if_absent`` and the key is taken; what was there is untouched.
+        """
+        ...
+
+    def upload(self, key: str, size: int) -> Upload:
+        """Begin a large object of exactly ``size`` bytes. Room is reserved where the store can.
+
+        Raises:
+            OutOfSpace: Known already now to be too large.
+        """
+        ...
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the object's bytes from ``offset``, or raise.
+
+        Raises:
+            ObjectNotFound: No such object.
+            StorageError: The object ends before ``out`` is full.
+        """
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size of an object. Raises ``ObjectNotFound``."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """All objects whose key starts with ``prefix``, in no order. Temporary files of unfinished writes are not objects."""
+        ...
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """Names of the folders directly below ``prefix`` (empty, or ending in '/'), in no order, without the slash."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove an object; no error if there is none. A folder left empty may go too."""
+        ...
+
+    def close(self) -> None:
+        """Give back connections. Further calls may fail."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` if it cannot leave the root on any store or system, else raise ``StorageError``.
+
+    Refused: empty, absolute, '.', '..', empty segments, backslashes, colons (Windows drives and streams), control characters,
+    segments that end in a dot or blank, and what is too long for common file systems or object stores.
+    """
+    if not key or len(key.encode()) > MAX_KEY_BYTES:
+        raise StorageError(key[:80], "a key must have 1 to 900 bytes")
+    if any(char in '\\:*?"<>|' or ord(char) < 32 for char in key):
+        raise StorageError(key, "a key may not hold backslashes, colons, wildcards or control characters")
+    for segment in key.split("/"):
+        if segment in ("", ".", "..") or segment[-1] in ". " or len(segment.encode()) > _SEGMENT_BYTES:
+            raise StorageError(key, f"segment {segment!r} of the key is not allowed")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """As ``check_key``; a prefix may also be empty or end in '/'."""
+    if prefix:
+        check_key(prefix.removesuffix("/"))
+    return prefix
+
+
+class PutUpload:
+    """An ``Upload`` for stores without parts: remembers the memory, then ``put``\\ s all of it at ``finish``.
+
+    No copy is made; the caller's memory must live until then, which the contract asks of it anyway.
+    """
+
+    def __init__(self, backend: StorageBackend, key: str, size: int) -> None:
+        self._backend, self._key, self._size = backend, key, size
+        self._parts: dict[int, memoryview] = {}
+
+    @property
+    def part_bytes(self) -> int:
+        return self._backend.capabilities.part_bytes
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self._parts[offset] = data
+
+    def finish(self) -> ObjectInfo:
+        parts = [self._parts[offset] for offset in sorted(self._parts)]
+        if sum(part.nbytes for part in parts) != self._size:
+            raise StorageError(self._key, f"{sum(part.nbytes for part in parts)} of {self._size} bytes were written")
+        return self._backend.put(self._key, parts)
+
+    def abort(self) -> None:
+        self._parts.clear()
+
+
+def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
+    """A whole small object. Raises ``StorageError`` before any memory is reserved if it is larger than ``limit`` bytes."""
+    size = backend.head(key).size
+    if size > limit:
+        raise StorageError(key, f"{size} bytes, more than the {limit} allowed here")
+    out = bytearray(size)
+    if size:
+        backend.read_into(key, 0, memoryview(out))
+    return bytes(out)

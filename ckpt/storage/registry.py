@@ -1,0 +1,64 @@
+"""Which backend serves a URL: a static table for our own, entry points ``ckpt.backends`` for others', any fsspec URL else.
+
+A factory has the signature ``open(url: str, options: Mapping[str, object]) -> StorageBackend`` and is imported on first use, so that
+``s3fs`` costs nothing to those who write to a folder.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Final, cast
+
+from ckpt.errors import UnknownScheme
+from ckpt.storage.api import StorageBackend
+
+BackendFactory = Callable[[str, Mapping[str, object]], StorageBackend]
+
+BUILT_IN: Final[Mapping[str, str]] = {
+    "file": "ckpt_backends.posix:open_posix",
+    "memory": "ckpt_backends.memory:open_memory",
+    "s3": "ckpt_backends.s3:open_s3",
+    "gs": "ckpt_backends.gcs:open_gcs",
+    "gcs": "ckpt_backends.gcs:open_gcs",
+}
+FALLBACK: Final = "ckpt_backends.fsspec_bridge:open_fsspec"
+_GROUP: Final = "ckpt.backends"
+_SCHEME: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+def scheme_of(url: str) -> str:
+    """'file' for a plain path. A chained fsspec URL ('simplecache::s3://b') has the scheme 'fsspec'."""
+    if "::" in url:
+        return "fsspec"
+    match = _SCHEME.match(url)
+    return match.group(1).lower() if match else "file"
+
+
+def open_backend(url: str, options: Mapping[str, object] | None = None) -> StorageBackend:
+    """The backend for ``url``. Nothing is created or contacted yet where the store allows that.
+
+    Raises:
+        UnknownScheme: Nobody serves the scheme.
+        MissingExtra: Its package is not installed.
+    """
+    scheme = scheme_of(url)
+    return _factory(url, scheme)(url, dict(options or {}))
+
+
+def _factory(url: str, scheme: str) -> BackendFactory:
+    if target := BUILT_IN.get(scheme):
+        return cast(BackendFactory, pkgutil.resolve_name(target))
+    for entry in entry_points(group=_GROUP, name=scheme):
+        return cast(BackendFactory, entry.load())
+    if scheme == "fsspec" or _fsspec_knows(scheme):
+        return cast(BackendFactory, pkgutil.resolve_name(FALLBACK))
+    raise UnknownScheme(url, sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=_GROUP))}))
+
+
+def _fsspec_knows(scheme: str) -> bool:
+    from fsspec.registry import known_implementations, registry  # slow to import: only for foreign schemes
+
+    return scheme in known_implementations or scheme in registry

@@ -1,0 +1,60 @@
+"""For authors of backends: the suite every backend must pass, and a store that fails on command.
+
+::
+
+    # conftest.py, so that failed asserts show their values
+    pytest.register_assert_rewrite("ckpt.storage.testing.conformance")
+
+    # test_mine.py
+    from ckpt.storage.testing import BackendConformance
+
+    class TestMine(BackendConformance):
+        @pytest.fixture
+        def open_root(self, tmp_path):
+            return lambda name: open_mine(f"mine://{tmp_path}/{name}", {})
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt.storage.testing.faulty import (
+    Call,
+    Crash,
+    Delay,
+    Fault,
+    FaultyBackend,
+    LoseReply,
+    Raise,
+    Rule,
+    SimulatedCrash,
+    Truncate,
+    flip_byte,
+)
+
+if TYPE_CHECKING:
+    from ckpt.storage.testing.conformance import BackendConformance
+
+__all__ = [
+    "BackendConformance",
+    "Call",
+    "Crash",
+    "Delay",
+    "Fault",
+    "FaultyBackend",
+    "LoseReply",
+    "Raise",
+    "Rule",
+    "SimulatedCrash",
+    "Truncate",
+    "flip_byte",
+]
+
+
+def __getattr__(name: str) -> object:
+    """The suite needs pytest; faults do not, so it is imported only when asked for."""
+    if name == "BackendConformance":
+        from ckpt.storage.testing.conformance import BackendConformance
+
+        return BackendConformance
+    raise AttributeError(name)

@@ -1,0 +1,491 @@
+"""What every backend must do, as tests. Subclass it, provide the fixture ``open_root``, and pytest runs them all.
+
+``open_root(name)`` returns a new backend on a root of that name inside one store made for this test. Called twice with one name it returns two
+backends that see the same objects; with two names, two that do not see each other's. The suite closes what it opens.
+
+Sizes are small but cross the part size several times; override ``part_bytes_most`` if your parts are larger than 8 MiB.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 - a test's own threads
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.storage.api import StorageBackend, Upload, read_object
+
+OpenRoot = Callable[[str], StorageBackend]
+T = TypeVar("T")
+
+_BAD_KEYS = (
+    "",
+    "/etc/passwd",
+    "..",
+    "../x",
+    "a/../../x",
+    "a//b",
+    "a/./b",
+    "a/",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "C:x",
+    "a*",
+    "x" * 901,
+    "a/" + "x" * 256,
+)
+
+
+def payload(nbytes: int, seed: int = 0) -> bytes:
+    """Bytes that differ at every place, the same for the same arguments."""
+    return np.random.default_rng([nbytes, seed]).bytes(nbytes)
+
+
+def page_aligned(data: bytes, shift: int = 0) -> memoryview:
+    """A copy of ``data`` that begins ``shift`` bytes after a page boundary."""
+    room = np.zeros(len(data) + 4096 + shift, dtype=np.uint8)
+    start = -room.ctypes.data % 4096 + shift
+    view = room.data[start : start + len(data)]
+    view[:] = data
+    return view
+
+
+def send(upload: Upload, data: memoryview, order: Callable[[list[int]], list[int]] = list) -> None:
+    """All parts of ``data``, one after another, in the order given."""
+    for offset in order(list(range(0, data.nbytes, upload.part_bytes))):
+        upload.write(offset, data[offset : offset + upload.part_bytes])
+
+
+def store(backend: StorageBackend, key: str, data: bytes) -> None:
+    """A large object, written in parts."""
+    upload = backend.upload(key, len(data))
+    view = page_aligned(data)
+    send(upload, view)
+    assert upload.finish().size == len(data)
+
+
+def fetch(backend: StorageBackend, key: str) -> bytes:
+    """A whole object."""
+    return read_object(backend, key, limit=1 << 30)
+
+
+def at_once(work: Callable[[int], T], count: int) -> list[T]:
+    """``work(0) ... work(count - 1)``, each in its own thread."""
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(work, range(count)))
+
+
+class BackendConformance:
+    """Inherit as ``class TestMine(BackendConformance)`` and define the fixture ``open_root``."""
+
+    part_bytes_most = 8 << 20
+
+    @pytest.fixture
+    def open_root(self) -> OpenRoot:
+        """Override: ``open_root(name) -> StorageBackend``."""
+        raise NotImplementedError("define the fixture open_root in your subclass")
+
+    @pytest.fixture
+    def roots(self, open_root: OpenRoot) -> Iterator[OpenRoot]:
+        """``open_root`` that closes."""
+        opened: list[StorageBackend] = []
+
+        def open_one(name: str) -> StorageBackend:
+            opened.append(open_root(name))
+            return opened[-1]
+
+        yield open_one
+        for backend in opened:
+            backend.close()
+
+    @pytest.fixture
+    def backend(self, roots: OpenRoot) -> StorageBackend:
+        return roots("root")
+
+    def large(self, backend: StorageBackend) -> bytes:
+        """Three parts and an odd rest."""
+        part = backend.capabilities.part_bytes
+        assert part <= self.part_bytes_most, "set part_bytes_most to run the suite with parts this large"
+        return payload(3 * part + 4096 + 77)
+
+    # one small object
+
+    @pytest.mark.parametrize("size", [0, 1, 7, 4095, 4096, 4097, 1 << 20])
+    def test_what_was_put_is_read_back(self, backend: StorageBackend, size: int) -> None:
+        data = payload(size)
+        info = backend.put("step-1.a/object", [data])
+        assert (info.key, info.size) == ("step-1.a/object", size)
+        assert backend.head("step-1.a/object") == info
+        assert fetch(backend, "step-1.a/object") == data
+
+    def test_put_joins_parts_of_every_buffer_kind(self, backend: StorageBackend) -> None:
+        whole = bytearray(payload(1000))
+        parts: Sequence[memoryview | bytes | bytearray] = [
+            bytes(whole[:10]),
+            whole[10:500],
+            b"",
+            memoryview(whole)[500:],
+        ]
+        assert backend.put("joined", parts).size == 1000
+        assert fetch(backend, "joined") == whole
+
+    def test_put_replaces_what_was_there(self, backend: StorageBackend) -> None:
+        backend.put("key", [payload(100)])
+        backend.put("key", [b"new"])
+        assert fetch(backend, "key") == b"new"
+
+    def test_a_key_may_hold_blanks_dots_and_letters_of_any_language(self, backend: StorageBackend) -> None:
+        for key in ("with blank/a b", "..a/b..c", "ключ/鍵-é", "a+b=c&d%20#e@f", ".hidden/x"):
+            backend.put(key, [key.encode()])
+            assert fetch(backend, key) == key.encode()
+            assert [info.key for info in backend.list(key.partition("/")[0])] == [key]
+
+    # put if absent
+
+    def test_put_if_absent_creates(self, backend: StorageBackend) -> None:
+        assert backend.put("folder/new", [b"x"], if_absent=True).size == 1
+        assert fetch(backend, "folder/new") == b"x"
+
+    def test_put_if_absent_leaves_what_is_there_untouched(self, backend: StorageBackend) -> None:
+        backend.put("taken", [b"first"])
+        with pytest.raises(ObjectExists) as caught:
+            backend.put("taken", [b"second"], if_absent=True)
+        assert caught.value.key == "taken"
+        assert fetch(backend, "taken") == b"first"
+        assert [info.key for info in backend.list("")] == ["taken"]
+
+    def test_of_eight_racing_puts_exactly_one_wins(self, roots: OpenRoot) -> None:
+        backends = [roots("root") for _ in range(8)]
+        if not backends[0].capabilities.put_if_absent:
+            pytest.skip("this store has no conditional put, and says so")
+
+        def race(number: int) -> bool:
+            try:
+                backends[number].put("race/marker", [payload(2000, number)], if_absent=True)
+            except ObjectExists:
+                return False
+            return True
+
+        won = at_once(race, 8)
+        assert won.count(True) == 1
+        assert fetch(backends[0], "race/marker") == payload(2000, won.index(True))
+        assert [info.key for info in backends[0].list("")] == ["race/marker"]
+
+    # large objects
+
+    @pytest.mark.parametrize("size", [0, 1, 4096, 5000])
+    def test_an_upload_of_less_than_a_part(self, backend: StorageBackend, size: int) -> None:
+        store(backend, "small", payload(size))
+        assert backend.head("small").size == size
+        assert fetch(backend, "small") == payload(size)
+
+    def test_an_upload_of_several_parts(self, backend: StorageBackend) -> None:
+        data = self.large(backend)
+        store(backend, "step/large", data)
+        assert backend.head("step/large").size == len(data)
+        assert fetch(backend, "step/large") == data
+
+    def test_an_upload_of_exactly_two_parts(self, backend: StorageBackend) -> None:
+        data = payload(2 * backend.capabilities.part_bytes)
+        store(backend, "even", data)
+        assert fetch(backend, "even") == data
+
+    def test_an_upload_is_invisible_until_it_is_finished(self, backend: StorageBackend) -> None:
+        data = self.large(backend)
+        view = memoryview(data)
+        upload = backend.upload("step/late", len(data))
+        send(upload, view)
+        assert list(backend.list("")) == []
+        with pytest.raises(ObjectNotFound):
+            backend.head("step/late")
+        upload.finish()
+        assert [(info.key, info.size) for info in backend.list("")] == [("step/late", len(data))]
+
+    def test_an_upload_replaces_only_at_its_end(self, backend: StorageBackend) -> None:
+        backend.put("key", [b"old"])
+        data = self.large(backend)
+        upload = backend.upload("key", len(data))
+        send(upload, memoryview(data))
+        assert fetch(backend, "key") == b"old"
+        upload.finish()
+        assert fetch(backend, "key") == data
+
+    def test_an_aborted_upload_leaves_nothing(self, backend: StorageBackend) -> None:
+        data = self.large(backend)
+        upload = backend.upload("gone/large", len(data))
+        upload.write(0, memoryview(data)[: upload.part_bytes])
+        upload.abort()
+        assert list(backend.list("")) == []
+        assert list(backend.folders("")) == []
+
+    def test_an_abort_leaves_the_old_object(self, backend: StorageBackend) -> None:
+        backend.put("key", [b"old"])
+        backend.upload("key", 100).abort()
+        assert fetch(backend, "key") == b"old"
+
+    def test_an_upload_with_a_missing_part_is_not_finished(self, backend: StorageBackend) -> None:
+        data = self.large(backend)
+        upload = backend.upload("hole", len(data))
+        upload.write(0, memoryview(data)[: upload.part_bytes])
+        with pytest.raises(StorageError):
+            upload.finish()
+        upload.abort()
+        assert list(backend.list("")) == []
+
+    def test_parts_may_come_in_any_order(self, backend: StorageBackend) -> None:
+        data = self.large(backend)
+        view = memoryview(data)
+        upload = backend.upload("shuffled", len(data))
+        send(upload, view, lambda offsets: random.Random(7).sample(offsets, len(offsets)))  # noqa: S311 - an order
+        upload.finish()
+        assert fetch(backend, "shuffled") == data
+
+    def test_parts_may_come_at_once(self, backend: StorageBackend) -> None:
+        if not backend.capabilities.parallel_parts:
+            pytest.skip("this store takes one part at a time, and says so")
+        data = self.large(backend)
+        view = page_aligned(data)
+        upload = backend.upload("parallel", len(data))
+        offsets = list(range(0, len(data), upload.part_bytes))
+        at_once(lambda n: upload.write(offsets[n], view[offsets[n] : offsets[n] + upload.part_bytes]), len(offsets))
+        upload.finish()
+        assert fetch(backend, "parallel") == data
+
+    def test_a_part_may_be_written_twice(self, backend: StorageBackend) -> None:
+        data = self.large(backend)
+        view = page_aligned(data)
+        upload = backend.upload("again", len(data))
+        upload.write(0, view[: upload.part_bytes])
+        send(upload, view)
+        last = len(data) // upload.part_bytes * upload.part_bytes
+        upload.write(last, view[last:])
+        assert upload.finish().size == len(data)
+        assert fetch(backend, "again") == data
+
+    @pytest.mark.parametrize("shift", [1, 512])
+    def test_memory_need_not_be_aligned(self, backend: StorageBackend, shift: int) -> None:
+        data = self.large(backend)
+        view = page_aligned(data, shift)
+        upload = backend.upload("unaligned", len(data))
+        send(upload, view)
+        upload.finish()
+        out = page_aligned(bytes(len(data)), shift)
+        backend.read_into("unaligned", 0, out)
+        assert out == data
+
+    def test_slices_of_a_bytearray_and_readonly_memory_are_taken(self, backend: StorageBackend) -> None:
+        room = bytearray(self.large(backend))
+        upload = backend.upload("slices", len(room) - 10)
+        send(upload, memoryview(room)[10:].toreadonly())
+        upload.finish()
+        assert fetch(backend, "slices") == room[10:]
+
+    def test_four_uploads_at_once_do_not_mix(self, backend: StorageBackend) -> None:
+        size = 2 * backend.capabilities.part_bytes + 5
+        at_once(lambda n: store(backend, f"many/{n}", payload(size, n)), 4)
+        for n in range(4):
+            assert fetch(backend, f"many/{n}") == payload(size, n)
+
+    # reading
+
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"),
+        [(0, 1), (0, 20000), (1, 1), (4096, 4096), (4095, 2), (8192, 11808), (19999, 1), (20000, 0), (5, 0), (0, 4096)],
+    )
+    def test_any_range_can_be_read(self, backend: StorageBackend, offset: int, nbytes: int) -> None:
+        data = payload(20000)
+        backend.put("ranges", [data])
+        out = page_aligned(bytes(nbytes))
+        backend.read_into("ranges", offset, out)
+        assert out == data[offset : offset + nbytes]
+
+    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 101), (99, 2), (100, 1), (5000, 1), (0, 8192)])
+    def test_reading_past_the_end_is_an_error(self, backend: StorageBackend, offset: int, nbytes: int) -> None:
+        backend.put("short", [payload(100)])
+        with pytest.raises(StorageError) as caught:
+            backend.read_into("short", offset, page_aligned(bytes(nbytes)))
+        assert caught.value.key == "short"
+        assert not isinstance(caught.value, ObjectNotFound)
+
+    def test_a_read_writes_only_into_its_own_memory(self, backend: StorageBackend) -> None:
+        backend.put("object", [payload(100)])
+        room = bytearray(b"\xaa" * 100)
+        backend.read_into("object", 20, memoryview(room)[10:30])
+        assert room == b"\xaa" * 10 + payload(100)[20:40] + b"\xaa" * 70
+
+    def test_many_may_read_at_once(self, backend: StorageBackend) -> None:
+        data = payload(1 << 20)
+        backend.put("shared", [data])
+
+        def read(number: int) -> bool:
+            out = bytearray(100_000)
+            backend.read_into("shared", number * 1000, memoryview(out))
+            return bytes(out) == data[number * 1000 : number * 1000 + 100_000]
+
+        assert all(at_once(read, 16))
+
+    def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend: StorageBackend) -> None:
+        versions = [bytes([number]) * 50_000 for number in range(4)]
+        backend.put("flip", [versions[0]])
+
+        def work(number: int) -> set[bytes]:
+            if number < len(versions):
+                backend.put("flip", [versions[number]])
+                return set()
+            out = bytearray(50_000)
+            backend.read_into("flip", 0, memoryview(out))
+            return {bytes(out)}
+
+        seen = set[bytes]().union(*at_once(work, 10))
+        assert seen <= set(versions)
+
+    # what is not there
+
+    def test_a_missing_object_is_said_to_be_missing(self, backend: StorageBackend) -> None:
+        backend.put("there/is/this", [b"x"])
+        for key in ("nothing", "there", "there/is", "there/is/this/not", "there/is/thi"):
+            with pytest.raises(ObjectNotFound) as caught:
+                backend.head(key)
+            assert caught.value.key == key
+            with pytest.raises(ObjectNotFound):
+                backend.read_into(key, 0, memoryview(bytearray(1)))
+
+    def test_an_unused_root_is_empty(self, backend: StorageBackend) -> None:
+        assert list(backend.list("")) == []
+        assert list(backend.folders("")) == []
+        assert list(backend.list("step")) == []
+        assert list(backend.folders("step/")) == []
+        with pytest.raises(ObjectNotFound):
+            backend.head("manifest.json")
+
+    def test_delete_removes(self, backend: StorageBackend) -> None:
+        backend.put("a/b", [b"x"])
+        backend.put("a/c", [b"y"])
+        backend.delete("a/b")
+        with pytest.raises(ObjectNotFound):
+            backend.head("a/b")
+        assert [info.key for info in backend.list("")] == ["a/c"]
+        backend.put("a/b", [b"again"])
+        assert fetch(backend, "a/b") == b"again"
+
+    def test_deleting_what_is_not_there_is_no_error(self, backend: StorageBackend) -> None:
+        backend.delete("nothing")
+        backend.put("a/b", [b"x"])
+        backend.delete("a/missing")
+        backend.delete("a/b")
+        backend.delete("a/b")
+        assert list(backend.list("")) == []
+
+    def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, backend: StorageBackend) -> None:
+        def work(number: int) -> None:
+            for turn in range(5):
+                backend.put(f"busy/{number}", [payload(100, turn)])
+                assert fetch(backend, f"busy/{number}") == payload(100, turn)
+                backend.delete(f"busy/{number}")
+
+        at_once(work, 8)
+        assert list(backend.list("busy/")) == []
+
+    # listings
+
+    @pytest.fixture
+    def tree(self, backend: StorageBackend) -> StorageBackend:
+        for number, key in enumerate(["step-1.a/x", "step-1.a/sub/y", "step-10.a/x", "step-2.b/x", "step.json", "other"]):
+            backend.put(key, [b"." * number])
+        return backend
+
+    @pytest.mark.parametrize(
+        ("prefix", "found"),
+        [
+            ("", {"step-1.a/x", "step-1.a/sub/y", "step-10.a/x", "step-2.b/x", "step.json", "other"}),
+            ("step-1", {"step-1.a/x", "step-1.a/sub/y", "step-10.a/x"}),
+            ("step-1.a/", {"step-1.a/x", "step-1.a/sub/y"}),
+            ("step-1.a/s", {"step-1.a/sub/y"}),
+            ("step-1.a/sub/", {"step-1.a/sub/y"}),
+            ("other", {"other"}),
+            ("oth", {"other"}),
+            ("zzz", set()),
+            ("other/x", set()),
+        ],
+    )
+    def test_list_finds_what_starts_with_the_prefix(self, tree: StorageBackend, prefix: str, found: set[str]) -> None:
+        keys = [info.key for info in tree.list(prefix)]
+        assert sorted(keys) == sorted(found)
+
+    def test_list_tells_sizes(self, tree: StorageBackend) -> None:
+        assert {info.key: info.size for info in tree.list("step-1")} == {
+            "step-1.a/x": 0,
+            "step-1.a/sub/y": 1,
+            "step-10.a/x": 2,
+        }
+
+    @pytest.mark.parametrize(
+        ("prefix", "found"),
+        [("", ["step-1.a", "step-10.a", "step-2.b"]), ("step-1.a/", ["sub"]), ("step-2.b/", []), ("none/", [])],
+    )
+    def test_folders_names_the_next_level(self, tree: StorageBackend, prefix: str, found: list[str]) -> None:
+        assert sorted(tree.folders(prefix)) == sorted(found)
+
+    def test_two_roots_on_one_store_do_not_see_each_other(self, roots: OpenRoot) -> None:
+        one, two, same = roots("run"), roots("run-2"), roots("run")
+        one.put("key", [b"one"])
+        two.put("key", [b"two!"])
+        assert fetch(same, "key") == b"one"
+        assert [(info.key, info.size) for info in one.list("")] == [("key", 3)]
+        assert [(info.key, info.size) for info in two.list("")] == [("key", 4)]
+        two.delete("key")
+        assert fetch(one, "key") == b"one"
+
+    # what must not happen
+
+    @pytest.mark.parametrize("key", _BAD_KEYS)
+    def test_a_bad_key_is_refused_by_every_verb(self, backend: StorageBackend, key: str) -> None:
+        verbs: list[Callable[[], object]] = [
+            lambda: backend.put(key, [b"x"]),
+            lambda: backend.put(key, [b"x"], if_absent=True),
+            lambda: backend.upload(key, 1),
+            lambda: backend.read_into(key, 0, memoryview(bytearray(1))),
+            lambda: backend.head(key),
+            lambda: backend.delete(key),
+        ]
+        for verb in verbs:
+            with pytest.raises(StorageError):
+                verb()
+        assert list(backend.list("")) == []
+
+    @pytest.mark.parametrize("prefix", ["/", "../", "a/../", "a\\", "a\0"])
+    def test_a_bad_prefix_is_refused(self, backend: StorageBackend, prefix: str) -> None:
+        with pytest.raises(StorageError):
+            list(backend.list(prefix))
+        with pytest.raises(StorageError):
+            list(backend.folders(prefix))
+
+    def test_errors_are_ours_and_name_no_vendor(self, backend: StorageBackend) -> None:
+        with pytest.raises(CkptError) as caught:
+            backend.head("missing")
+        assert type(caught.value).__module__ == "ckpt.errors"
+
+    def test_the_url_is_for_people(self, backend: StorageBackend) -> None:
+        assert backend.url
+        assert "@" not in backend.url
+        assert "?" not in backend.url
+        assert "secret" not in backend.url.lower()
+
+    def test_capabilities_make_sense(self, backend: StorageBackend) -> None:
+        found = backend.capabilities
+        assert found.part_bytes >= 1 << 20
+        assert found.part_bytes % found.alignment == 0
+        assert found.max_concurrency >= 1
+        assert backend.capabilities == found
+
+    def test_backend_and_upload_have_the_shape_of_the_contract(self, backend: StorageBackend) -> None:
+        assert isinstance(backend, StorageBackend)
+        upload = backend.upload("shape", 1)
+        assert isinstance(upload, Upload)
+        assert upload.part_bytes >= backend.capabilities.part_bytes
+        upload.abort()

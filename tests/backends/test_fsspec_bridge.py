@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import errno
+import uuid
+
+import fsspec
+import pytest
+
+from ckpt import errors
+from ckpt.errors import ConfigError, MissingExtra, StorageError
+from ckpt.storage.testing import BackendConformance
+from ckpt.storage.testing.conformance import fetch, payload, send
+from ckpt_backends import foreign_errors
+from ckpt_backends.fsspec_bridge import StorageBackendOnFsspec, missing_extra, open_fsspec
+
+
+class TestFsspecMemory(BackendConformance):
+    @pytest.fixture
+    def open_root(self):
+        store = uuid.uuid4().hex
+        yield lambda name: open_fsspec(f"memory://{store}/{name}", {})
+        if fsspec.filesystem("memory").exists(f"/{store}"):
+            fsspec.filesystem("memory").rm(f"/{store}", recursive=True)
+
+
+class TestFsspecLocal(BackendConformance):
+    @pytest.fixture
+    def open_root(self, tmp_path):
+        return lambda name: open_fsspec(f"file://{tmp_path}/{name}", {})
+
+
+class TestChainedUrl(BackendConformance):
+    @pytest.fixture
+    def open_root(self, tmp_path):
+        return lambda name: open_fsspec(f"dir::file://{tmp_path}/{name}", {"dir": {"path": str(tmp_path)}, "file": {}})
+
+
+# errors
+
+
+def boto_error(code: str, status: int):
+    from botocore.exceptions import ClientError
+
+    response = {"Error": {"Code": code, "Message": "told"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(response, "PutObject")
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def gcs_error(status: int):
+    from gcsfs.retry import HttpError
+
+    return HttpError({"code": status, "message": "told"})
+
+
+def examples():
+    import aiohttp
+    from botocore import exceptions as boto
+
+    return [
+        (FileNotFoundError("x"), "ObjectNotFound"),
+        (FileExistsError("x"), "ObjectExists"),
+        (PermissionError("x"), "AccessDenied"),
+        (OSError(errno.ENOSPC, "full"), "OutOfSpace"),
+        (OSError(errno.EBUSY, "SlowDown"), "TransientStorageError"),
+        (OSError(errno.EIO, "?"), "StorageError"),
+        (OSError("Forbidden: https://x"), "AccessDenied"),
+        (TimeoutError(), "TransientStorageError"),
+        (ConnectionResetError(), "TransientStorageError"),
+        (boto_error("AccessDenied", 403), "AccessDenied"),
+        (boto_error("403", 403), "AccessDenied"),
+        (boto_error("404", 404), "ObjectNotFound"),
+        (boto_error("PreconditionFailed", 412), "ObjectExists"),
+        (boto_error("ConditionalRequestConflict", 409), "TransientStorageError"),
+        (boto_error("TooManyRequests", 429), "TransientStorageError"),
+        (boto_error("SlowDown", 503), "TransientStorageError"),
+        (boto_error("SlowDown", 0), "TransientStorageError"),
+        (boto_error("InvalidPart", 400), "StorageError"),
+        (boto_error("InvalidRange", 416), "StorageError"),
+        (caused(OSError(errno.EINVAL, "x"), boto_error("PreconditionFailed", 412)), "ObjectExists"),
+        (boto.NoCredentialsError(), "AccessDenied"),
+        (boto.EndpointConnectionError(endpoint_url="http://x"), "TransientStorageError"),
+        (boto.ReadTimeoutError(endpoint_url="http://x"), "TransientStorageError"),
+        (boto.ConnectionClosedError(endpoint_url="http://x"), "TransientStorageError"),
+        (aiohttp.ClientPayloadError("x"), "TransientStorageError"),
+        (aiohttp.ServerDisconnectedError(), "TransientStorageError"),
+        (gcs_error(412), "ObjectExists"),
+        (gcs_error(429), "TransientStorageError"),
+        (gcs_error(503), "TransientStorageError"),
+        (gcs_error(401), "AccessDenied"),
+        (ValueError("what"), "StorageError"),
+    ]
+
+
+@pytest.mark.parametrize(("error", "name"), examples(), ids=lambda value: repr(value)[:50])
+def test_a_foreign_error_becomes_ours(error, name):
+    with pytest.raises(StorageError) as caught, foreign_errors.foreign("the/key"):
+        raise error
+    assert type(caught.value) is getattr(errors, name)
+    assert caught.value.key == "the/key"
+    assert caught.value.__cause__ is None
+
+
+def test_our_own_errors_and_bugs_pass():
+    for error in (ConfigError("x"), TypeError("x"), KeyboardInterrupt()):
+        with pytest.raises(type(error)), foreign_errors.foreign("key"):
+            raise error
+
+
+def test_a_missing_bucket_is_named():
+    with pytest.raises(StorageError, match="no bucket 'gone'"), foreign_errors.foreign("key", bucket="gone"):
+        raise caused(FileNotFoundError("x"), boto_error("NoSuchBucket", 404))
+
+
+def test_no_credential_gets_into_a_message():
+    told = "http://user:hunter2@host/b?X-Amz-Signature=abcdef&x=1 and s3cr3t-token"
+    with pytest.raises(StorageError) as caught, foreign_errors.foreign("key", secrets=["s3cr3t-token"]):
+        raise OSError(errno.EIO, told)
+    for secret in ("hunter2", "abcdef", "s3cr3t-token"):
+        assert secret not in str(caught.value)
+
+
+# opening
+
+
+def test_a_missing_package_is_named():
+    error = missing_extra("s3://b/x", ImportError("No module named s3fs", name="s3fs"))
+    assert isinstance(error, MissingExtra)
+    assert "ckpt-stream[s3]" in str(error)
+    assert "ckpt-stream[gcs]" in str(missing_extra("gs://b", ImportError("Please install gcsfs to access Google Storage")))
+    assert "pip install adlfs" in str(missing_extra("abfs://b", ImportError("Install adlfs to access Azure Datalake Gen2")))
+
+
+def test_a_scheme_whose_package_is_missing():
+    with pytest.raises(MissingExtra, match="pip install adlfs"):
+        open_fsspec("abfs://container/x", {})
+
+
+def test_options_that_the_file_system_refuses():
+    with pytest.raises(ConfigError):
+        open_fsspec("sgml://x", {})
+
+
+def test_the_url_hides_user_and_password():
+    fs = fsspec.filesystem("memory")
+    assert StorageBackendOnFsspec(fs, "/x", foreign_errors.clean("sftp://user:hunter2@host/x")).url == "sftp://host/x"
+
+
+# streaming
+
+
+class Recorder:
+    """A writable file of an object store, whose bytes appear at ``close``."""
+
+    def __init__(self, store: dict[str, bytes], path: str, broken_after: int, lost_reply: bool):
+        self.store, self.path, self.broken_after, self.lost_reply = store, path, broken_after, lost_reply
+        self.held, self.closed, self.discarded = bytearray(), False, False
+
+    def write(self, data):
+        if len(self.held) + len(data) > self.broken_after:
+            raise ConnectionResetError
+        self.held += data
+
+    def close(self):
+        assert not self.closed
+        self.store[self.path] = bytes(self.held)
+        self.closed = True
+        if self.lost_reply:
+            raise TimeoutError
+
+    def discard(self):
+        self.discarded = True
+
+
+class FakeStore:
+    protocol = "abfs"
+
+    def __init__(self):
+        self.objects: dict[str, bytes] = {}
+        self.files: list[Recorder] = []
+        self.broken_after = [1 << 40]
+        self.lost_reply = False
+
+    def open(self, path, mode, block_size):
+        broken_after = self.broken_after.pop(0) if len(self.broken_after) > 1 else self.broken_after[0]
+        self.files.append(Recorder(self.objects, path, broken_after, self.lost_reply))
+        return self.files[-1]
+
+    def info(self, path):
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return {"type": "file", "size": len(self.objects[path])}
+
+    def cat_file(self, path, start, end):
+        return self.objects[path][start:end]
+
+    def invalidate_cache(self):
+        pass
+
+
+@pytest.fixture
+def fake():
+    return FakeStore()
+
+
+@pytest.fixture
+def data():
+    return payload(3 * (8 << 20) + 5)
+
+
+def test_a_stream_that_breaks_is_discarded_and_sent_again(fake, data):
+    fake.broken_after = [20 << 20, 1 << 40]
+    backend = StorageBackendOnFsspec(fake, "bucket/x", "abfs://bucket/x")
+    upload = backend.upload("key", len(data))
+    view = memoryview(data)
+    with pytest.raises(errors.TransientStorageError):
+        send(upload, view)
+    assert fake.files[0].discarded
+    assert fake.files[0].closed
+    send(upload, view)
+    upload.finish()
+    assert fetch(backend, "key") == data
+    assert len(fake.files) == 2
+
+
+def test_a_lost_reply_at_the_end_is_no_failure(fake, data):
+    fake.lost_reply = True
+    backend = StorageBackendOnFsspec(fake, "bucket/x", "abfs://bucket/x")
+    upload = backend.upload("key", len(data))
+    send(upload, memoryview(data))
+    assert upload.finish().size == len(data)
+
+
+def test_an_incomplete_stream_is_never_published(fake, data):
+    backend = StorageBackendOnFsspec(fake, "bucket/x", "abfs://bucket/x")
+    upload = backend.upload("key", len(data))
+    upload.write(0, memoryview(data)[: 8 << 20])
+    with pytest.raises(StorageError, match="were written"):
+        upload.finish()
+    upload.abort()
+    assert fake.objects == {}
+    assert all(file.discarded and file.closed for file in fake.files)

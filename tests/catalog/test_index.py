@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ckpt.catalog.index import attempts, committed, find, is_committed, read_manifest, survey
+from ckpt.errors import AccessDenied, FormatTooNew, ManifestCorrupt, NoCheckpoint, ObjectNotFound
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import Chunk, File, Manifest, Shard, Tensor
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
+from tests.checkpoints import write_checkpoint
+
+ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5, dtype=np.int64)}
+
+
+@pytest.fixture
+def backend() -> StorageBackend:
+    return open_backend(f"memory://{uuid.uuid4().hex}")
+
+
+def test_a_step_is_listed_if_and_only_if_its_manifest_is_there(backend: StorageBackend) -> None:
+    old = write_checkpoint(backend, 1, ARRAYS).ref
+    half = write_checkpoint(backend, 2, ARRAYS, commit=False).ref
+    assert attempts(backend) == [half, old]
+    assert committed(backend) == [old]
+    assert not is_committed(backend, half)
+    assert find(backend, None) == [old]
+
+
+def test_steps_are_ordered_as_numbers_beyond_nine_digits(backend: StorageBackend) -> None:
+    for step in (7, 10_000_000_000, 999_999_999):
+        write_checkpoint(backend, step, ARRAYS)
+    assert [ref.step for ref in find(backend, None)] == [10_000_000_000, 999_999_999, 7]
+
+
+def test_folders_that_are_not_ours_are_left_alone(backend: StorageBackend) -> None:
+    for name in ("step-1.abc123", "step-000000001.ABC123", "step-000000001", "logs", "step-000000001.abc123.bak"):
+        backend.put(f"{name}/manifest.json", [b"{}"])
+    backend.put("step-000000009.abc123", [b"a file, not a folder"])
+    assert attempts(backend) == []
+
+
+def test_of_two_attempts_the_younger_comes_first(backend: StorageBackend) -> None:
+    write_checkpoint(backend, 5, ARRAYS, attempt="zzzzzz", created_at=100.0)
+    write_checkpoint(backend, 5, ARRAYS, attempt="aaaaaa", created_at=200.0)
+    assert [ref.attempt for ref in find(backend, 5)] == ["aaaaaa", "zzzzzz"]
+
+
+def test_of_two_attempts_the_damaged_one_comes_last(backend: StorageBackend) -> None:
+    write_checkpoint(backend, 5, ARRAYS, attempt="zzzzzz", created_at=200.0)
+    write_checkpoint(backend, 5, ARRAYS, attempt="aaaaaa", created_at=100.0)
+    backend.put(StepRef(5, "zzzzzz").manifest, [b"{"])
+    assert [ref.attempt for ref in find(backend, None)] == ["aaaaaa", "zzzzzz"]
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_damage(backend: StorageBackend) -> None:
+    for attempt in ("aaaaaa", "zzzzzz"):
+        write_checkpoint(backend, 5, ARRAYS, attempt=attempt)
+    faulty = FaultyBackend(backend, [Rule(verb="read_into", fault=Raise(AccessDenied))])
+    with pytest.raises(AccessDenied):
+        find(faulty, None)
+
+
+@pytest.mark.parametrize(
+    ("files", "step", "told"),
+    [
+        ([], None, "empty, or does not exist"),
+        (["notes.txt"], None, "no steps, but other files, such as 'notes.txt'"),
+        (["step-000000004.abc123/rank-00000.json"], None, r"1 save\(s\) were begun, none was committed"),
+        (["step-000000004.abc123/rank-00000.json"], 4, "step 4 was begun, but never committed"),
+        (["step-000000004.abc123/manifest.json"], 5, "step 5 is not there"),
+    ],
+)
+def test_where_nothing_is_found_the_error_says_what_is_there_instead(
+    backend: StorageBackend, files: list[str], step: int | None, told: str
+) -> None:
+    for key in files:
+        backend.put(key, [b"x"])
+    with pytest.raises(NoCheckpoint, match=told):
+        find(backend, step)
+
+
+def test_a_survey_tells_committed_incomplete_and_damaged_apart(backend: StorageBackend) -> None:
+    write_checkpoint(backend, 1, ARRAYS, world_size=2)
+    write_checkpoint(backend, 2, ARRAYS, world_size=2, commit=False)
+    backend.put(write_checkpoint(backend, 3, ARRAYS).ref.manifest, [b"nonsense"])
+    damaged, incomplete, whole = survey(backend)
+    assert isinstance(damaged.damage, ManifestCorrupt)
+    assert damaged.manifest is None
+    assert incomplete.manifest is None
+    assert incomplete.damage is None
+    assert incomplete.finished_ranks == 2
+    assert incomplete.nbytes > 8192
+    assert whole.manifest is not None
+    assert whole.manifest.step == 1
+
+
+def test_a_survey_of_nothing_is_an_error(backend: StorageBackend) -> None:
+    with pytest.raises(NoCheckpoint):
+        survey(backend)
+
+
+def test_a_manifest_that_is_not_there_is_not_found(backend: StorageBackend) -> None:
+    with pytest.raises(ObjectNotFound):
+        read_manifest(backend, StepRef(3, "abc123"))
+
+
+def test_a_manifest_in_the_wrong_folder_is_refused(backend: StorageBackend) -> None:
+    packed = pack(write_checkpoint(backend, 1, ARRAYS).manifest)
+    for ref in (StepRef(2, "abc123"), StepRef(1, "other1")):
+        backend.put(ref.manifest, [packed])
+        with pytest.raises(ManifestCorrupt, match="it is that of step 1"):
+            read_manifest(backend, ref)
+
+
+# -- manifests that we would never have written -----------------------------------------------------------------------
+
+
+def replaced(record: Any, **changes: object) -> Any:
+    return msgspec.structs.replace(record, **changes)
+
+
+def with_file(manifest: Manifest, **changes: object) -> Manifest:
+    return replaced(manifest, files=(replaced(manifest.files[0], **changes), *manifest.files[1:]))
+
+
+def with_fragment(manifest: Manifest, **changes: object) -> Manifest:
+    return replaced(manifest, fragments=(replaced(manifest.fragments[0], **changes), *manifest.fragments[1:]))
+
+
+def with_tensor(manifest: Manifest, **changes: object) -> Manifest:
+    return replaced(manifest, tensors=(replaced(manifest.tensors[0], **changes), *manifest.tensors[1:]))
+
+
+def with_shard(manifest: Manifest, **changes: object) -> Manifest:
+    shards = manifest.tensors[0].shards
+    return with_tensor(manifest, shards=(replaced(shards[0], **changes), *shards[1:]))
+
+
+def with_chunk(manifest: Manifest, **changes: object) -> Manifest:
+    chunks = manifest.files[0].chunks
+    return with_file(manifest, chunks=(replaced(chunks[0], **changes), *chunks[1:]))
+
+
+HUGE = File("rank-00000.safetensors", 0, 1 << 59, (Chunk(1 << 59, "0" * 32),))
+
+NONSENSE = {
+    "a name that climbs": lambda m: with_file(m, name="../x"),
+    "an absolute name": lambda m: with_file(m, name="/etc/passwd"),
+    "the name of another rank": lambda m: with_file(m, name="rank-00001.safetensors"),
+    "a fragment that climbs": lambda m: with_fragment(m, name="../../rank-00000.json"),
+    "a fragment of another rank": lambda m: with_fragment(m, name="rank-00001.json"),
+    "a file twice": lambda m: replaced(m, files=(m.files[0], m.files[0])),
+    "a fragment less": lambda m: replaced(m, fragments=m.fragments[1:]),
+    "a file of a negative rank": lambda m: with_file(m, rank=-1),
+    "a fragment of negative size": lambda m: with_fragment(m, size=-1),
+    "no ranks": lambda m: replaced(m, world_size=0),
+    "a rank too many": lambda m: replaced(m, world_size=3),
+    "chunks of nothing": lambda m: replaced(m, chunk_bytes=0),
+    "a larger file than its chunks": lambda m: with_file(m, size=m.files[0].size + 1),
+    "a negative chunk": lambda m: with_chunk(m, nbytes=-4096),
+    "a checksum that is none": lambda m: with_chunk(m, checksum="nonsense"),
+    "boxes that overlap": lambda m: with_shard(m, offsets=m.tensors[0].shards[1].offsets),
+    "a hole": lambda m: with_tensor(m, shards=m.tensors[0].shards[:1]),
+    "a box that sticks out": lambda m: with_shard(m, offsets=(100,)),
+    "a box before the beginning": lambda m: with_shard(m, offsets=(-1,)),
+    "a box of other dimensions": lambda m: with_shard(m, offsets=(0, 0)),
+    "a shard that begins inside a chunk": lambda m: with_shard(m, offset=m.tensors[0].shards[0].offset + 8),
+    "a shard in the file of a stranger": lambda m: with_shard(m, rank=7),
+    "another dtype": lambda m: with_tensor(m, dtype="float32"),
+    "an unknown dtype": lambda m: with_tensor(m, dtype="os.system"),
+    "another shape": lambda m: with_tensor(m, shape=(6,)),
+    "an impossible shape": lambda m: with_tensor(m, shape=(-1,)),
+    "a tensor twice": lambda m: replaced(m, tensors=(m.tensors[0], m.tensors[0])),
+    "a tie to nothing": lambda m: replaced(m, tied={"x": "y"}),
+    "a tie of what is stored": lambda m: replaced(m, tied={"w": "b"}),
+    "a tensor too large to list its chunks": lambda m: replaced(
+        m,
+        files=(HUGE, *m.files[1:]),
+        tensors=(Tensor("b", "uint8", (1 << 59,), (Shard(0, 0, (0,), (1 << 59,)),)),),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", list(NONSENSE.values()), ids=list(NONSENSE))
+@pytest.mark.timeout(20)
+def test_a_manifest_that_we_would_not_have_written_is_refused(backend: StorageBackend, change: Any) -> None:
+    written = write_checkpoint(backend, 1, {"b": np.arange(5, dtype=np.int64), "w": np.ones(4)}, world_size=2)
+    backend.put(written.ref.manifest, [pack(change(written.manifest))])
+    with pytest.raises(ManifestCorrupt):
+        read_manifest(backend, written.ref)
+
+
+def test_a_truncated_manifest_is_refused_wherever_it_was_cut(backend: StorageBackend) -> None:
+    written = write_checkpoint(backend, 1, ARRAYS)
+    packed = pack(written.manifest)
+    for length in range(len(packed)):
+        backend.put(written.ref.manifest, [packed[:length]])
+        with pytest.raises(ManifestCorrupt):
+            read_manifest(backend, written.ref)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"null", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"\x28\xb5\x2f\xfd junk"])
+def test_what_is_no_manifest_at_all_is_refused(backend: StorageBackend, data: bytes) -> None:
+    ref = StepRef(1, "abc123")
+    backend.put(ref.manifest, [data])
+    with pytest.raises(ManifestCorrupt):
+        read_manifest(backend, ref)
+
+
+def test_a_later_format_says_that_ckpt_must_be_upgraded(backend: StorageBackend) -> None:
+    body = b'{"format":2,"something":"new"}'
+    ref = StepRef(1, "abc123")
+    backend.put(ref.manifest, [b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"])
+    with pytest.raises(FormatTooNew, match="upgrade with pip"):
+        read_manifest(backend, ref)

@@ -1,0 +1,73 @@
+"""The examples are run as a user runs them: in processes of their own, killed with SIGKILL, and resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# the two source roots first, as in pytest's own pythonpath: this checkout is what is tested, installed or not
+SOURCES = [str(ROOT), str(ROOT / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(SOURCES)}
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+def start(script: str, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "examples" / script), *arguments],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # one group to kill: the ranks that mp.spawn starts stay in it
+    )
+
+
+def run(script: str, *arguments: str) -> str:
+    with start(script, *arguments) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+def test_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = run("quickstart.py", str(tmp_path))
+    assert "resumed" not in first
+    assert first.splitlines()[-1].startswith("step 500")
+    assert run("quickstart.py", str(tmp_path)) == "resumed from step 500\n"
+
+
+def test_digits_killed_within_an_epoch_end_with_the_same_weights(tmp_path: Path) -> None:
+    options = ["--epochs", "1", "--save-every", "4", "--root"]
+    reference = run("train_digits.py", *options, str(tmp_path / "reference"))
+
+    root = tmp_path / "killed"
+    with start("train_digits.py", *options, str(root)) as process:
+        while len(list(root.glob("step-*/manifest.json"))) < 2 and process.poll() is None:
+            time.sleep(0.0005)
+        os.killpg(process.pid, signal.SIGKILL)
+    resumed = run("train_digits.py", *options, str(root))
+
+    assert "resumed from step" in resumed
+    assert "epoch 0" in resumed
+    assert resumed.splitlines()[-1].startswith("accuracy")
+    assert resumed.splitlines()[-1] == reference.splitlines()[-1]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_gpt_killed_while_a_save_streams_loses_nothing(tmp_path: Path, mode: str) -> None:
+    command = ["--json", "--folder", str(tmp_path / "demo"), "--modes", mode]
+    command += ["--steps", "12", "--save-every", "3", "--width", "128"]
+    output = run("demo.py", *command)
+    (outcome,) = json.loads(output[output.index("\n[") :])
+    assert outcome["saves"] == 4
+    assert 6 <= outcome["resumed_step"] < 12
+    assert outcome["compared"] == outcome["equal_losses"] == 12 - outcome["resumed_step"]
+    if outcome["killed_uncommitted"]:
+        assert outcome["resumed_step"] <= outcome["killed_step"]

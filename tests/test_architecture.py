@@ -1,0 +1,219 @@
+"""The house rules that no linter holds: storeys, sizes, what is imported when, nothing evaluated."""
+
+from __future__ import annotations
+
+import ast
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import NoCheckpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = (ROOT / "ckpt", ROOT / "backends")
+MAX_FILE_LINES = 400
+MAX_BODY_LINES = 50
+HELP_SECONDS = 0.3
+
+# Modules that turn bytes into code or into objects of any class.
+UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNSAFE_BUILTINS = {"eval", "exec"}
+
+
+def sources() -> list[Path]:
+    return sorted(path for top in PRODUCT for path in top.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def bare_python(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that sees the two source roots, installed or not, and nothing pytest has imported."""
+    return subprocess.run(
+        [sys.executable, *args],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# -- storeys and sizes ------------------------------------------------------------------------------------------------
+
+
+def test_the_storeys_hold() -> None:
+    lint_imports = "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c(['--no-cache', '--no-logo']))"
+    done = bare_python("-c", lint_imports, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in sources()}
+    assert lengths
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from the first statement to the last; a docstring is free."""
+    body = function.body
+    if (
+        isinstance(body[0], ast.Expr)
+        and isinstance(body[0].value, ast.Constant)
+        and isinstance(body[0].value.value, str)
+    ):
+        body = body[1:]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_no_function_body_is_longer_than_50_lines() -> None:
+    too_long = {
+        f"{name_of(path)}:{node.lineno} {node.name}": body_lines(node)
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MAX_BODY_LINES
+    }
+    assert too_long == {}
+
+
+# -- nothing is unpickled or evaluated --------------------------------------------------------------------------------
+
+
+def unsafe_uses(code: str) -> Iterator[str]:
+    """Each place that could run what a checkpoint says, as 'line: what'."""
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Import(names=names):
+                found = [alias.name for alias in names if alias.name.split(".")[0] in UNSAFE_MODULES]
+            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] in UNSAFE_MODULES:
+                found = [module]
+            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
+                found = [f"{module}.load" for alias in names if alias.name == "load"]
+            case ast.Call(func=ast.Name(id=name)) if name in UNSAFE_BUILTINS:
+                found = [name]
+            case ast.Attribute(value=ast.Name(id="torch"), attr="load"):
+                found = ["torch.load"]
+            case ast.Attribute(value=ast.Attribute(attr="serialization"), attr="load"):
+                found = ["torch.serialization.load"]
+            case ast.Attribute(value=ast.Name(id="builtins"), attr=name) if name in UNSAFE_BUILTINS:
+                found = [f"builtins.{name}"]
+            case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
+                found = ["allow_pickle=True"]
+            case _:
+                continue
+        yield from (f"{getattr(node, 'lineno', '?')}: {what}" for what in found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "from pickle import loads",
+        "import dill._dill",
+        "def f(path):\n    import cloudpickle\n",
+        "torch.load(path)",
+        "load = torch.load",
+        "from torch import load",
+        "from torch.serialization import load as read",
+        "torch.serialization.load(path)",
+        "eval(text)",
+        "builtins.exec(text)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_scan_finds(code: str) -> None:
+    assert list(unsafe_uses(code))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "model.eval()",
+        "executor.exec",
+        "json.load(file)",
+        "np.load(path, allow_pickle=False)",
+        "'import pickle'",
+    ],
+)
+def test_the_scan_lets_pass(code: str) -> None:
+    assert not list(unsafe_uses(code))
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    assert {
+        name_of(path): found for path in sources() if (found := list(unsafe_uses(path.read_text())))
+    } == {}
+
+
+# -- what an import costs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module", ["ckpt", "ckpt.cli.main", "ckpt.storage.registry", "ckpt_backends", "ckpt_backends.posix"]
+)
+def test_importing_does_not_import_torch(module: str) -> None:
+    done = bare_python("-c", f"import sys, {module}; print('torch' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+RUN_CLI = """
+import sys
+from ckpt.cli.main import main
+try:
+    code = main()
+except SystemExit as error:
+    code = error.code
+print("torch imported:", "torch" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def run_cli(*args: str, root: Path) -> subprocess.CompletedProcess[str]:
+    return bare_python("-c", RUN_CLI, *args, CKPT_ROOT=str(root))
+
+
+def test_ls_of_an_empty_folder_does_not_import_torch(tmp_path: Path) -> None:
+    done = run_cli("ls", root=tmp_path)
+    assert done.returncode in (0, NoCheckpoint.exit_code), done.stderr
+    assert "torch imported: False" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with one checkpoint, step 1."""
+    import torch
+
+    from ckpt import CheckpointManager
+
+    root = tmp_path_factory.mktemp("root")
+    with CheckpointManager(str(root)) as manager:
+        manager.save({"w": torch.ones(3), "epoch": 4}, step=1)
+    return root
+
+
+@pytest.mark.parametrize("command", ["ls", "show 1", "verify", "restore --latest --to {to}"])
+def test_the_command_line_does_not_import_torch(saved: Path, tmp_path: Path, command: str) -> None:
+    done = run_cli(*command.format(to=tmp_path / "to").split(), root=saved)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch imported: False" in done.stderr
+
+
+def test_help_answers_within_a_third_of_a_second(tmp_path: Path) -> None:
+    seconds: list[float] = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = run_cli("--help", root=tmp_path)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "restore" in done.stdout
+    assert statistics.median(seconds) < HELP_SECONDS, seconds

@@ -1,0 +1,47 @@
+"""What ``import ckpt`` promises. A name added or removed here is a change for users: say so in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ckpt
+
+PUBLIC = {
+    "CheckpointManager",
+    "CkptError",
+    "PendingSave",
+    "PerRank",
+    "RestoreReport",
+    "RngState",
+    "Tier",
+    "__version__",
+}
+PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
+
+
+def test_the_public_names_are_pinned() -> None:
+    assert sorted(ckpt.__all__) == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(ckpt, name) is not None
+    assert name in dir(ckpt)
+
+
+def test_a_star_import_brings_the_public_names() -> None:
+    names: dict[str, object] = {}
+    exec("from ckpt import *", names)
+    assert set(names) - {"__builtins__"} == PUBLIC
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = ckpt.no_such_name
+
+
+def test_the_version_is_the_distribution_s() -> None:
+    assert ckpt.__version__ == tomllib.loads(PYPROJECT.read_text())["project"]["version"]
