@@ -29,7 +29,17 @@ _HOMES = {
     "Tier": "ckpt.config",
 }
 
-__all__ = ["CheckpointManager", "CkptError", "PendingSave", "PerRank", "RestoreReport", "RngState", "SaveConfig", "Tier", "__version__"]
+__all__ = [
+    "CheckpointManager",
+    "CkptError",
+    "PendingSave",
+    "PerRank",
+    "RestoreReport",
+    "RngState",
+    "SaveConfig",
+    "Tier",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

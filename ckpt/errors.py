@@ -159,7 +159,9 @@ class StepExists(CommitError):
 
     def __init__(self, step: int, root: str) -> None:
         self.step, self.root = step, root
-        super().__init__(f"step {step} is already saved in {root}: steps are immutable, save under another step")
+        super().__init__(
+            f"step {step} is already saved in {root}: steps are immutable, save under another step"
+        )
 
 
 class PeerFailed(CommitError):
@@ -203,7 +205,9 @@ class RootInUse(CommitError):
 
     def __init__(self, root: str, owner: str) -> None:
         self.root, self.owner = root, owner
-        super().__init__(f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other")
+        super().__init__(
+            f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        )
 
 
 class StagingError(CkptError):
@@ -258,7 +262,9 @@ class EntryMissing(RestoreError):
 
     def __init__(self, names: Sequence[str], step: int) -> None:
         self.names, self.step = tuple(names), step
-        super().__init__(f"step {step} has no {_few(names)}: take it out of the state, or restore another step")
+        super().__init__(
+            f"step {step} has no {_few(names)}: take it out of the state, or restore another step"
+        )
 
 
 class EntryUnexpected(RestoreError):

@@ -25,7 +25,7 @@ from ckpt.model.layout import StepRef
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers
-from ckpt.restorer import RestoreReport, Restorer
+from ckpt.restorer import Restorer, RestoreReport
 from ckpt.saver import SaveJob, Saver
 from ckpt.staging.fence import Fence
 from ckpt.staging.slots import Slot, SlotPool
@@ -138,7 +138,9 @@ class CheckpointManager:
         pending.stall_seconds = time.perf_counter() - began
         return pending
 
-    def save(self, state: Mapping[str, Any], step: int | None = None, *, timeout: float | None = None) -> PendingSave:
+    def save(
+        self, state: Mapping[str, Any], step: int | None = None, *, timeout: float | None = None
+    ) -> PendingSave:
         """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result`` raise."""
         return self.save_async(state, step).result(timeout)
 
@@ -201,7 +203,9 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.close()
         except CkptError as late:
@@ -218,7 +222,9 @@ class CheckpointManager:
         if slot is None:
             return self._skip(ref, trial)
         try:
-            snapshot = prepared.snapshot(slot, collected.held, ref.step, overlap=self._config.overlap == "auto")
+            snapshot = prepared.snapshot(
+                slot, collected.held, ref.step, overlap=self._config.overlap == "auto"
+            )
             job = self._job(ref, trial, prepared, slot, collected)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
@@ -226,7 +232,7 @@ class CheckpointManager:
             self._slots.release(slot)
             raise
         pending = PendingSave(ref.step, prepared.plan.size * len(self._tiers), snapshot)
-        self._pending = [other for other in self._pending if not other.done() or other._unheard]
+        self._pending = [other for other in self._pending if not other.done() or other.unheard]
         self._pending.append(pending)
         self._saved.add(ref.step)
         if not snapshot.landed:
@@ -259,12 +265,16 @@ class CheckpointManager:
             except CkptError as failed:
                 self._saver.give_up(job.ref, job.trial, str(failed))
                 raise
-            self._notify(SaveStaged(step=job.ref.step, nbytes=job.plan.size, stall_seconds=pending.stall_seconds))
+            self._notify(
+                SaveStaged(step=job.ref.step, nbytes=job.plan.size, stall_seconds=pending.stall_seconds)
+            )
             self._saver.run(
                 replace(job, replicas=snapshot.digests),
-                on_bytes=pending._add_written,
+                on_bytes=pending.add_written,
                 on_committed=lambda url: self._notify(
-                    SaveCommitted(step=job.ref.step, tier=url, nbytes=job.plan.size, durable_seconds=pending.age)
+                    SaveCommitted(
+                        step=job.ref.step, tier=url, nbytes=job.plan.size, durable_seconds=pending.age
+                    )
                 ),
             )
         except CkptError as failed:
@@ -278,16 +288,18 @@ class CheckpointManager:
             self._saved.discard(job.ref.step)
             _log.error("ckpt: %s", error)
             self._notify(SaveFailed(step=job.ref.step, error=error))
-        pending._finish(error)
+        pending.finish(error)
 
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
         self.skipped += 1
         pending = PendingSave(ref.step, 0, None)
-        pending._finish(SaveSkipped(ref.step))
+        pending.finish(SaveSkipped(ref.step))
         pending.exception()  # heard: skipping is what was asked for
         if self._coordinator.world_size > 1:
             self._streamer.submit(self._saver.give_up, ref, trial, "skipped: no slot was free")
-        _log.warning("ckpt: step %d skipped, the save before still streams (%d so far)", ref.step, self.skipped)
+        _log.warning(
+            "ckpt: step %d skipped, the save before still streams (%d so far)", ref.step, self.skipped
+        )
         return pending
 
     def _resolve(self, state: Mapping[str, Any], step: int | None) -> int:
@@ -304,11 +316,13 @@ class CheckpointManager:
         if self._closed:
             raise ManagerClosed
         if os.getpid() != self._pid:
-            raise ConfigError("this CheckpointManager was made before a fork: build one in the process that uses it (spawn, not fork)")
+            raise ConfigError(
+                "this CheckpointManager was made before a fork: build one in the process that uses it (spawn, not fork)"
+            )
 
     def _raise_unheard(self) -> None:
         for pending in list(self._pending):
-            if (error := pending._unheard) is not None:
+            if (error := pending.unheard) is not None:
                 pending.exception()
                 self._pending.remove(pending)
                 raise error
@@ -317,11 +331,13 @@ class CheckpointManager:
         for observer in self._observers:
             try:
                 observer(event)
-            except Exception:  # an observer's mistake must not cost a checkpoint
+            except Exception:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
                 _log.exception("ckpt: an observer failed on %s", type(event).__name__)
 
 
-def _tiers(given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]) -> tuple[Tier, ...]:
+def _tiers(
+    given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+) -> tuple[Tier, ...]:
     items = [given] if isinstance(given, str | os.PathLike | Tier) else list(given)
     return tuple(item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in items)
 
@@ -330,5 +346,7 @@ def _coordinator() -> Coordinator:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251 - to tell a launcher's world from a lone process
-        raise ConfigError("WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() before building the manager")
+        raise ConfigError(
+            "WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() before building the manager"
+        )
     return SingleCoordinator()

@@ -88,11 +88,11 @@ class PendingSave:
 
     # -- for the manager ----------------------------------------------------------------------------------------------------
 
-    def _add_written(self, nbytes: int) -> None:
+    def add_written(self, nbytes: int) -> None:
         with self._lock:
             self._written += nbytes
 
-    def _finish(self, error: CkptError | None) -> None:
+    def finish(self, error: CkptError | None) -> None:
         self._error = error
         if error is None:
             self.durable_seconds = self.age
@@ -100,6 +100,6 @@ class PendingSave:
         self._finished.set()
 
     @property
-    def _unheard(self) -> CkptError | None:
+    def unheard(self) -> CkptError | None:
         """The error, if nobody has been told."""
         return None if self._heard or not self.done() else self._error

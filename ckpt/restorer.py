@@ -78,7 +78,13 @@ class Restorer:
     """Threads: the training thread. All ranks call ``restore`` alike."""
 
     def __init__(
-        self, tiers: Sequence[OpenTier], coordinator: Coordinator, workers: Workers, notify: Callable[[Event], None], *, serial: int
+        self,
+        tiers: Sequence[OpenTier],
+        coordinator: Coordinator,
+        workers: Workers,
+        notify: Callable[[Event], None],
+        *,
+        serial: int,
     ) -> None:
         """``serial`` tells this restore from the manager's others: subjects are used once."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
@@ -105,12 +111,18 @@ class Restorer:
                     step=ref.step, attempt=ref.attempt, tier=tier.url, nbytes=landed.nbytes, read_bytes=landed.read_bytes,
                     seconds=time.perf_counter() - began, saved_world_size=landed.world_size, skipped=tuple(skipped),
                 )  # fmt: skip
-                self._notify(Restored(step=ref.step, tier=tier.url, nbytes=landed.nbytes, seconds=report.seconds))
+                self._notify(
+                    Restored(step=ref.step, tier=tier.url, nbytes=landed.nbytes, seconds=report.seconds)
+                )
                 return report
             if answer.outcome == "stop":
                 raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
-            _log.warning("ckpt: step %d on %s is damaged, taking the next best: %s", ref.step, tier.url, answer.reason)
-            self._notify(StepDamaged(step=ref.step, tier=tier.url, error=error or IntegrityError(answer.reason)))
+            _log.warning(
+                "ckpt: step %d on %s is damaged, taking the next best: %s", ref.step, tier.url, answer.reason
+            )
+            self._notify(
+                StepDamaged(step=ref.step, tier=tier.url, error=error or IntegrityError(answer.reason))
+            )
             skipped.append((ref.step, answer.reason))
         if not skipped and step is None:
             return None
@@ -133,7 +145,9 @@ class Restorer:
             found += [(-ref.step, tier.index, ref) for ref in refs]
         if not found and failure is not None:
             raise failure
-        for _, index, ref in sorted(found, key=lambda item: item[:2]):  # newest first, then nearest; `find` has ordered attempts
+        for _, index, ref in sorted(
+            found, key=lambda item: item[:2]
+        ):  # newest first, then nearest; `find` has ordered attempts
             yield _Proposal(index, ref.folder)
 
     def _agree(self, candidates: Iterator[_Proposal]) -> _Proposal | None:
@@ -160,10 +174,14 @@ class Restorer:
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
-    def _attempt(self, state: MutableMapping[str, Any], tier: OpenTier, ref: StepRef) -> tuple[Exception | None, _Landed | None]:
+    def _attempt(
+        self, state: MutableMapping[str, Any], tier: OpenTier, ref: StepRef
+    ) -> tuple[Exception | None, _Landed | None]:
         try:
             manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
-            matched = match(state, manifest, rank=self._coordinator.rank, world_size=self._coordinator.world_size)
+            matched = match(
+                state, manifest, rank=self._coordinator.rank, world_size=self._coordinator.world_size
+            )
             plan = plan_restore(manifest, matched.wanted)
             files = manifest.file_map()
             read_plan(
@@ -200,12 +218,20 @@ class Restorer:
             words = self._coordinator.hear(subject, missing, timeout=max(0.0, deadline - time.monotonic()))
             if not words:
                 names = ", ".join(map(str, sorted(missing)[:16]))
-                return _Answer("stop", f"step {ref.step}: rank(s) {names} did not finish the restore in {_PATIENCE_SECONDS:.0f} s")
+                return _Answer(
+                    "stop",
+                    f"step {ref.step}: rank(s) {names} did not finish the restore in {_PATIENCE_SECONDS:.0f} s",
+                )
             for rank, data in words.items():
                 missing.discard(rank)
                 answer = msgspec.json.decode(data, type=_Answer)
                 if answer.outcome == "stop" or (answer.outcome == "damaged" and worst.outcome == "ok"):
-                    worst = _Answer(answer.outcome, f"rank {rank}: {answer.reason}" if self._coordinator.world_size > 1 else answer.reason)
+                    worst = _Answer(
+                        answer.outcome,
+                        f"rank {rank}: {answer.reason}"
+                        if self._coordinator.world_size > 1
+                        else answer.reason,
+                    )
         return worst
 
 
@@ -218,7 +244,9 @@ def _ref(proposal: _Proposal) -> StepRef:
 def _answer(error: Exception | None) -> _Answer:
     if error is None:
         return _Answer("ok")
-    return _Answer("damaged" if isinstance(error, IntegrityError | StorageError) else "stop", str(error) or repr(error))
+    return _Answer(
+        "damaged" if isinstance(error, IntegrityError | StorageError) else "stop", str(error) or repr(error)
+    )
 
 
 def _told(step: int | None, skipped: Sequence[tuple[int, str]]) -> str:

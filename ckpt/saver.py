@@ -111,7 +111,9 @@ class Saver:
 
     def _committer(self, tier: OpenTier, trial: int) -> Committer:
         name = f"save/{tier.index}/{trial}"
-        return Committer(self._coordinator, tier.backend, name=name, timeout=self._config.commit_timeout_seconds)
+        return Committer(
+            self._coordinator, tier.backend, name=name, timeout=self._config.commit_timeout_seconds
+        )
 
     def _veto(self, tier: OpenTier, ref: StepRef) -> CkptError | None:
         """The leader's reasons to refuse before anything is written: the root is another's, or the step is taken."""
@@ -125,7 +127,9 @@ class Saver:
                 self._owned.add(tier.index)
                 done = {other.step for other in committed(tier.backend)}
                 # what lies after the step that was restored is history given up: it may be lived again
-                self._taken[tier.index] = {s for s in done if self.restored_step is None or s <= self.restored_step}
+                self._taken[tier.index] = {
+                    s for s in done if self.restored_step is None or s <= self.restored_step
+                }
         except CkptError as error:
             return error
         return StepExists(ref.step, tier.url) if ref.step in self._taken[tier.index] else None

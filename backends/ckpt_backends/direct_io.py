@@ -78,7 +78,9 @@ class DirectWriter:
         """Write ``data`` at ``offset``. May be repeated."""
         whole = data.nbytes - data.nbytes % ALIGNMENT
         if offset + data.nbytes != self._size:
-            whole = data.nbytes  # only the end of the file may be padded; an odd run elsewhere goes buffered as one
+            whole = (
+                data.nbytes
+            )  # only the end of the file may be padded; an odd run elsewhere goes buffered as one
         done = self._write_direct(offset, data[:whole]) if whole else 0
         offset, data = offset + done, data[done:]
         if 0 < data.nbytes < ALIGNMENT and done == whole and self._write_padded(offset, data):
@@ -118,7 +120,9 @@ class DirectWriter:
         """The file's unaligned end, as a whole block that ``sync`` cuts again. False if it must go buffered."""
         if self._refused:
             return False
-        page = mmap.mmap(-1, ALIGNMENT)  # begins at a page; not closed here, for an error's traceback may still see into it
+        page = mmap.mmap(
+            -1, ALIGNMENT
+        )  # begins at a page; not closed here, for an error's traceback may still see into it
         page[: tail.nbytes] = bytes(tail)
         return self._write_direct(offset, memoryview(page)) == ALIGNMENT
 
@@ -182,7 +186,9 @@ def rename_if_absent(source: str, target: str) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
-        if not os.path.samefile(source, target):  # NFS: the link was made, its reply was lost, the client asked again
+        if not os.path.samefile(
+            source, target
+        ):  # NFS: the link was made, its reply was lost, the client asked again
             raise
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):

@@ -109,13 +109,19 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
         raise storage_error(key, error, secrets=secrets, bucket=bucket) from None
 
 
-def storage_error(key: str, error: BaseException, *, secrets: Sequence[str] = (), bucket: str = "") -> StorageError:
+def storage_error(
+    key: str, error: BaseException, *, secrets: Sequence[str] = (), bucket: str = ""
+) -> StorageError:
     """Our error for ``error``."""
     for link in _chain(error):
+        if _class_of(link):
+            break  # the transport broke: a status that aiohttp puts on such an error (400) was answered by nobody
         code, status = _answer(link)
         if code == "NoSuchBucket":
             return StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL")
-        kind = _BY_CODE.get(code) or _BY_STATUS.get(status) or (TransientStorageError if status >= 500 else None)
+        kind = (
+            _BY_CODE.get(code) or _BY_STATUS.get(status) or (TransientStorageError if status >= 500 else None)
+        )
         if kind is not None or status >= 400:
             return (kind or StorageError)(key, clean(_told(code, status, error), secrets))
     kind = _by_class(error)
@@ -128,16 +134,21 @@ def _by_class(error: BaseException) -> type[StorageError]:
             return ObjectNotFound
         if isinstance(link, FileExistsError):
             return ObjectExists
-        if isinstance(link, PermissionError) or (isinstance(link, OSError) and str(link).startswith("Forbidden")):
+        if isinstance(link, PermissionError) or (
+            isinstance(link, OSError) and str(link).startswith("Forbidden")
+        ):
             return AccessDenied  # "Forbidden": how gcsfs tells a 403
         if isinstance(link, TimeoutError | asyncio.TimeoutError | ConnectionError | EOFError):
             return TransientStorageError
-        for cls in type(link).__mro__:
-            if kind := _BY_CLASS.get(cls.__name__):
-                return kind
+        if kind := _class_of(link):
+            return kind
         if isinstance(link, OSError) and (kind := BY_ERRNO.get(link.errno or 0)):
             return kind
     return StorageError
+
+
+def _class_of(error: BaseException) -> type[StorageError] | None:
+    return next((_BY_CLASS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _BY_CLASS), None)
 
 
 def _answer(error: BaseException) -> tuple[str, int]:

@@ -27,7 +27,9 @@ from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
 
 PART_BYTES: Final = 8 << 20
-_OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"})
+_OBJECT_STORES: Final = frozenset(
+    {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
+)
 _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})  # pipe_file(mode="create") is decided by the server
 _RENAMES: Final = frozenset({"file", "local"})  # mv is one rename
 _TEMPORARY: Final = ".tmp"
@@ -78,7 +80,9 @@ def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             found += secrets_of({str(key): item for key, item in value.items()})
-        elif isinstance(value, str) and len(value) >= 4 and any(word in name.lower() for word in _SECRET_NAMES):
+        elif (
+            isinstance(value, str) and len(value) >= 4 and any(word in name.lower() for word in _SECRET_NAMES)
+        ):
             found.append(value)
     return tuple(found)
 
@@ -91,7 +95,13 @@ class StorageBackendOnFsspec:
     """
 
     def __init__(
-        self, fs: Any, root: str, url: str, *, secrets: Sequence[str] = (), capabilities: Capabilities | None = None
+        self,
+        fs: Any,
+        root: str,
+        url: str,
+        *,
+        secrets: Sequence[str] = (),
+        capabilities: Capabilities | None = None,
     ) -> None:
         self._fs, self._root, self._url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
         names = _protocols(fs)
@@ -129,7 +139,9 @@ class StorageBackendOnFsspec:
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
         if not self._object_store or size < 2 * self._capabilities.part_bytes:
-            return PutUpload(self, key, size)  # elsewhere a file under ``open`` may be visible before it is closed
+            return PutUpload(
+                self, key, size
+            )  # elsewhere a file under ``open`` may be visible before it is closed
         return _StreamUpload(self, key, size)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
@@ -139,7 +151,9 @@ class StorageBackendOnFsspec:
         with self._errors(key):
             found = self._fs.cat_file(self._path(key), start=offset, end=offset + out.nbytes)
         if len(found) != out.nbytes:
-            raise StorageError(key, f"ends at byte {offset + len(found)}, bytes up to {offset + out.nbytes} were asked for")
+            raise StorageError(
+                key, f"ends at byte {offset + len(found)}, bytes up to {offset + out.nbytes} were asked for"
+            )
         out.cast("B")[:] = found
 
     def head(self, key: str) -> ObjectInfo:
@@ -253,7 +267,7 @@ class _StreamUpload:
 
     def finish(self) -> ObjectInfo:
         try:
-            with self._backend._errors(self._key):  # noqa: SLF001 - one class in two parts
+            with self._backend._errors(self._key):
                 self._send()
                 if self._sent != self._size:
                     raise StorageError(self._key, f"{self._sent} of {self._size} bytes were written")
@@ -275,12 +289,12 @@ class _StreamUpload:
             _throw_away(file)
 
     def _send(self) -> None:
-        with self._backend._errors(self._key):  # noqa: SLF001 - one class in two parts
+        with self._backend._errors(self._key):
             try:
                 if self._file is None:
                     self._sent = 0
-                    path = self._backend._path(self._key)  # noqa: SLF001 - one class in two parts
-                    self._file = self._backend._fs.open(path, "wb", block_size=self.part_bytes)  # noqa: SLF001 - one class in two parts
+                    path = self._backend._path(self._key)
+                    self._file = self._backend._fs.open(path, "wb", block_size=self.part_bytes)
                 while (part := self._parts.get(self._sent)) is not None and part.nbytes:
                     self._file.write(part)
                     self._sent += part.nbytes

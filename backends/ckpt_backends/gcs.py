@@ -40,7 +40,9 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
     except ImportError as error:
         raise missing_extra(shown, error) from error
     except Exception as error:  # noqa: BLE001 - whatever a missing or broken credential makes google-auth raise
-        raise ConfigError(f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}") from None
+        raise ConfigError(
+            f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
+        ) from None
     return GCSBackend(fs, f"{bucket}/{split.path.strip('/')}", shown.rstrip("/"), secrets=secrets)
 
 
@@ -71,7 +73,9 @@ class GCSBackend(StorageBackendOnFsspec):
         mode = "create" if if_absent else "overwrite"
         try:
             with self._errors(key):
-                self._fs.pipe_file(path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST)
+                self._fs.pipe_file(
+                    path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST
+                )
         except (ObjectExists, TransientStorageError):
             if not if_absent or self._token_of(key) != token:  # ours: gcsfs repeated it after a lost reply
                 raise
@@ -79,7 +83,7 @@ class GCSBackend(StorageBackendOnFsspec):
 
     def close(self) -> None:
         with suppress(Exception):  # a connection that cannot be closed is closed
-            self._fs.close_session(self._fs.loop, self._fs._session)  # noqa: SLF001 - gcsfs has no other way
+            self._fs.close_session(self._fs.loop, self._fs._session)
 
     def _token_of(self, key: str) -> str:
         with suppress(StorageError), self._errors(key):

@@ -40,7 +40,9 @@ def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
     prefix = prefix.strip("/")
     with _stores_lock:
         store = _stores.setdefault(name, _Store())
-    return MemoryBackend(store, f"memory://{name}/{prefix}".rstrip("/"), prefix, shared=bool(options.get("shared", False)))
+    return MemoryBackend(
+        store, f"memory://{name}/{prefix}".rstrip("/"), prefix, shared=bool(options.get("shared", False))
+    )
 
 
 def forget_memory(name: str) -> None:
@@ -74,7 +76,9 @@ class MemoryBackend:
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
         found = self._find(key)
         if offset + out.nbytes > len(found):
-            raise StorageError(key, f"ends at byte {len(found)}, bytes up to {offset + out.nbytes} were asked for")
+            raise StorageError(
+                key, f"ends at byte {len(found)}, bytes up to {offset + out.nbytes} were asked for"
+            )
         out.cast("B")[:] = memoryview(found)[offset : offset + out.nbytes]
 
     def head(self, key: str) -> ObjectInfo:
@@ -129,7 +133,9 @@ class _MemoryUpload:
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < 0 or offset + data.nbytes > len(self._value):
-            raise StorageError(self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {len(self._value)}")
+            raise StorageError(
+                self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {len(self._value)}"
+            )
         memoryview(self._value)[offset : offset + data.nbytes] = data.cast("B")
         self._written[offset] = data.nbytes
 
@@ -137,7 +143,7 @@ class _MemoryUpload:
         written = sum(self._written.values())
         if written != len(self._value):
             raise StorageError(self._key, f"{written} of {len(self._value)} bytes were written")
-        return self._backend._place(self._key, self._value)  # noqa: SLF001 - one class in two parts
+        return self._backend._place(self._key, self._value)
 
     def abort(self) -> None:
         self._value = bytearray()

@@ -33,7 +33,24 @@ _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # a live upload touches its file with every part
 _NAME_BYTES: Final = 255
 _NETWORK: Final = frozenset(
-    ["nfs", "nfs4", "lustre", "gpfs", "ceph", "cifs", "smb3", "beegfs", "wekafs", "panfs", "9p", "afs", "orangefs", "gfs2", "ocfs2", "virtiofs"]
+    [
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "ceph",
+        "cifs",
+        "smb3",
+        "beegfs",
+        "wekafs",
+        "panfs",
+        "9p",
+        "afs",
+        "orangefs",
+        "gfs2",
+        "ocfs2",
+        "virtiofs",
+    ]
 )
 _OPTIONS: Final = frozenset({"put_if_absent", "shared", "direct"})
 
@@ -53,7 +70,9 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     """
     for name, value in options.items():
         if name not in _OPTIONS or not isinstance(value, bool):
-            raise ConfigError(f"a folder takes the options {', '.join(sorted(_OPTIONS))} (true or false), not {name}={value!r}")
+            raise ConfigError(
+                f"a folder takes the options {', '.join(sorted(_OPTIONS))} (true or false), not {name}={value!r}"
+            )
     root = _path_of(url)
     if os.path.lexists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
@@ -72,7 +91,11 @@ class PosixBackend:
     def __init__(self, root: str, *, shared: bool, put_if_absent: bool = True, direct: bool = True) -> None:
         self._root, self._direct = root, direct
         self._capabilities = Capabilities(
-            put_if_absent=put_if_absent, shared=shared, part_bytes=_PART_BYTES, alignment=ALIGNMENT, max_concurrency=8
+            put_if_absent=put_if_absent,
+            shared=shared,
+            part_bytes=_PART_BYTES,
+            alignment=ALIGNMENT,
+            max_concurrency=8,
         )
         self._root_synced = False
 
@@ -87,7 +110,9 @@ class PosixBackend:
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
-            if if_absent and os.path.lexists(target):  # spares the write in the common case; the rename below decides
+            if if_absent and os.path.lexists(
+                target
+            ):  # spares the write in the common case; the rename below decides
                 raise ObjectExists(key)
             temporary = _temporary_beside(target)
             fd = self._create(temporary)
@@ -122,7 +147,9 @@ class PosixBackend:
         with mapped(key):
             done = read_at(path, offset, out.cast("B"), direct=self._direct)
         if done != out.nbytes:
-            raise StorageError(key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for")
+            raise StorageError(
+                key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for"
+            )
 
     def head(self, key: str) -> ObjectInfo:
         path = self._readable(check_key(key))
@@ -202,7 +229,9 @@ class PosixBackend:
         root = os.path.realpath(self._root)
         folder = os.path.dirname(target)
         _sync_folder(folder)
-        while folder != root:  # the writer that made these folders may be another one, still before its own fsync
+        while (
+            folder != root
+        ):  # the writer that made these folders may be another one, still before its own fsync
             folder = os.path.dirname(folder)
             _sync_folder(folder)
 
@@ -224,7 +253,9 @@ class PosixBackend:
             if entry.is_dir(follow_symlinks=False):
                 if prefix.startswith(f"{key}/") or f"{key}/".startswith(prefix):
                     yield from self._walk(key, prefix)
-            elif key.startswith(prefix) and entry.is_file(follow_symlinks=False) and not _is_hidden(entry.name):
+            elif (
+                key.startswith(prefix) and entry.is_file(follow_symlinks=False) and not _is_hidden(entry.name)
+            ):
                 with suppress(FileNotFoundError):  # deleted since
                     yield ObjectInfo(key=key, size=entry.stat(follow_symlinks=False).st_size)
 
@@ -244,7 +275,9 @@ class _Paths:
 class _PosixUpload:
     """One file on its way, under its temporary name. Threads: as ``Upload`` says; ``write`` at once is fine."""
 
-    def __init__(self, backend: PosixBackend, key: str, paths: _Paths, writer: DirectWriter, size: int) -> None:
+    def __init__(
+        self, backend: PosixBackend, key: str, paths: _Paths, writer: DirectWriter, size: int
+    ) -> None:
         self._backend, self._key, self._paths, self._writer, self._size = backend, key, paths, writer, size
         self._written: dict[int, int] = {}
 
@@ -255,7 +288,9 @@ class _PosixUpload:
     def write(self, offset: int, data: memoryview) -> None:
         data = data.cast("B")
         if offset < 0 or offset + data.nbytes > self._size:
-            raise StorageError(self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {self._size}")
+            raise StorageError(
+                self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {self._size}"
+            )
         with mapped(self._key, missing=StorageError):
             self._writer.write(offset, data)
         self._written[offset] = data.nbytes
@@ -264,11 +299,13 @@ class _PosixUpload:
         """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted."""
         try:
             if sum(self._written.values()) != self._size:
-                raise StorageError(self._key, f"{sum(self._written.values())} of {self._size} bytes were written")
+                raise StorageError(
+                    self._key, f"{sum(self._written.values())} of {self._size} bytes were written"
+                )
             with mapped(self._key, missing=StorageError):
                 self._writer.sync()
                 self._writer.close()
-                self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)  # noqa: SLF001 - one class in two parts
+                self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException:
             self.abort()
             raise
@@ -277,7 +314,7 @@ class _PosixUpload:
     def abort(self) -> None:
         with suppress(OSError):
             self._writer.close()
-        self._backend._discard(self._paths.temporary)  # noqa: SLF001 - one class in two parts
+        self._backend._discard(self._paths.temporary)
 
 
 def _path_of(url: str) -> str:

@@ -10,7 +10,7 @@ import math
 import secrets as entropy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
@@ -60,7 +60,9 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
-    return S3Backend(fs, bucket, split.path.strip("/"), shown.rstrip("/"), secrets=secrets, put_if_absent=put_if_absent)
+    return S3Backend(
+        fs, bucket, split.path.strip("/"), shown.rstrip("/"), secrets=secrets, put_if_absent=put_if_absent
+    )
 
 
 def _file_system(settings: dict[str, Any]) -> Any:
@@ -68,7 +70,9 @@ def _file_system(settings: dict[str, Any]) -> Any:
 
     endpoint = str(settings.get("endpoint_url") or "https://")
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
-    if endpoint.startswith("https://"):  # TLS guards the way; over http the signed SHA-256 is the only check there is
+    if endpoint.startswith(
+        "https://"
+    ):  # TLS guards the way; over http the signed SHA-256 is the only check there is
         config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
     client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
     if region := settings.pop("region", None):
@@ -122,9 +126,11 @@ class S3Backend(StorageBackendOnFsspec):
             return
         path = check_key(key)
         with self._errors(key):
-            done = sync(self._fs.loop, self._fetch, path, offset, out.cast("B"))
+            done: int = cast(Any, sync)(self._fs.loop, self._fetch, path, offset, out.cast("B"))
         if done != out.nbytes:
-            raise StorageError(key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for")
+            raise StorageError(
+                key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for"
+            )
 
     def head(self, key: str) -> ObjectInfo:
         return ObjectInfo(key=key, size=int(self.call(key, "head_object")["ContentLength"]))
@@ -149,7 +155,7 @@ class S3Backend(StorageBackendOnFsspec):
 
     def close(self) -> None:
         with suppress(Exception):  # a connection that cannot be closed is closed
-            self._fs.close_session(self._fs.loop, self._fs._s3)  # noqa: SLF001 - s3fs has no other way
+            self._fs.close_session(self._fs.loop, self._fs._s3)
 
     def call(self, key: str, method: str, **arguments: object) -> Any:
         """One request about ``key``, with errors mapped."""
@@ -200,8 +206,11 @@ class S3Backend(StorageBackendOnFsspec):
 
     async def _fetch(self, key: str, offset: int, out: memoryview) -> int:
         """Copy the body into ``out`` as it arrives; returns how many bytes came."""
-        reply = await self._fs._call_s3(  # noqa: SLF001 - the awaitable that ``call_s3`` wraps
-            "get_object", Bucket=self._bucket, Key=self._prefix + key, Range=f"bytes={offset}-{offset + out.nbytes - 1}"
+        reply = await self._fs._call_s3(
+            "get_object",
+            Bucket=self._bucket,
+            Key=self._prefix + key,
+            Range=f"bytes={offset}-{offset + out.nbytes - 1}",
         )
         body = reply["Body"]
         try:
@@ -233,7 +242,9 @@ class _S3Upload:
     def write(self, offset: int, data: memoryview) -> None:
         number, odd = divmod(offset, self._part_bytes)
         if odd or offset + data.nbytes > self._size:
-            raise StorageError(self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload")
+            raise StorageError(
+                self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload"
+            )
         # bytes(): the client takes no memoryview; one part is copied for as long as it is sent
         reply = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
         self._done[number + 1] = (reply["ETag"], data.nbytes)

@@ -55,7 +55,9 @@ def collect(state: Mapping[str, Any], *, rank: int) -> Collected:
         UnsupportedValue: Something that only pickle could save, with its path and the way out.
     """
     if not isinstance(state, Mapping):
-        raise UnsupportedValue("state", type(state).__name__, "a state is a dict: {'model': model, 'optimizer': optimizer, ...}")
+        raise UnsupportedValue(
+            "state", type(state).__name__, "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
+        )
     objects = list(walk_objects(state))
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -67,7 +69,9 @@ def collect(state: Mapping[str, Any], *, rank: int) -> Collected:
 def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if not isinstance(key, str) or not key or key.startswith("$"):
-            raise UnsupportedValue(repr(key), "key of the state", "use non-empty strings that do not begin with '$'")
+            raise UnsupportedValue(
+                repr(key), "key of the state", "use non-empty strings that do not begin with '$'"
+            )
         yield key, value
 
 
@@ -129,16 +133,25 @@ class _Walk:
                 return {"$": "size", "v": list(value)}
             case torch.dtype() | torch.device():
                 return {"$": type(value).__name__, "v": str(value).removeprefix("torch.")}
+            case _:
+                pass
         if is_stateful(value):
             return {"$": "object", "v": encode(value.state_dict(), path, self.other)}  # type: ignore[attr-defined]
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
-    def _hold(self, name: str, tensor: torch.Tensor, *, late: bool = False, replicas: tuple[int, ...] = ()) -> str:
+    def _hold(
+        self, name: str, tensor: torch.Tensor, *, late: bool = False, replicas: tuple[int, ...] = ()
+    ) -> str:
         """Register a tensor; returns the name its bytes are stored under."""
         if self._alone:
             name, replicas = f"{name}@{self._rank}", ()
         keys: list[Any] = [id(tensor)]
-        if tensor.numel() and type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
+        if (
+            tensor.numel()
+            and type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+        ):
             keys.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
         for key in keys:
             if (first := self._seen.get(key)) is not None:
@@ -155,7 +168,9 @@ class _Walk:
             plain = np.ascontiguousarray(array)
             tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy()).reshape(array.shape)
         except (TypeError, ValueError):
-            raise UnsupportedValue(path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype") from None
+            raise UnsupportedValue(
+                path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
+            ) from None
         return {"$": "array", "n": self._hold(path, tensor), "d": array.dtype.str}
 
     def _module(self, module: nn.Module, path: str) -> Node:
@@ -165,7 +180,12 @@ class _Walk:
         values: dict[str, Node] = {}
         for entry in found.entries:
             if isinstance(entry.value, torch.Tensor):
-                self._hold(f"{path}/{entry.fqn}", entry.value, late=id(entry.value) in self._owned, replicas=found.replicas)
+                self._hold(
+                    f"{path}/{entry.fqn}",
+                    entry.value,
+                    late=id(entry.value) in self._owned,
+                    replicas=found.replicas,
+                )
             else:
                 values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
         return {"$": "module", "values": values}
@@ -180,7 +200,12 @@ class _Walk:
         state: dict[str, Node] = {}
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             values = {key: value for key, value in group.items() if key != "params"}
-            groups.append({"params": group_names, "values": encode(values, f"{path}/param_groups/{len(groups)}", self.other)})
+            groups.append(
+                {
+                    "params": group_names,
+                    "values": encode(values, f"{path}/param_groups/{len(groups)}", self.other),
+                }
+            )
             for parameter, name in zip(group["params"], group_names, strict=True):
                 replicas = self._parameters.replicas.get(id(parameter), ())
                 for key, value in optimizer.state.get(parameter, {}).items():

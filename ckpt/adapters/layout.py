@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     held: Any = tensor._local_tensor
-    return held.wait() if hasattr(held, "wait") else held  # an unfinished collective
+    return cast(torch.Tensor, held.wait() if hasattr(held, "wait") else held)  # an unfinished collective
 
 
 def signature(tensor: torch.Tensor) -> Hashable:
@@ -39,7 +39,13 @@ def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
     """
     dtype = check(name, tensor)
     if not isinstance(tensor, DTensor):
-        return Leaf(name, dtype, tuple(tensor.shape), (Box.whole(tensor.shape),), replicas if len(replicas) > 1 else ())
+        return Leaf(
+            name,
+            dtype,
+            tuple(tensor.shape),
+            (Box.whole(tensor.shape),),
+            replicas if len(replicas) > 1 else (),
+        )
     _check_placements(name, tensor)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     box = Box(tuple(offset), tuple(shape))
@@ -52,12 +58,18 @@ def check(name: str, tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         raise UnsupportedValue(name, "tensor on the meta device", "it has no data: materialise it first")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise UnsupportedValue(name, f"{tensor.layout} tensor", "save its parts (indices, values) as tensors of their own")
+        raise UnsupportedValue(
+            name, f"{tensor.layout} tensor", "save its parts (indices, values) as tensors of their own"
+        )
     if tensor.is_quantized:
-        raise UnsupportedValue(name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()")
+        raise UnsupportedValue(
+            name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()"
+        )
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UnsupportedValue(name, f"tensor of {tensor.dtype}", "view it as a dtype that safetensors can hold")
+        raise UnsupportedValue(
+            name, f"tensor of {tensor.dtype}", "view it as a dtype that safetensors can hold"
+        )
     return dtype
 
 
@@ -67,7 +79,8 @@ def replicas_of(tensor: DTensor) -> tuple[int, ...]:
     if here is None:
         return ()
     index = tuple(
-        slice(None) if isinstance(placement, Replicate) else at for placement, at in zip(tensor.placements, here, strict=True)
+        slice(None) if isinstance(placement, Replicate) else at
+        for placement, at in zip(tensor.placements, here, strict=True)
     )
     ranks = sorted(mesh.mesh[index].flatten().tolist())
     return tuple(ranks) if len(ranks) > 1 else ()
@@ -81,7 +94,11 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
 def _check_placements(name: str, tensor: DTensor) -> None:
     for at, placement in enumerate(tensor.placements):
         if isinstance(placement, Partial):
-            raise UnsupportedValue(name, "DTensor with a partial placement", "reduce it first, with redistribute() to Replicate or Shard")
+            raise UnsupportedValue(
+                name,
+                "DTensor with a partial placement",
+                "reduce it first, with redistribute() to Replicate or Shard",
+            )
         if isinstance(placement, _StridedShard):
             parts = 1
             for dim in range(at + 1, len(tensor.placements)):
@@ -89,6 +106,10 @@ def _check_placements(name: str, tensor: DTensor) -> None:
                 if isinstance(later, Shard) and later.dim == placement.dim:
                     parts *= tensor.device_mesh.size(dim)
             if parts != placement.split_factor:
-                raise UnsupportedValue(name, f"DTensor with placements {tensor.placements}", "redistribute() it to Shard first")
+                raise UnsupportedValue(
+                    name, f"DTensor with placements {tensor.placements}", "redistribute() it to Shard first"
+                )
         elif not isinstance(placement, Shard | Replicate):
-            raise UnsupportedValue(name, f"DTensor with placement {placement}", "redistribute() it to Shard or Replicate first")
+            raise UnsupportedValue(
+                name, f"DTensor with placement {placement}", "redistribute() it to Shard or Replicate first"
+            )

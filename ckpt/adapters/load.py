@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,7 +23,14 @@ from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.layout import leaf_of
 from ckpt.adapters.modules import items_of, name_groups, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
-from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, KindMismatch, ManifestCorrupt, RestoreError
+from ckpt.errors import (
+    ConfigError,
+    EntryMissing,
+    EntryUnexpected,
+    KindMismatch,
+    ManifestCorrupt,
+    RestoreError,
+)
 from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.values import Node, decode, join
 from ckpt.plan.leaf import Leaf
@@ -55,7 +63,9 @@ def match(state: MutableMapping[str, Any], manifest: Manifest, *, rank: int, wor
 
 
 class _Match:
-    def __init__(self, state: MutableMapping[str, Any], manifest: Manifest, rank: int, world_size: int) -> None:
+    def __init__(
+        self, state: MutableMapping[str, Any], manifest: Manifest, rank: int, world_size: int
+    ) -> None:
         self._target, self._manifest = state, manifest
         self._rank, self._world = rank, world_size
         self._tensors = manifest.tensor_map()
@@ -80,12 +90,12 @@ class _Match:
     # -- containers ---------------------------------------------------------------------------------------------------------
 
     def _mapping(self, target: MutableMapping[Any, Any], node: Mapping[str, Node], path: str) -> None:
-        saved = {key: item for key, item in node.items()} if "$" not in node else self._pairs(node, path)
+        saved = dict(node) if "$" not in node else self._pairs(node, path)
         for key, value in target.items():
             if key not in saved:
                 self._missing.append(join(path, key))
             else:
-                self._item(value, saved[key], join(path, key), lambda new, key=key: target.__setitem__(key, new))
+                self._item(value, saved[key], join(path, key), partial(target.__setitem__, key))
         self._unexpected += [join(path, key) for key in saved if key not in target]
 
     def _pairs(self, node: Mapping[str, Node], path: str) -> dict[Any, Node]:
@@ -94,16 +104,22 @@ class _Match:
         return {decode(key, self._make): item for key, item in node["v"]}
 
     def _sequence(self, target: Sequence[Any], node: Node, path: str, put: Callable[[Any], None]) -> None:
-        items = node if isinstance(node, list) else node["v"] if isinstance(node, dict) and node.get("$") == "tuple" else None
+        items = (
+            node
+            if isinstance(node, list)
+            else node["v"]
+            if isinstance(node, dict) and node.get("$") == "tuple"
+            else None
+        )
         if items is None or len(items) != len(target):
             raise KindMismatch(path, _kind(node), f"{type(target).__name__} of {len(target)}")
         fresh = list(target)
         for index, (value, item) in enumerate(zip(target, items, strict=True)):
-            self._item(value, item, join(path, index), lambda new, index=index: fresh.__setitem__(index, new))
+            self._item(value, item, join(path, index), partial(fresh.__setitem__, index))
         if isinstance(target, list):
             self.out.actions.append(lambda: target.__setitem__(slice(None), fresh))
         else:
-            self.out.actions.append(lambda: put(type(target)(fresh)))
+            self.out.actions.append(lambda: put(tuple(fresh)))
 
     # -- one value ----------------------------------------------------------------------------------------------------------
 
@@ -167,7 +183,13 @@ class _Match:
         self._item(target.value, values[path], path, lambda new: setattr(target, "value", new))
 
     def _source(self, target: PerRank, path: str, saved_world: int) -> int | None:
-        match target.on_resize:
+        policy = target.on_resize
+        if callable(policy):
+            source = policy(self._rank, self._world, saved_world)
+            if source is not None and not 0 <= source < saved_world:
+                raise ConfigError(f"on_resize of {path!r} chose rank {source} of {saved_world}")
+            return source
+        match policy:
             case "error":
                 raise ConfigError(
                     f"{path!r} is a PerRank value of {saved_world} rank(s), this world has {self._world}: say whose it takes with "
@@ -177,11 +199,10 @@ class _Match:
                 return 0
             case "same_rank":
                 return self._rank if self._rank < saved_world else None
-            case policy:
-                source = policy(self._rank, self._world, saved_world)
-                if source is not None and not 0 <= source < saved_world:
-                    raise ConfigError(f"on_resize of {path!r} chose rank {source} of {saved_world}")
-                return source
+            case _:
+                raise ConfigError(
+                    f'on_resize={policy!r} of {path!r}: give "error", "same_rank", "first" or a function'
+                )
 
     # -- modules and optimizers ---------------------------------------------------------------------------------------------
 
@@ -223,7 +244,9 @@ class _Match:
         if not values:
             return
         if any(other != values[0] for other in values[1:]):
-            raise RestoreError(f"{path}: parameters with different settings in the checkpoint share a group here: group them as they were saved")
+            raise RestoreError(
+                f"{path}: parameters with different settings in the checkpoint share a group here: group them as they were saved"
+            )
         made = self._rebuild(values[0])
 
         def apply() -> None:
@@ -236,7 +259,12 @@ class _Match:
         self.out.actions.append(apply)
 
     def _state(
-        self, optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, values: Mapping[str, Node], prefix: str
+        self,
+        optimizer: Optimizer,
+        group: Mapping[str, Any],
+        parameter: torch.Tensor,
+        values: Mapping[str, Node],
+        prefix: str,
     ) -> None:
         """State of one parameter: filled in place where it is, made where it is not, dropped where it was not saved."""
         fresh: dict[Any, Any] = {}
@@ -322,7 +350,9 @@ class _Match:
 
 def _has_live(value: Any, depth: int = 0) -> bool:
     """Whether a container holds anything that is loaded in place."""
-    if isinstance(value, torch.Tensor | np.ndarray | nn.Module | Optimizer | PerRank) or (depth and is_stateful(value)):
+    if isinstance(value, torch.Tensor | np.ndarray | nn.Module | Optimizer | PerRank) or (
+        depth and is_stateful(value)
+    ):
         return True
     if isinstance(value, Mapping):
         return any(_has_live(item, depth + 1) for item in value.values())
@@ -340,14 +370,20 @@ def _unescape(part: str) -> str:
 
 
 def _fits(held: Any, saved: Tensor) -> bool:
-    return isinstance(held, torch.Tensor) and tuple(held.shape) == saved.shape and str(held.dtype) == f"torch.{saved.dtype}"
+    return (
+        isinstance(held, torch.Tensor)
+        and tuple(held.shape) == saved.shape
+        and str(held.dtype) == f"torch.{saved.dtype}"
+    )
 
 
 def _new_state(parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor) -> torch.Tensor:
     """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
     dtype = getattr(torch, saved.dtype)
     if tuple(parameter.shape) == saved.shape and key != "step":
-        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False).detach()
+        return torch.empty_like(
+            parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False
+        ).detach()
     if isinstance(parameter, DTensor) and saved.shape != ():
         raise RestoreError(
             f"{saved.name!r} has another shape than its sharded parameter: take one optimizer step before restoring, so that its layout is known"

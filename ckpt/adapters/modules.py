@@ -33,9 +33,10 @@ class Entry:
 
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer whose ``step`` does the work: Accelerate and others hold it as ``.optimizer``."""
-    while isinstance(inner := optimizer.__dict__.get("optimizer"), Optimizer):
-        optimizer = inner
-    return optimizer
+    found: Optimizer = optimizer
+    while isinstance(inner := found.__dict__.get("optimizer"), Optimizer):
+        found = inner
+    return found
 
 
 def entries(module: nn.Module) -> Iterator[Entry]:
@@ -76,9 +77,14 @@ def items_of(module: nn.Module) -> ModuleItems:
     """What the module saves, and who holds the same."""
     found = tuple(entries(module))
     if isinstance(module, DistributedDataParallel):
-        return ModuleItems(entries=found, replicas=tuple(sorted(torch.distributed.get_process_group_ranks(module.process_group))))
+        return ModuleItems(
+            entries=found,
+            replicas=tuple(sorted(torch.distributed.get_process_group_ranks(module.process_group))),
+        )
     meshes = {id(entry.value.device_mesh): entry.value for entry in found if isinstance(entry.value, DTensor)}
-    return ModuleItems(entries=found, replicas=max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=()))
+    return ModuleItems(
+        entries=found, replicas=max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=())
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,12 @@ class Prepared:
     def _checks(self, held: Sequence[Held], overlap: bool) -> list[Check]:
         """Leaves that other ranks hold too, and of which each writes only a part: their digests must agree."""
         return [
-            Check(leaf.name, ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes), local(source.tensor), overlap and source.late)
+            Check(
+                leaf.name,
+                ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes),
+                local(source.tensor),
+                overlap and source.late,
+            )
             for leaf, source in zip(self.leaves, held, strict=True)
             if len(leaf.replicas) > 1 and leaf.nbytes
         ]
@@ -70,7 +75,9 @@ class PlanCache:
         Raises:
             UnsupportedValue: A tensor that cannot be saved, with its name.
         """
-        found: list[tuple[Hashable, ...]] = [(h.name, signature(h.tensor), h.replicas) for h in collected.held]
+        found: list[tuple[Hashable, ...]] = [
+            (h.name, signature(h.tensor), h.replicas) for h in collected.held
+        ]
         if self._prepared is None or found != self._signature:
             self._prepared = self._new(collected.held)
             self._signature = found
@@ -88,7 +95,11 @@ class PlanCache:
             names.add(item.name)
         leaves = tuple(leaf_of(item.name, item.tensor, item.replicas) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
-        return Prepared(leaves=leaves, plan=plan, slices=tuple(_part(leaves, plan, index) for index in range(len(plan.items))))
+        return Prepared(
+            leaves=leaves,
+            plan=plan,
+            slices=tuple(_part(leaves, plan, index) for index in range(len(plan.items))),
+        )
 
 
 def _part(leaves: Sequence[Leaf], plan: SavePlan, index: int) -> tuple[slice, ...] | None:

@@ -28,9 +28,15 @@ class TensorSink:
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         region = self._region(read, 0)
-        if region.device.type != "cpu" or not region.is_contiguous() or region.nbytes != read.nbytes or region.is_conj() or region.is_neg():
+        if (
+            region.device.type != "cpu"
+            or not region.is_contiguous()
+            or region.nbytes != read.nbytes
+            or region.is_conj()
+            or region.is_neg()
+        ):
             return None
-        return memoryview(region.reshape(-1).view(torch.uint8).numpy())
+        return memoryview(region.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # 3.11 has no Buffer
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the wanted parts of a chunk."""
@@ -58,4 +64,6 @@ def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
     first = part[tuple(slice(0, n) for n in once.shape)]
     once.copy_(first)
     if not torch.equal(region, part.to(region.device)):
-        raise RestoreError(f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a target of its own memory")
+        raise RestoreError(
+            f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a target of its own memory"
+        )

@@ -11,11 +11,10 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from ckpt.coordination.single import new_attempt
 from ckpt.errors import CommitError, ConfigError
@@ -47,7 +46,7 @@ class TorchStoreCoordinator:
 
     def tell(self, subject: str, word: bytes) -> None:
         """Put this rank's word under a key of its own."""
-        _asked(lambda: self._store.set(f"{subject}/{self.rank}", word))
+        _asked(lambda: self._store.set(f"{subject}/{self.rank}", word.decode()))
 
     def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         """Words of ``ranks`` that have come. One request waits for all; after a while each is looked at by itself."""
@@ -55,10 +54,10 @@ class TorchStoreCoordinator:
         deadline = time.monotonic() + timeout
         while keys:
             if self._wait(list(keys.values()), min(_LOOK_SECONDS, deadline - time.monotonic())):
-                return {rank: _asked(lambda key=key: self._store.get(key)) for rank, key in keys.items()}
-            there = {rank: key for rank, key in keys.items() if _asked(lambda key=key: self._store.check([key]))}
+                return {rank: self._get(key) for rank, key in keys.items()}
+            there = {rank: key for rank, key in keys.items() if self._is_there(key)}
             if there:
-                return {rank: _asked(lambda key=key: self._store.get(key)) for rank, key in there.items()}
+                return {rank: self._get(key) for rank, key in there.items()}
             if time.monotonic() >= deadline:
                 break
         return {}
@@ -70,10 +69,16 @@ class TorchStoreCoordinator:
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         """The verdict, or None after ``timeout`` seconds."""
         key = f"{subject}/verdict"
-        return _asked(lambda: self._store.get(key)) if self._wait([key], timeout) else None
+        return self._get(key) if self._wait([key], timeout) else None
 
     def close(self) -> None:
         """Nothing to do: the connection goes with the last reference."""
+
+    def _get(self, key: str) -> bytes:
+        return _asked(lambda: self._store.get(key))
+
+    def _is_there(self, key: str) -> bool:
+        return _asked(lambda: self._store.check([key]))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         try:
@@ -88,11 +93,14 @@ class TorchStoreCoordinator:
 
 
 def _own_connection() -> Store:
-    store = _get_default_store()
+    store: Any = _get_default_store()  # torch's stub does not know clone()
     try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError):  # HashStore and the like live in this process: no connection to share
-        return store
+        return cast(Store, store.clone())
+    except (
+        RuntimeError,
+        NotImplementedError,
+    ):  # HashStore and the like live in this process: no connection to share
+        return cast(Store, store)
 
 
 def _asked(call: Callable[[], T]) -> T:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
-from ckpt.errors import IntegrityError, ManifestCorrupt, NoCheckpoint, ObjectNotFound, StorageError
+from ckpt.errors import (
+    AccessDenied,
+    IntegrityError,
+    ManifestCorrupt,
+    NoCheckpoint,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef, parse_folder
 from ckpt.model.manifest import Manifest
 from ckpt.model.validate import check_manifest
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, read_object
+
+_RETRY: Final = RetryPolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +46,7 @@ class Entry:
 def attempts(backend: StorageBackend) -> list[StepRef]:
     """Every attempt at a step, committed or not, newest step first. Folders that are not ours are left alone."""
     try:
-        found = [parse_folder(name) for name in backend.folders("")]
+        found = [parse_folder(name) for name in _RETRY.call(lambda: list(backend.folders("")))]
     except StorageError as error:
         raise type(error)(
             error.key or backend.url, error.detail
@@ -43,7 +56,7 @@ def attempts(backend: StorageBackend) -> list[StepRef]:
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
     try:
-        backend.head(ref.manifest)
+        _RETRY.call(partial(backend.head, ref.manifest))
     except ObjectNotFound:
         return False
     return True
@@ -54,19 +67,21 @@ def committed(backend: StorageBackend) -> list[StepRef]:
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
 
 
-def read_manifest(backend: StorageBackend, ref: StepRef) -> Manifest:
+def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
     """The manifest of a committed step, checked.
 
     Raises:
         ObjectNotFound: The step is not committed here.
         ManifestCorrupt, FormatTooNew: It cannot be trusted.
     """
-    return read_packed(backend, ref)[0]
+    return read_packed(backend, ref, retry=retry)[0]
 
 
-def read_packed(backend: StorageBackend, ref: StepRef) -> tuple[Manifest, bytes]:
+def read_packed(
+    backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
+) -> tuple[Manifest, bytes]:
     """As ``read_manifest``, and the very bytes it was read from."""
-    data = read_object(backend, ref.manifest, limit=MAX_RECORD_BYTES)
+    data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
     manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
     if (manifest.step, manifest.attempt) != (ref.step, ref.attempt):
         raise ManifestCorrupt(
@@ -114,13 +129,19 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         objects = list(backend.list(f"{ref.folder}/"))
         finished = sum(info.key.endswith(".json") for info in objects)
         return Entry(ref=ref, finished_ranks=finished, nbytes=sum(info.size for info in objects))
+    except (AccessDenied, TransientStorageError):
+        raise
+    except StorageError as error:  # a bad sector: one step less to restore, no reason to hide the others
+        return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}"))
 
 
 def _born(backend: StorageBackend, ref: StepRef) -> float:
     """When a manifest was made. One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why."""
     try:
         return read_manifest(backend, ref).created_at
-    except (IntegrityError, ObjectNotFound):
+    except (AccessDenied, TransientStorageError):
+        raise
+    except (IntegrityError, StorageError):
         return 0.0
 
 

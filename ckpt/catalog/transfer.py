@@ -72,7 +72,7 @@ def fetch_step(
     start = time.perf_counter()
     retry = retry or RetryPolicy()
     with _about_the_source():
-        manifest, packed = retry.call(partial(read_packed, source, ref))
+        manifest, packed = read_packed(source, ref, retry=retry)
     _make_way(destination, ref, packed, retry)
     missing = _missing(destination, ref, manifest, workers, retry)
     for fault in size_faults(source, ref, missing, workers=workers, retry=retry):

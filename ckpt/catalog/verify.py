@@ -102,7 +102,7 @@ def verify_step(
     start = time.perf_counter()
     retry = retry or RetryPolicy()
     try:
-        manifest = retry.call(partial(read_manifest, backend, ref))
+        manifest = read_manifest(backend, ref, retry=retry)
     except (IntegrityError, StorageError) as error:
         fault = fault_of(error)
         return VerifyReport(ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start)

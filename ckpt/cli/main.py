@@ -61,6 +61,8 @@ def main() -> int:
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
+        if code == _INTERRUPTED:  # later releases of typer make this of Ctrl-C, without a word
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except CkptError as error:
         from ckpt.cli.output import fail

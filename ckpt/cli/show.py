@@ -216,13 +216,9 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
         case _Tagged(fields=fields):
             for key, item in fields.items():
                 yield from _flat(path if key in ("v", "values") else join(path, key), item)
-        case dict() if value and not all(_is_small(item) for item in value.values()):
+        case dict() if value or not path:
             for key, item in value.items():
                 yield from _flat(join(path, key), item)
-        case dict() if not value and not path:
-            return
-        case dict() if not path:
-            yield from ((str(key), _short(item)) for key, item in value.items())
         case list() | tuple() if any(isinstance(item, dict | _Tagged) for item in value):
             for index, item in enumerate(value):
                 yield from _flat(join(path, str(index)), item)
@@ -230,10 +226,6 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
             return
         case _:
             yield path or ".", _short(value)
-
-
-def _is_small(value: Any) -> bool:
-    return not isinstance(value, dict | _Tagged | list | tuple)
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -49,8 +50,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 Verdict = Committed | Refused
 
-_word = msgspec.json.Decoder(Word)
-_verdict = msgspec.json.Decoder(Verdict)
+_word: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Word)
+_verdict: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Verdict)
 
 
 def encode(message: Word | Verdict) -> bytes:
@@ -58,11 +59,13 @@ def encode(message: Word | Verdict) -> bytes:
 
 
 def decode_word(data: bytes) -> Word:
-    return _word.decode(data)
+    word: Word = _word.decode(data)
+    return word
 
 
 def decode_verdict(data: bytes) -> Verdict:
-    return _verdict.decode(data)
+    verdict: Verdict = _verdict.decode(data)
+    return verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Final
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import (
-    Committed,
     CommitMachine,
+    Committed,
     Heard,
     Merge,
     Refuse,
@@ -56,7 +56,9 @@ class Committer:
         timeout: Seconds the leader waits for the last rank's word.
     """
 
-    def __init__(self, coordinator: Coordinator, backend: StorageBackend, *, name: str, timeout: float) -> None:
+    def __init__(
+        self, coordinator: Coordinator, backend: StorageBackend, *, name: str, timeout: float
+    ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> str:
@@ -72,7 +74,9 @@ class Committer:
         subject = f"{self._name}/{ref.folder}"
         self._coordinator.tell(subject, encode(word))
         if self._coordinator.rank == LEADER:
-            verdict = decode_verdict(self._coordinator.decide(subject, encode(self._lead(subject, ref, veto))))
+            verdict = decode_verdict(
+                self._coordinator.decide(subject, encode(self._lead(subject, ref, veto)))
+            )
         else:
             wait = self._timeout + _VERDICT_GRACE_SECONDS
             heard = self._coordinator.verdict(subject, timeout=wait)
@@ -137,9 +141,9 @@ def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
         except StorageError:
             raise error from None
         if found != data:
-            raise CommitError(f"{key!r} was already there with other content: another job writes to this root") from (
-                None if isinstance(error, ObjectExists) else error
-            )
+            raise CommitError(
+                f"{key!r} was already there with other content: another job writes to this root"
+            ) from (None if isinstance(error, ObjectExists) else error)
 
 
 def refusal(error: CkptError) -> Refused:

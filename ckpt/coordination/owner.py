@@ -31,7 +31,13 @@ class Owner(msgspec.Struct, frozen=True):
     def here(cls, attempt: str) -> Owner:
         """This process."""
         pid = os.getpid()
-        return cls(attempt=attempt, host=socket.gethostname(), machine=_machine(), pid=pid, started=_started(pid) or 0)
+        return cls(
+            attempt=attempt,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            started=_started(pid) or 0,
+        )
 
     @property
     def alive(self) -> bool:

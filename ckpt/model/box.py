@@ -36,7 +36,10 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The common region, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True))
+        ends = (
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True)
+        )
         shape = tuple(end - start for start, end in zip(offsets, ends, strict=True))
         return Box(offsets, shape) if all(n > 0 for n in shape) else None
 
@@ -51,7 +54,8 @@ class Box:
     def inside(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of ``shape`` contains all of it."""
         return len(shape) == len(self.shape) == len(self.offsets) and all(
-            start >= 0 and n >= 0 and start + n <= size for start, n, size in zip(self.offsets, self.shape, shape, strict=True)
+            start >= 0 and n >= 0 and start + n <= size
+            for start, n, size in zip(self.offsets, self.shape, shape, strict=True)
         )
 
 
@@ -72,7 +76,11 @@ def split_rows(box: Box, most: int) -> list[Box]:
     for index in np.ndindex(*box.shape[:dim]):
         for start in range(0, box.shape[dim], rows):
             length = min(rows, box.shape[dim] - start)
-            offsets = (*(o + i for o, i in zip(box.offsets, index, strict=False)), box.offsets[dim] + start, *box.offsets[dim + 1 :])
+            offsets = (
+                *(o + i for o, i in zip(box.offsets, index, strict=False)),
+                box.offsets[dim] + start,
+                *box.offsets[dim + 1 :],
+            )
             parts.append(Box(offsets, (*(1 for _ in index), length, *box.shape[dim + 1 :])))
     return parts
 

@@ -47,7 +47,9 @@ def _table() -> dict[str, DType]:
     ]
     rows += [(name, 1, "U8", 1) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")]
     rows += [("bits16", 2, "U16", 1)]
-    return {name: DType(name=name, itemsize=size, storage=code, lanes=lanes) for name, size, code, lanes in rows}
+    return {
+        name: DType(name=name, itemsize=size, storage=code, lanes=lanes) for name, size, code, lanes in rows
+    }
 
 
 DTYPES: Final[dict[str, DType]] = _table()

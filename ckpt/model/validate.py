@@ -27,7 +27,11 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     _check_chunk_bytes(manifest.chunk_bytes, key)
     for fragment in manifest.fragments:
         _require(fragment.name == fragment_name(fragment.rank), key, f"fragment name {fragment.name[:80]!r}")
-        _require(0 <= fragment.size <= _MAX_BYTES and _is_checksum(fragment.checksum), key, f"fragment {fragment.name}")
+        _require(
+            0 <= fragment.size <= _MAX_BYTES and _is_checksum(fragment.checksum),
+            key,
+            f"fragment {fragment.name}",
+        )
     ranks = [fragment.rank for fragment in manifest.fragments]
     _require(sorted(ranks) == list(range(manifest.world_size)), key, "not one fragment for each rank")
     _check_files(manifest.files, key)
@@ -41,7 +45,11 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
 
 def check_fragment(fragment: Fragment, *, key: str) -> Fragment:
     """Return it, or raise ``ManifestCorrupt`` with the first fault. Its boxes are only a part of the tensors."""
-    _require(0 <= fragment.rank < fragment.world_size and fragment.step >= 0, key, "step, rank or world size is out of range")
+    _require(
+        0 <= fragment.rank < fragment.world_size and fragment.step >= 0,
+        key,
+        "step, rank or world size is out of range",
+    )
     _check_chunk_bytes(fragment.chunk_bytes, key)
     files = (fragment.file,) if fragment.file else ()
     _check_files(files, key)
@@ -67,26 +75,45 @@ def _check_chunk_bytes(chunk_bytes: int, key: str) -> None:
 def _check_files(files: Iterable[File], key: str) -> None:
     seen: set[int] = set()
     for file in files:
-        _require(file.rank >= 0 and file.name == data_name(file.rank), key, f"file name {file.name[:80]!r} is not that of its rank")
+        _require(
+            file.rank >= 0 and file.name == data_name(file.rank),
+            key,
+            f"file name {file.name[:80]!r} is not that of its rank",
+        )
         _require(file.rank not in seen, key, f"file {file.name} is named twice")
         seen.add(file.rank)
         _require(0 < file.size <= _MAX_BYTES, key, f"file {file.name} of {file.size} bytes")
         for chunk in file.chunks:
-            _require(0 < chunk.nbytes and _is_checksum(chunk.checksum), key, f"a chunk of {file.name}")
-        _require(sum(chunk.nbytes for chunk in file.chunks) == file.size, key, f"the chunks of {file.name} do not add up to its size")
+            _require(chunk.nbytes > 0 and _is_checksum(chunk.checksum), key, f"a chunk of {file.name}")
+        _require(
+            sum(chunk.nbytes for chunk in file.chunks) == file.size,
+            key,
+            f"the chunks of {file.name} do not add up to its size",
+        )
 
 
 def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_bytes: int, key: str) -> None:
-    edges = {rank: set(accumulate((chunk.nbytes for chunk in file.chunks), initial=0)) for rank, file in files.items()}
+    edges = {
+        rank: set(accumulate((chunk.nbytes for chunk in file.chunks), initial=0))
+        for rank, file in files.items()
+    }
     seen: set[str] = set()
     for tensor in tensors:
         _require(tensor.name not in seen, key, f"tensor {tensor.name!r} is named twice")
         seen.add(tensor.name)
-        _require(tensor.dtype in DTYPES, key, f"tensor {tensor.name!r} has the unknown dtype {tensor.dtype[:40]!r}")
+        _require(
+            tensor.dtype in DTYPES, key, f"tensor {tensor.name!r} has the unknown dtype {tensor.dtype[:40]!r}"
+        )
         fits = len(tensor.shape) <= MAX_DIMENSIONS and all(0 <= n < 2**62 for n in tensor.shape)
-        _require(fits and math.prod(n for n in tensor.shape if n) <= _MAX_BYTES, key, f"tensor {tensor.name!r} has an impossible shape")
+        _require(
+            fits and math.prod(n for n in tensor.shape if n) <= _MAX_BYTES,
+            key,
+            f"tensor {tensor.name!r} has an impossible shape",
+        )
         for shard in tensor.shards:
-            _require(shard.box.inside(tensor.shape), key, f"tensor {tensor.name!r}: a box is not inside its shape")
+            _require(
+                shard.box.inside(tensor.shape), key, f"tensor {tensor.name!r}: a box is not inside its shape"
+            )
             _check_shard(tensor, shard, edges.get(shard.rank), chunk_bytes, key)
 
 
@@ -95,7 +122,11 @@ def _check_shard(tensor: Tensor, shard: Shard, edges: set[int] | None, chunk_byt
         raise ManifestCorrupt(key, f"tensor {tensor.name!r}: rank {shard.rank} has no file")
     itemsize = DTYPES[tensor.dtype].itemsize
     # asked before the parts are listed: a few bytes of nonsense must not claim more parts than the file has chunks
-    _require(shard.box.numel * itemsize < len(edges) * chunk_bytes, key, f"tensor {tensor.name!r}: a shard has more bytes than its file has chunks")
+    _require(
+        shard.box.numel * itemsize < len(edges) * chunk_bytes,
+        key,
+        f"tensor {tensor.name!r}: a shard has more bytes than its file has chunks",
+    )
     offset = shard.offset
     for part in split_rows(shard.box, chunk_bytes // itemsize):
         fits = offset in edges and offset + part.numel * itemsize in edges
@@ -105,4 +136,8 @@ def _check_shard(tensor: Tensor, shard: Shard, edges: set[int] | None, chunk_byt
 
 def _check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
     for name, target in tied.items():
-        _require(target in names and name not in names, key, f"{name[:80]!r} is tied to {target[:80]!r}, which is not stored")
+        _require(
+            target in names and name not in names,
+            key,
+            f"{name[:80]!r} is tied to {target[:80]!r}, which is not stored",
+        )

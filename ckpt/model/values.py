@@ -93,7 +93,9 @@ def decode(node: Node, other: OtherDecoder) -> Any:
 def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> Any:
     match tag:
         case "tuple" | "set" | "frozenset":
-            return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](decode(item, other) for item in node["v"])
+            return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](
+                decode(item, other) for item in node["v"]
+            )
         case "dict" | "OrderedDict" | "Counter":
             pairs = {decode(key, other): decode(item, other) for key, item in node["v"]}
             return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)

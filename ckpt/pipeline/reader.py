@@ -54,7 +54,9 @@ def read_plan(
     """
     buffers = _Buffers()
     runs = coalesce(plan.reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
-    workers.run_all(partial(_read_run, run, sink, backend, key_of(run.rank), retry, buffers, on_bytes) for run in runs)
+    workers.run_all(
+        partial(_read_run, run, sink, backend, key_of(run.rank), retry, buffers, on_bytes) for run in runs
+    )
 
 
 class _Buffers(threading.local):

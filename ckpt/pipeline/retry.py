@@ -26,7 +26,9 @@ class RetryPolicy:
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),
             stop=stop_after_attempt(self.attempts),
-            wait=wait_exponential_jitter(initial=self.first_seconds, max=self.most_seconds, jitter=self.first_seconds),
+            wait=wait_exponential_jitter(
+                initial=self.first_seconds, max=self.most_seconds, jitter=self.first_seconds
+            ),
             reraise=True,
         )
         return attempts(work)

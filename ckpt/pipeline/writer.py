@@ -56,7 +56,12 @@ def write_image(
 
 
 def _jobs(
-    image: memoryview, chunks: Sequence[int], table: list[Chunk | None], upload: Upload, retry: RetryPolicy, on_bytes: OnBytes
+    image: memoryview,
+    chunks: Sequence[int],
+    table: list[Chunk | None],
+    upload: Upload,
+    retry: RetryPolicy,
+    on_bytes: OnBytes,
 ) -> Iterator[Callable[[], None]]:
     index = start = 0
     for offset in range(0, len(image), upload.part_bytes):
@@ -76,7 +81,9 @@ def _write(image: memoryview, upload: Upload, offset: int, retry: RetryPolicy, o
     on_bytes(len(part))
 
 
-def _hash(image: memoryview, chunks: Sequence[int], table: list[Chunk | None], start: int, first: int, last: int) -> None:
+def _hash(
+    image: memoryview, chunks: Sequence[int], table: list[Chunk | None], start: int, first: int, last: int
+) -> None:
     for index in range(first, last):
         end = start + chunks[index]
         table[index] = Chunk(chunks[index], checksum(image[start:end]))

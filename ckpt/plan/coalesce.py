@@ -40,4 +40,9 @@ def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> 
 
 def _run(reads: list[ChunkRead]) -> Run:
     first, last = reads[0], reads[-1]
-    return Run(rank=first.rank, offset=first.offset, nbytes=last.offset + last.nbytes - first.offset, reads=tuple(reads))
+    return Run(
+        rank=first.rank,
+        offset=first.offset,
+        nbytes=last.offset + last.nbytes - first.offset,
+        reads=tuple(reads),
+    )

@@ -77,7 +77,8 @@ def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
         for part in parts:
             if (part.dtype, part.shape) != (first.dtype, first.shape):
                 raise TensorIncomplete(
-                    name, f"ranks disagree: {first.dtype}{list(first.shape)} and {part.dtype}{list(part.shape)}"
+                    name,
+                    f"ranks disagree: {first.dtype}{list(first.shape)} and {part.dtype}{list(part.shape)}",
                 )
         shards = _unique(name, [shard for part in parts for shard in part.shards], checksums, first.dtype)
         if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
@@ -149,7 +150,9 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
             raise ReplicasDiverged(path, ranks)
 
 
-def _union_mapping(path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]) -> Node:
+def _union_mapping(
+    path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]
+) -> Node:
     merged = dict(one)
     for key, node in two.items():
         deeper = path if key in ("v", "values") and "$" in one else join(path, key)
@@ -157,7 +160,9 @@ def _union_mapping(path: str, one: Mapping[str, Node], two: Mapping[str, Node], 
     return merged
 
 
-def _union_optimizer(path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]) -> Node:
+def _union_optimizer(
+    path: str, one: Mapping[str, Node], two: Mapping[str, Node], ranks: tuple[int, int]
+) -> Node:
     if len(one["groups"]) != len(two["groups"]):
         raise ReplicasDiverged(f"{path}/param_groups", ranks)
     groups: list[Node] = []
@@ -165,4 +170,8 @@ def _union_optimizer(path: str, one: Mapping[str, Node], two: Mapping[str, Node]
         if a["values"] != b["values"]:
             raise ReplicasDiverged(f"{path}/param_groups/{index}", ranks)
         groups.append({"params": list(dict.fromkeys([*a["params"], *b["params"]])), "values": a["values"]})
-    return {**one, "groups": groups, "state": _union_mapping(f"{path}/state", one["state"], two["state"], ranks)}
+    return {
+        **one,
+        "groups": groups,
+        "state": _union_mapping(f"{path}/state", one["state"], two["state"], ranks),
+    }

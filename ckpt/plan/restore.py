@@ -81,7 +81,13 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
 
 def _aim(read: ChunkRead, targets: Sequence[Target]) -> ChunkRead:
     return ChunkRead(
-        rank=read.rank, offset=read.offset, nbytes=read.nbytes, checksum=read.checksum, dtype=read.dtype, box=read.box, targets=tuple(targets)
+        rank=read.rank,
+        offset=read.offset,
+        nbytes=read.nbytes,
+        checksum=read.checksum,
+        dtype=read.dtype,
+        box=read.box,
+        targets=tuple(targets),
     )
 
 
@@ -119,7 +125,13 @@ class _ChunkTable:
             chunk = file.chunks[first + position]
             reads.append(
                 ChunkRead(
-                    rank=shard.rank, offset=offset, nbytes=chunk.nbytes, checksum=chunk.checksum, dtype=dtype, box=box, targets=()
+                    rank=shard.rank,
+                    offset=offset,
+                    nbytes=chunk.nbytes,
+                    checksum=chunk.checksum,
+                    dtype=dtype,
+                    box=box,
+                    targets=(),
                 )
             )
             offset += chunk.nbytes

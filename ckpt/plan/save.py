@@ -65,7 +65,13 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         items.append(WriteItem(leaf=index, box=box, offset=end, nbytes=box.numel * itemsize))
         chunks += [part.numel * itemsize for part in split_rows(box, chunk_bytes // itemsize)]
         end += box.numel * itemsize
-    return SavePlan(header=header, items=tuple(items), size=end, chunks=tuple(chunks), tensors=_tensors(leaves, items, rank))
+    return SavePlan(
+        header=header,
+        items=tuple(items),
+        size=end,
+        chunks=tuple(chunks),
+        tensors=_tensors(leaves, items, rank),
+    )
 
 
 def _lane_bytes(leaf: Leaf) -> int:
@@ -86,7 +92,11 @@ def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
         else:
             small[leaf.replicas].append(index)
     for replicas, indices in small.items():
-        mine += [(index, box) for index in _lightest(leaves, indices, replicas, rank) for box in leaves[index].boxes]
+        mine += [
+            (index, box)
+            for index in _lightest(leaves, indices, replicas, rank)
+            for box in leaves[index].boxes
+        ]
     return mine
 
 
@@ -94,7 +104,9 @@ def _cut(box: Box, leaf: Leaf, part: int) -> Box | None:
     return split_evenly(box, len(leaf.replicas))[part]
 
 
-def _lightest(leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int) -> list[int]:
+def _lightest(
+    leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int
+) -> list[int]:
     """Largest first to whoever has least: within 4/3 of the best possible (Graham 1969), and the same on every replica."""
     load = dict.fromkeys(replicas, 0)
     mine: list[int] = []

@@ -19,7 +19,9 @@ class Fence:
     """
 
     def __init__(self) -> None:
-        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, RemovableHandle] = (
+            weakref.WeakKeyDictionary()
+        )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
 

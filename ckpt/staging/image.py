@@ -42,7 +42,9 @@ class Image:
         self.plan, self.slot = plan, slot
         slot.view[: len(plan.header)] = plan.header
         self.views = [
-            over(slot.tensor[item.offset : item.offset + item.nbytes], leaves[item.leaf].dtype, item.box.shape)
+            over(
+                slot.tensor[item.offset : item.offset + item.nbytes], leaves[item.leaf].dtype, item.box.shape
+            )
             for item in plan.items
         ]
 
@@ -50,4 +52,3 @@ class Image:
     def bytes(self) -> memoryview:
         """The file."""
         return self.slot.view[: self.plan.size]
-

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -62,16 +62,24 @@ class Slot:
     def close(self) -> None:
         """Remove the file and let go of the memory. Views that are still held keep their mapping alive, not the file."""
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            _cudart().cudaHostUnregister(self.tensor.data_ptr())
         if self.path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
     def _pin(self) -> None:
-        code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), self.capacity, 0)
+        code = _cudart().cudaHostRegister(self.tensor.data_ptr(), self.capacity, 0)
         self._pinned = int(code) == 0
         if not self._pinned:
-            _log.warning("ckpt: could not pin a slot of %d MiB (CUDA error %s): copies from the GPU will be slower", self.capacity >> 20, code)
+            _log.warning(
+                "ckpt: could not pin a slot of %d MiB (CUDA error %s): copies from the GPU will be slower",
+                self.capacity >> 20,
+                code,
+            )
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _map_file(path: str, nbytes: int) -> mmap.mmap:
@@ -152,9 +160,13 @@ class SlotPool:
     def _make(self, nbytes: int) -> Slot:
         room = available_bytes()
         if nbytes > room:
-            raise HostMemoryExhausted(nbytes, f"{room >> 20} MiB are free on this machine (or in its memory cgroup)")
+            raise HostMemoryExhausted(
+                nbytes, f"{room >> 20} MiB are free on this machine (or in its memory cgroup)"
+            )
         self._serial += 1
-        path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{time.monotonic_ns():x}"
+        path = (
+            f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{time.monotonic_ns():x}"
+        )
         try:
             slot = Slot(nbytes, path)
         except OSError as error:

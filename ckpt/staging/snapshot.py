@@ -10,10 +10,10 @@ On CUDA the copies run on a side stream that waits for an event of the compute s
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -49,7 +49,9 @@ class Snapshot:
     Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background thread; ``wait_landed`` by any.
     """
 
-    def __init__(self, step: int, eager: Sequence[Copy], late: Sequence[Copy], checks: Sequence[Check] = ()) -> None:
+    def __init__(
+        self, step: int, eager: Sequence[Copy], late: Sequence[Copy], checks: Sequence[Check] = ()
+    ) -> None:
         self.step = step
         self.digests: dict[str, str] = {}
         """name -> "boxes=digest" of the checks; complete once it has landed."""
@@ -96,7 +98,11 @@ class Snapshot:
                 self._cuda.synchronize()
             self._finish(self._changed())
         except Exception as error:  # noqa: BLE001 - a source freed or moved under the copy; the waiter gets it
-            self._finish(error if isinstance(error, CkptError) else StagingError(f"step {self.step} could not be copied: {error}"))
+            self._finish(
+                error
+                if isinstance(error, CkptError)
+                else StagingError(f"step {self.step} could not be copied: {error}")
+            )
 
     def fence(self) -> None:
         """Return when late sources may change: the copy is done, or (CUDA) the current stream will wait for it."""
@@ -125,7 +131,9 @@ class Snapshot:
                     self.digests[check.name] = f"{check.boxes}={digest(check.source)}"
 
     def _changed(self) -> CkptError | None:
-        for copy, version in zip(self._late, self._versions, strict=False):  # none left once a CUDA fence has looked
+        for copy, version in zip(
+            self._late, self._versions, strict=False
+        ):  # none left once a CUDA fence has looked
             if copy.guarded._version != version:
                 return TensorChanged(copy.name, self.step)
         return None
@@ -146,13 +154,17 @@ def _copy(copies: Sequence[Copy], cuda: _CudaCopies | None) -> None:
             cuda.launch([copy for copy in copies if copy.source.is_cuda])
 
 
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class _CudaCopies:
     """Device to host on one side stream per device, after what the compute stream held when the snapshot was made."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         devices = sorted({copy.source.device.index for copy in copies if copy.source.is_cuda})
-        self._streams = {index: torch.cuda.Stream(index) for index in devices}
-        self._done: dict[int, torch.cuda.Event] = {}
+        self._streams = {index: _stream(index) for index in devices}
+        self._done: Mapping[int, Any] = {}
         for index, stream in self._streams.items():
             stream.wait_event(torch.cuda.current_stream(index).record_event())
 
@@ -162,7 +174,10 @@ class _CudaCopies:
 
     def launch(self, copies: Sequence[Copy]) -> None:
         for copy in copies:
-            with torch.cuda.device(copy.source.device), torch.cuda.stream(self._streams[copy.source.device.index]):
+            with (
+                torch.cuda.device(copy.source.device),
+                torch.cuda.stream(self._streams[copy.source.device.index]),
+            ):
                 copy.target.copy_(copy.source, non_blocking=True)
 
     def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:

@@ -158,7 +158,7 @@ def check_prefix(prefix: str) -> str:
 
 
 class PutUpload:
-    """An ``Upload`` for stores without parts: remembers the memory, then ``put``\\ s all of it at ``finish``.
+    """An ``Upload`` for stores without parts: remembers the memory and puts all of it at ``finish``.
 
     No copy is made; the caller's memory must live until then, which the contract asks of it anyway.
     """

@@ -41,7 +41,7 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
             if urls.count(urls[-1]) > 1:
                 raise ConfigError(f"the tier {urls[-1]} is named twice")
     except BaseException:
-        for tier in opened:
-            tier.backend.close()
+        for done in opened:
+            done.backend.close()
         raise
     return tuple(opened)

@@ -8,19 +8,16 @@ Sizes are small but cross the part size several times; override ``part_bytes_mos
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 - a test's own threads
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import pytest
 
 from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, StorageError
-from ckpt.storage.api import StorageBackend, Upload, read_object
+from ckpt.storage.api import StorageBackend, Upload
+from ckpt.storage.testing.suite import OpenRoot, at_once, fetch, page_aligned, payload, send, store
+from ckpt.storage.testing.uploads import UploadConformance
 
-OpenRoot = Callable[[str], StorageBackend]
-T = TypeVar("T")
+__all__ = ["BackendConformance", "OpenRoot", "at_once", "fetch", "page_aligned", "payload", "send", "store"]
 
 _BAD_KEYS = (
     "",
@@ -41,77 +38,8 @@ _BAD_KEYS = (
 )
 
 
-def payload(nbytes: int, seed: int = 0) -> bytes:
-    """Bytes that differ at every place, the same for the same arguments."""
-    return np.random.default_rng([nbytes, seed]).bytes(nbytes)
-
-
-def page_aligned(data: bytes, shift: int = 0) -> memoryview:
-    """A copy of ``data`` that begins ``shift`` bytes after a page boundary."""
-    room = np.zeros(len(data) + 4096 + shift, dtype=np.uint8)
-    start = -room.ctypes.data % 4096 + shift
-    view = room.data[start : start + len(data)]
-    view[:] = data
-    return view
-
-
-def send(upload: Upload, data: memoryview, order: Callable[[list[int]], list[int]] = list) -> None:
-    """All parts of ``data``, one after another, in the order given."""
-    for offset in order(list(range(0, data.nbytes, upload.part_bytes))):
-        upload.write(offset, data[offset : offset + upload.part_bytes])
-
-
-def store(backend: StorageBackend, key: str, data: bytes) -> None:
-    """A large object, written in parts."""
-    upload = backend.upload(key, len(data))
-    view = page_aligned(data)
-    send(upload, view)
-    assert upload.finish().size == len(data)
-
-
-def fetch(backend: StorageBackend, key: str) -> bytes:
-    """A whole object."""
-    return read_object(backend, key, limit=1 << 30)
-
-
-def at_once(work: Callable[[int], T], count: int) -> list[T]:
-    """``work(0) ... work(count - 1)``, each in its own thread."""
-    with ThreadPoolExecutor(count) as threads:
-        return list(threads.map(work, range(count)))
-
-
-class BackendConformance:
+class BackendConformance(UploadConformance):
     """Inherit as ``class TestMine(BackendConformance)`` and define the fixture ``open_root``."""
-
-    part_bytes_most = 8 << 20
-
-    @pytest.fixture
-    def open_root(self) -> OpenRoot:
-        """Override: ``open_root(name) -> StorageBackend``."""
-        raise NotImplementedError("define the fixture open_root in your subclass")
-
-    @pytest.fixture
-    def roots(self, open_root: OpenRoot) -> Iterator[OpenRoot]:
-        """``open_root`` that closes."""
-        opened: list[StorageBackend] = []
-
-        def open_one(name: str) -> StorageBackend:
-            opened.append(open_root(name))
-            return opened[-1]
-
-        yield open_one
-        for backend in opened:
-            backend.close()
-
-    @pytest.fixture
-    def backend(self, roots: OpenRoot) -> StorageBackend:
-        return roots("root")
-
-    def large(self, backend: StorageBackend) -> bytes:
-        """Three parts and an odd rest."""
-        part = backend.capabilities.part_bytes
-        assert part <= self.part_bytes_most, "set part_bytes_most to run the suite with parts this large"
-        return payload(3 * part + 4096 + 77)
 
     # one small object
 
@@ -176,126 +104,22 @@ class BackendConformance:
         assert fetch(backends[0], "race/marker") == payload(2000, won.index(True))
         assert [info.key for info in backends[0].list("")] == ["race/marker"]
 
-    # large objects
-
-    @pytest.mark.parametrize("size", [0, 1, 4096, 5000])
-    def test_an_upload_of_less_than_a_part(self, backend: StorageBackend, size: int) -> None:
-        store(backend, "small", payload(size))
-        assert backend.head("small").size == size
-        assert fetch(backend, "small") == payload(size)
-
-    def test_an_upload_of_several_parts(self, backend: StorageBackend) -> None:
-        data = self.large(backend)
-        store(backend, "step/large", data)
-        assert backend.head("step/large").size == len(data)
-        assert fetch(backend, "step/large") == data
-
-    def test_an_upload_of_exactly_two_parts(self, backend: StorageBackend) -> None:
-        data = payload(2 * backend.capabilities.part_bytes)
-        store(backend, "even", data)
-        assert fetch(backend, "even") == data
-
-    def test_an_upload_is_invisible_until_it_is_finished(self, backend: StorageBackend) -> None:
-        data = self.large(backend)
-        view = memoryview(data)
-        upload = backend.upload("step/late", len(data))
-        send(upload, view)
-        assert list(backend.list("")) == []
-        with pytest.raises(ObjectNotFound):
-            backend.head("step/late")
-        upload.finish()
-        assert [(info.key, info.size) for info in backend.list("")] == [("step/late", len(data))]
-
-    def test_an_upload_replaces_only_at_its_end(self, backend: StorageBackend) -> None:
-        backend.put("key", [b"old"])
-        data = self.large(backend)
-        upload = backend.upload("key", len(data))
-        send(upload, memoryview(data))
-        assert fetch(backend, "key") == b"old"
-        upload.finish()
-        assert fetch(backend, "key") == data
-
-    def test_an_aborted_upload_leaves_nothing(self, backend: StorageBackend) -> None:
-        data = self.large(backend)
-        upload = backend.upload("gone/large", len(data))
-        upload.write(0, memoryview(data)[: upload.part_bytes])
-        upload.abort()
-        assert list(backend.list("")) == []
-        assert list(backend.folders("")) == []
-
-    def test_an_abort_leaves_the_old_object(self, backend: StorageBackend) -> None:
-        backend.put("key", [b"old"])
-        backend.upload("key", 100).abort()
-        assert fetch(backend, "key") == b"old"
-
-    def test_an_upload_with_a_missing_part_is_not_finished(self, backend: StorageBackend) -> None:
-        data = self.large(backend)
-        upload = backend.upload("hole", len(data))
-        upload.write(0, memoryview(data)[: upload.part_bytes])
-        with pytest.raises(StorageError):
-            upload.finish()
-        upload.abort()
-        assert list(backend.list("")) == []
-
-    def test_parts_may_come_in_any_order(self, backend: StorageBackend) -> None:
-        data = self.large(backend)
-        view = memoryview(data)
-        upload = backend.upload("shuffled", len(data))
-        send(upload, view, lambda offsets: random.Random(7).sample(offsets, len(offsets)))  # noqa: S311 - an order
-        upload.finish()
-        assert fetch(backend, "shuffled") == data
-
-    def test_parts_may_come_at_once(self, backend: StorageBackend) -> None:
-        if not backend.capabilities.parallel_parts:
-            pytest.skip("this store takes one part at a time, and says so")
-        data = self.large(backend)
-        view = page_aligned(data)
-        upload = backend.upload("parallel", len(data))
-        offsets = list(range(0, len(data), upload.part_bytes))
-        at_once(lambda n: upload.write(offsets[n], view[offsets[n] : offsets[n] + upload.part_bytes]), len(offsets))
-        upload.finish()
-        assert fetch(backend, "parallel") == data
-
-    def test_a_part_may_be_written_twice(self, backend: StorageBackend) -> None:
-        data = self.large(backend)
-        view = page_aligned(data)
-        upload = backend.upload("again", len(data))
-        upload.write(0, view[: upload.part_bytes])
-        send(upload, view)
-        last = len(data) // upload.part_bytes * upload.part_bytes
-        upload.write(last, view[last:])
-        assert upload.finish().size == len(data)
-        assert fetch(backend, "again") == data
-
-    @pytest.mark.parametrize("shift", [1, 512])
-    def test_memory_need_not_be_aligned(self, backend: StorageBackend, shift: int) -> None:
-        data = self.large(backend)
-        view = page_aligned(data, shift)
-        upload = backend.upload("unaligned", len(data))
-        send(upload, view)
-        upload.finish()
-        out = page_aligned(bytes(len(data)), shift)
-        backend.read_into("unaligned", 0, out)
-        assert out == data
-
-    def test_slices_of_a_bytearray_and_readonly_memory_are_taken(self, backend: StorageBackend) -> None:
-        room = bytearray(self.large(backend))
-        upload = backend.upload("slices", len(room) - 10)
-        send(upload, memoryview(room)[10:].toreadonly())
-        upload.finish()
-        assert fetch(backend, "slices") == room[10:]
-
-    def test_four_uploads_at_once_do_not_mix(self, backend: StorageBackend) -> None:
-        size = 2 * backend.capabilities.part_bytes + 5
-        at_once(lambda n: store(backend, f"many/{n}", payload(size, n)), 4)
-        for n in range(4):
-            assert fetch(backend, f"many/{n}") == payload(size, n)
-
     # reading
 
     @pytest.mark.parametrize(
         ("offset", "nbytes"),
-        [(0, 1), (0, 20000), (1, 1), (4096, 4096), (4095, 2), (8192, 11808), (19999, 1), (20000, 0), (5, 0), (0, 4096)],
+        [
+            (0, 1),
+            (0, 20000),
+            (1, 1),
+            (4096, 4096),
+            (4095, 2),
+            (8192, 11808),
+            (19999, 1),
+            (20000, 0),
+            (5, 0),
+            (0, 4096),
+        ],
     )
     def test_any_range_can_be_read(self, backend: StorageBackend, offset: int, nbytes: int) -> None:
         data = payload(20000)
@@ -305,7 +129,9 @@ class BackendConformance:
         assert out == data[offset : offset + nbytes]
 
     @pytest.mark.parametrize(("offset", "nbytes"), [(0, 101), (99, 2), (100, 1), (5000, 1), (0, 8192)])
-    def test_reading_past_the_end_is_an_error(self, backend: StorageBackend, offset: int, nbytes: int) -> None:
+    def test_reading_past_the_end_is_an_error(
+        self, backend: StorageBackend, offset: int, nbytes: int
+    ) -> None:
         backend.put("short", [payload(100)])
         with pytest.raises(StorageError) as caught:
             backend.read_into("short", offset, page_aligned(bytes(nbytes)))
@@ -329,7 +155,9 @@ class BackendConformance:
 
         assert all(at_once(read, 16))
 
-    def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend: StorageBackend) -> None:
+    def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(
+        self, backend: StorageBackend
+    ) -> None:
         versions = [bytes([number]) * 50_000 for number in range(4)]
         backend.put("flip", [versions[0]])
 
@@ -395,7 +223,9 @@ class BackendConformance:
 
     @pytest.fixture
     def tree(self, backend: StorageBackend) -> StorageBackend:
-        for number, key in enumerate(["step-1.a/x", "step-1.a/sub/y", "step-10.a/x", "step-2.b/x", "step.json", "other"]):
+        for number, key in enumerate(
+            ["step-1.a/x", "step-1.a/sub/y", "step-10.a/x", "step-2.b/x", "step.json", "other"]
+        ):
             backend.put(key, [b"." * number])
         return backend
 
@@ -413,7 +243,9 @@ class BackendConformance:
             ("other/x", set()),
         ],
     )
-    def test_list_finds_what_starts_with_the_prefix(self, tree: StorageBackend, prefix: str, found: set[str]) -> None:
+    def test_list_finds_what_starts_with_the_prefix(
+        self, tree: StorageBackend, prefix: str, found: set[str]
+    ) -> None:
         keys = [info.key for info in tree.list(prefix)]
         assert sorted(keys) == sorted(found)
 
@@ -426,7 +258,12 @@ class BackendConformance:
 
     @pytest.mark.parametrize(
         ("prefix", "found"),
-        [("", ["step-1.a", "step-10.a", "step-2.b"]), ("step-1.a/", ["sub"]), ("step-2.b/", []), ("none/", [])],
+        [
+            ("", ["step-1.a", "step-10.a", "step-2.b"]),
+            ("step-1.a/", ["sub"]),
+            ("step-2.b/", []),
+            ("none/", []),
+        ],
     )
     def test_folders_names_the_next_level(self, tree: StorageBackend, prefix: str, found: list[str]) -> None:
         assert sorted(tree.folders(prefix)) == sorted(found)

@@ -167,7 +167,9 @@ class FaultyBackend:
         return _FaultyUpload(self, key, upload)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        self.perform(Call(verb="read_into", key=key, nbytes=out.nbytes), lambda: self.inner.read_into(key, offset, out))
+        self.perform(
+            Call(verb="read_into", key=key, nbytes=out.nbytes), lambda: self.inner.read_into(key, offset, out)
+        )
 
     def head(self, key: str) -> ObjectInfo:
         return self.perform(Call(verb="head", key=key), lambda: self.inner.head(key))
