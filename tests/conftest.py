@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("ckpt.storage.testing.conformance")
+pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 

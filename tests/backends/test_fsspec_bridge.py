@@ -32,7 +32,9 @@ class TestFsspecLocal(BackendConformance):
 class TestChainedUrl(BackendConformance):
     @pytest.fixture
     def open_root(self, tmp_path):
-        return lambda name: open_fsspec(f"dir::file://{tmp_path}/{name}", {"dir": {"path": str(tmp_path)}, "file": {}})
+        return lambda name: open_fsspec(
+            f"dir::file://{tmp_path}/{name}", {"dir": {"path": str(tmp_path)}, "file": {}}
+        )
 
 
 # errors
@@ -130,8 +132,12 @@ def test_a_missing_package_is_named():
     error = missing_extra("s3://b/x", ImportError("No module named s3fs", name="s3fs"))
     assert isinstance(error, MissingExtra)
     assert "ckpt-stream[s3]" in str(error)
-    assert "ckpt-stream[gcs]" in str(missing_extra("gs://b", ImportError("Please install gcsfs to access Google Storage")))
-    assert "pip install adlfs" in str(missing_extra("abfs://b", ImportError("Install adlfs to access Azure Datalake Gen2")))
+    assert "ckpt-stream[gcs]" in str(
+        missing_extra("gs://b", ImportError("Please install gcsfs to access Google Storage"))
+    )
+    assert "pip install adlfs" in str(
+        missing_extra("abfs://b", ImportError("Install adlfs to access Azure Datalake Gen2"))
+    )
 
 
 def test_a_scheme_whose_package_is_missing():
@@ -146,7 +152,10 @@ def test_options_that_the_file_system_refuses():
 
 def test_the_url_hides_user_and_password():
     fs = fsspec.filesystem("memory")
-    assert StorageBackendOnFsspec(fs, "/x", foreign_errors.clean("sftp://user:hunter2@host/x")).url == "sftp://host/x"
+    assert (
+        StorageBackendOnFsspec(fs, "/x", foreign_errors.clean("sftp://user:hunter2@host/x")).url
+        == "sftp://host/x"
+    )
 
 
 # streaming

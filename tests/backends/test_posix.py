@@ -63,7 +63,9 @@ class TestWithoutConditionalPut(BackendConformance):
 def mounted(folder: Path, options: str):
     """A tmpfs of its own. Needs root: without it the test is skipped, and says so."""
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "t", str(folder)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "t", str(folder)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"NOT TESTED, mounting a tmpfs is not permitted here: {done.stderr.strip()}")
     try:
@@ -133,7 +135,8 @@ def test_a_local_disk_is_not_shared_unless_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared"), [("nfs4", True), ("lustre", True), ("fuse.gpfs", True), ("ext4", False), ("tmpfs", False)]
+    ("kind", "shared"),
+    [("nfs4", True), ("lustre", True), ("fuse.gpfs", True), ("ext4", False), ("tmpfs", False)],
 )
 def test_a_network_file_system_is_shared(tmp_path, monkeypatch, kind, shared):
     mounts = tmp_path / "mounts"
@@ -463,7 +466,12 @@ def test_a_user_without_permission_is_denied(tmp_path):
     os.chmod(folder, 0o755)
     try:
         command = [sys.executable, "-c", textwrap.dedent(script), f"{folder}/root"]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         assert done.stderr == ""
         assert done.stdout.split() == ["denied"] * 7
     finally:

@@ -38,6 +38,30 @@ class TestRclone(BackendConformance):
         options = {**RIGHT, "put_if_absent": False}
         return lambda name: open_s3(f"s3://bucket/{test}/{name}?endpoint_url={rclone_s3.url}", options)
 
+    def test_an_aborted_upload_leaves_nothing(self, backend):
+        """rclone makes the folder when an upload begins and leaves it there."""
+        upload = backend.upload("gone/large", 20 << 20)
+        upload.write(0, memoryview(payload(8 << 20)))
+        upload.abort()
+        assert list(backend.list("")) == []
+
+    def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend):
+        """rclone writes over the file in place, which no client can help: a short answer must at least be seen as one."""
+        backend.put("flip", [payload(50_000)])
+
+        def work(number: int) -> None:
+            if number % 2:
+                backend.put("flip", [payload(50_000)])
+            else:
+                out = bytearray(50_000)
+                try:
+                    backend.read_into("flip", 0, memoryview(out))
+                except StorageError:
+                    return
+                assert out == payload(50_000)
+
+        at_once(work, 10)
+
 
 @pytest.fixture
 def moto(moto_server):
@@ -127,7 +151,11 @@ def test_a_conditional_put_that_the_client_repeated_knows_itself(moto):
 
 def test_a_bucket_that_is_not_there_is_named(moto_server):
     backend = open_s3("s3://gone/x", {**RIGHT, "endpoint_url": moto_server.url})
-    for verb in (lambda: backend.put("key", [b"x"]), lambda: backend.upload("key", 20 << 20), lambda: list(backend.list(""))):
+    for verb in (
+        lambda: backend.put("key", [b"x"]),
+        lambda: backend.upload("key", 20 << 20),
+        lambda: list(backend.list("")),
+    ):
         with pytest.raises(StorageError, match="no bucket 'gone'") as caught:
             verb()
         assert type(caught.value) is StorageError
@@ -185,7 +213,11 @@ def test_the_environment_may_name_the_endpoint(moto_server, monkeypatch):
 @pytest.mark.parametrize("wrong", [{"secret": "WRONG"}, {"key": "NOBODY"}])
 def test_wrong_credentials_are_denied_and_not_told(rclone_s3, wrong):
     backend = open_s3("s3://bucket/x", {**RIGHT, **wrong, "endpoint_url": rclone_s3.url})
-    for verb in (lambda: backend.put("key", [b"x"]), lambda: backend.head("key"), lambda: list(backend.list(""))):
+    for verb in (
+        lambda: backend.put("key", [b"x"]),
+        lambda: backend.head("key"),
+        lambda: list(backend.list("")),
+    ):
         with pytest.raises(AccessDenied) as caught:
             verb()
         assert not any(secret in str(caught.value) for secret in (SECRET, "WRONG"))

@@ -48,7 +48,9 @@ def test_a_url_finds_its_backend(url, kind):
 
 def test_both_names_of_gcs_find_it():
     for scheme in ("gs", "gcs"):
-        backend = open_backend(f"{scheme}://bucket/x", {"token": "anon", "endpoint_url": "http://127.0.0.1:1"})
+        backend = open_backend(
+            f"{scheme}://bucket/x", {"token": "anon", "endpoint_url": "http://127.0.0.1:1"}
+        )
         assert isinstance(backend, GCSBackend)
         backend.close()
 
@@ -80,5 +82,11 @@ def test_a_folder_costs_no_import_of_clients_or_torch():
         "import sys; from ckpt.storage.registry import open_backend; open_backend('/tmp/x');"
         "print([name for name in ('s3fs', 'gcsfs', 'fsspec', 'botocore', 'aiohttp', 'torch') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ":".join(sys.path)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(sys.path)},
+    )
     assert done.stdout.strip() == "[]"
