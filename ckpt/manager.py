@@ -128,7 +128,7 @@ class CheckpointManager:
         ref = StepRef(step, self._coordinator.attempt)
         try:
             self._raise_unheard()
-            pending = self._save(state, ref, trial)
+            pending = self._save(state, ref, trial, began)
         except BaseException as error:
             self._trials[step] = trial + 1
             if self._coordinator.world_size > 1:  # the others shall not wait for this rank
@@ -215,7 +215,7 @@ class CheckpointManager:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
-    def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int) -> PendingSave:
+    def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
         collected = collect(state, rank=self._coordinator.rank)
         prepared = self._plans.prepare(collected)
         slot = self._slots.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
@@ -231,7 +231,7 @@ class CheckpointManager:
         except BaseException:
             self._slots.release(slot)
             raise
-        pending = PendingSave(ref.step, prepared.plan.size * len(self._tiers), snapshot)
+        pending = PendingSave(ref.step, prepared.plan.size * len(self._tiers), snapshot, began=began)
         self._pending = [other for other in self._pending if not other.done() or other.unheard]
         self._pending.append(pending)
         self._saved.add(ref.step)
@@ -292,7 +292,7 @@ class CheckpointManager:
 
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
         self.skipped += 1
-        pending = PendingSave(ref.step, 0, None)
+        pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
         pending.finish(SaveSkipped(ref.step))
         pending.exception()  # heard: skipping is what was asked for
         if self._coordinator.world_size > 1:

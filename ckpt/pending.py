@@ -25,12 +25,13 @@ class PendingSave:
         durable_seconds: From the call to the commit; None until then.
     """
 
-    def __init__(self, step: int, nbytes: int, snapshot: Snapshot | None) -> None:
+    def __init__(self, step: int, nbytes: int, snapshot: Snapshot | None, *, began: float) -> None:
+        """``began``: ``time.perf_counter()`` at the call."""
         self.step, self.nbytes = step, nbytes
         self.stall_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
-        self._began = time.perf_counter()
+        self._began = began
         self._written = 0
         self._lock = threading.Lock()
         self._finished = threading.Event()

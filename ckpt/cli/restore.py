@@ -38,7 +38,7 @@ def restore(
 ) -> None:
     r"""Fetch and verify the newest checkpoint.
 
-    Says where it is then. Every byte is compared with its checksum. If the newest checkpoint is damaged, a warning says where and the one before is taken; with --step
+    Prints where it is. Every byte is compared with its checksum. If the newest checkpoint is damaged, a warning says where and the one before is taken; with --step
     there is no second choice. A fetch that was cut short goes on where it was. A checkpoint in a local folder is verified where it lies, unless
     --to is given. The training script then needs no network: CheckpointManager("restored").
 

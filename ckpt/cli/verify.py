@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def verify(
     step: Annotated[
-        int | None, typer.Argument(metavar="[STEP]", min=0, help="Default: the newest.", show_default=False)
+        int | None, typer.Argument(metavar="STEP", min=0, help="Default: the newest.", show_default=False)
     ] = None,
     all_steps: Annotated[bool, typer.Option("--all", help="Every committed step.")] = False,
     root: RootOption = None,

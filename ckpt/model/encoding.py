@@ -75,6 +75,8 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
 def _decompress(data: bytes, key: str) -> bytes:
     import zstandard
 
+    if len(data) > 4 and data[4] & 0x10:
+        raise ManifestCorrupt(key, "a bit is set that zstd leaves unused")  # and would forgive
     try:
         size = zstandard.frame_content_size(data)
         if not 0 <= size <= MAX_RECORD_BYTES:

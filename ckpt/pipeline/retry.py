@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
 
 from ckpt.errors import TransientStorageError
 
@@ -26,9 +26,8 @@ class RetryPolicy:
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),
             stop=stop_after_attempt(self.attempts),
-            wait=wait_exponential_jitter(
-                initial=self.first_seconds, max=self.most_seconds, jitter=self.first_seconds
-            ),
+            wait=wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
+            + wait_random(0, self.first_seconds),
             reraise=True,
         )
         return attempts(work)

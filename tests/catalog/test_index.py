@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import pytest
 
 from ckpt.catalog.index import attempts, committed, find, is_committed, read_manifest, survey
-from ckpt.errors import AccessDenied, FormatTooNew, ManifestCorrupt, NoCheckpoint, ObjectNotFound
+from ckpt.errors import (
+    AccessDenied,
+    FormatTooNew,
+    ManifestCorrupt,
+    NoCheckpoint,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef
@@ -16,9 +24,9 @@ from ckpt.model.manifest import Chunk, File, Manifest, Shard, Tensor
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import Arrays, write_checkpoint
 
-ARRAYS = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5, dtype=np.int64)}
+ARRAYS: Arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5, dtype=np.int64)}
 
 
 @pytest.fixture
@@ -42,7 +50,13 @@ def test_steps_are_ordered_as_numbers_beyond_nine_digits(backend: StorageBackend
 
 
 def test_folders_that_are_not_ours_are_left_alone(backend: StorageBackend) -> None:
-    for name in ("step-1.abc123", "step-000000001.ABC123", "step-000000001", "logs", "step-000000001.abc123.bak"):
+    for name in (
+        "step-1.abc123",
+        "step-000000001.ABC123",
+        "step-000000001",
+        "logs",
+        "step-000000001.abc123.bak",
+    ):
         backend.put(f"{name}/manifest.json", [b"{}"])
     backend.put("step-000000009.abc123", [b"a file, not a folder"])
     assert attempts(backend) == []
@@ -67,6 +81,29 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(backend: StorageBa
     faulty = FaultyBackend(backend, [Rule(verb="read_into", fault=Raise(AccessDenied))])
     with pytest.raises(AccessDenied):
         find(faulty, None)
+
+
+def test_a_manifest_in_a_bad_sector_hides_no_other_step(backend: StorageBackend) -> None:
+    for step, attempt in ((1, "aaaaaa"), (2, "aaaaaa"), (2, "zzzzzz")):
+        write_checkpoint(backend, step, ARRAYS, attempt=attempt)
+    bad = Rule(
+        verb="read_into", key="zzzzzz", fault=Raise(lambda key: StorageError(key, "Input/output error"))
+    )
+    damaged, *others = survey(FaultyBackend(backend, [bad]))
+    assert "Input/output error" in str(damaged.damage)
+    assert all(entry.manifest for entry in others)
+    assert [ref.attempt for ref in find(FaultyBackend(backend, [bad]), 2)] == ["aaaaaa", "zzzzzz"]
+
+
+def test_a_store_that_stutters_is_asked_again(backend: StorageBackend) -> None:
+    ref = write_checkpoint(backend, 1, ARRAYS).ref
+    rules = [
+        Rule(verb=verb, fault=Raise(TransientStorageError), nth=1)
+        for verb in ("folders", "head", "read_into")
+    ]
+    faulty = FaultyBackend(backend, rules)
+    assert find(faulty, None) == [ref]
+    assert read_manifest(faulty, ref).step == 1
 
 
 @pytest.mark.parametrize(
@@ -124,7 +161,10 @@ def test_a_manifest_in_the_wrong_folder_is_refused(backend: StorageBackend) -> N
 # -- manifests that we would never have written -----------------------------------------------------------------------
 
 
-def replaced(record: Any, **changes: object) -> Any:
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def replaced(record: T, **changes: object) -> T:
     return msgspec.structs.replace(record, **changes)
 
 
@@ -208,7 +248,9 @@ def test_a_truncated_manifest_is_refused_wherever_it_was_cut(backend: StorageBac
             read_manifest(backend, written.ref)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"null", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"\x28\xb5\x2f\xfd junk"])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"null", b"\x00" * 40, b"\xff\xfe", b"[" * 5000, b"\x28\xb5\x2f\xfd junk"]
+)
 def test_what_is_no_manifest_at_all_is_refused(backend: StorageBackend, data: bytes) -> None:
     ref = StepRef(1, "abc123")
     backend.put(ref.manifest, [data])

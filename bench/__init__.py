@@ -1,0 +1,1 @@
+"""Measures what a checkpoint costs: ``python -m bench save``."""

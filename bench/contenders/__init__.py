@@ -1,0 +1,85 @@
+"""Who is measured, behind one small protocol. A contender is one row of ``ALL``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+if TYPE_CHECKING:  # the parent reads the table below and needs no torch
+    from bench.state import Training
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A save under way. ``payload`` is the contender's own."""
+
+    step: int
+    path: str
+    payload: Any = None
+
+
+class Contender(Protocol):
+    """One way of saving, used as its documentation says.
+
+    ``save``, ``wait_safe`` from the training thread; ``wait_durable`` from any. What lies in ``folder`` and belongs to a checkpoint is named ``step-*``.
+    """
+
+    def prepare(self, state: Training, folder: str) -> None:
+        """Get ready to save ``state`` below ``folder``; not on the clock, as it is done once per job."""
+
+    def save(self, step: int) -> Handle:
+        """Save the state as ``step``, and return as soon as the contender lets go of the caller."""
+        ...
+
+    def wait_safe(self, handle: Handle) -> None:
+        """Return when the optimizer may change the state."""
+
+    def wait_durable(self, handle: Handle) -> None:
+        """Return when the checkpoint is complete and would survive a power cut."""
+
+    def load_back(self, path: str, into: Training) -> None:
+        """Load what lies at ``path`` into a live training, as a resumed job would."""
+
+    def close(self) -> None:
+        """Finish and let go of everything."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a contender is named in reports and where its code is. ``fsync`` tells who makes its files durable."""
+
+    label: str
+    module: str
+    kind: str
+    fsync: str
+    asynchronous: bool
+
+
+ALL: Final[dict[str, Row]] = {
+    "torch.save": Row("torch.save", "torch_save", "TorchSave", "bench", False),
+    "dcp.save": Row("DCP save", "dcp", "DcpSave", "bench", False),
+    "dcp.async_save": Row("DCP async_save", "dcp", "DcpAsyncSave", "bench", True),
+    "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself", False),
+    "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself", True),
+}
+
+
+def make(name: str) -> Contender:
+    """A new contender; imports its library."""
+    row = ALL[name]
+    return cast(Contender, getattr(importlib.import_module(f"bench.contenders.{row.module}"), row.kind)())
+
+
+def fsync_tree(path: str) -> None:
+    """Flush a file, or all files and folders below ``path``, and the folder that names it: what peers leave to the kernel."""
+    paths = [path, os.path.dirname(path)]
+    for folder, folders, files in os.walk(path):
+        paths += [os.path.join(folder, name) for name in (*folders, *files)]
+    for each in paths:
+        descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

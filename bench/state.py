@@ -1,0 +1,152 @@
+"""What is saved, and the training that goes on meanwhile: a small GPT under AdamW, sized by the bytes of its state."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+VOCABULARY: Final = 256
+HEAD_WIDTH: Final = 32
+CONTEXT: Final = 32
+_BYTES_PER_PARAMETER: Final = 12  # float32: the weight and AdamW's two moments
+
+
+class Block(nn.Module):
+    """Causal self-attention and an MLP."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH)).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        return cast(Tensor, x + self.down(F.gelu(self.up(self.mlp_norm(x)))))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over bytes with a tied head; returns the loss."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, text: Tensor) -> Tensor:
+        inputs, targets = text[:, :-1], text[:, 1:]
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def width_for(size_bytes: int, layers: int) -> int:
+    """The width, a multiple of the head's, at which the AdamW state comes nearest to ``size_bytes``."""
+    a, b = 12 * layers, 13 * layers + VOCABULARY + CONTEXT + 2
+    width = (math.sqrt(b * b + 4 * a * size_bytes / _BYTES_PER_PARAMETER) - b) / (2 * a)
+    return max(1, round(width / HEAD_WIDTH)) * HEAD_WIDTH
+
+
+@dataclass
+class Training:
+    """A model, its optimizer and a step counter: the state that every contender saves. One torch thread computes."""
+
+    model: GPT
+    optimizer: torch.optim.AdamW
+    batch: int
+    step: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator)
+
+    @classmethod
+    def make(cls, size_bytes: int, layers: int, batch: int, seed: int) -> Training:
+        torch.manual_seed(seed)
+        model = GPT(layers, width_for(size_bytes, layers))
+        training = cls(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch)
+        training.generator.manual_seed(seed)
+        training.forward_backward()
+        training.optimizer_step()
+        return training
+
+    def forward_backward(self) -> None:
+        text = torch.randint(VOCABULARY, (self.batch, CONTEXT + 1), generator=self.generator)
+        self.model(text).backward()
+
+    def optimizer_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state, sorted by name, as it lies in memory. Asks torch's own attributes only, no contender's adapters."""
+        found: dict[str, Tensor] = {f"model.{k}": v for k, v in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                found[f"optimizer.{name}.{key}"] = value
+        return dict(sorted(found.items()))
+
+    def values(self) -> Any:
+        """Everything in the state that is no tensor, as JSON would give it back."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return json.loads(json.dumps({"groups": groups, "step": self.step}))
+
+    def spoil(self) -> None:
+        """Overwrite everything with what was never saved, so that a load that skips something is found out."""
+        with torch.no_grad():
+            for tensor in self.tensors().values():
+                tensor.fill_(-7)
+        for group in self.optimizer.param_groups:
+            group["lr"] = -7.0
+        self.step = -7
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+
+class Reference:
+    """The state at the moment of the save, in shared memory: written by the process that saves, compared by the one that loads.
+
+    One file serves all contenders, as only one of them runs at a time.
+    """
+
+    def __init__(self, path: str, nbytes: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+            self._memory = torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+
+    def take(self, training: Training) -> None:
+        for tensor, kept in self._pairs(training):
+            kept.copy_(tensor.detach().reshape(-1).view(torch.uint8))
+
+    def differences(self, training: Training) -> list[str]:
+        """Names of the tensors that are not, bit for bit, what was taken."""
+        names = list(training.tensors())
+        pairs = self._pairs(training)
+        return [
+            name
+            for name, (tensor, kept) in zip(names, pairs, strict=True)
+            if not torch.equal(tensor.detach().reshape(-1).view(torch.uint8), kept)
+        ]
+
+    def _pairs(self, training: Training) -> list[tuple[Tensor, Tensor]]:
+        pairs, start = [], 0
+        for tensor in training.tensors().values():
+            pairs.append((tensor, self._memory[start : start + tensor.nbytes]))
+            start += tensor.nbytes
+        return pairs

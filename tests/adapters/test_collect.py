@@ -1,0 +1,428 @@
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpt import CheckpointManager, PerRank
+from ckpt.errors import UnsupportedValue
+from ckpt.model.dtype import DTYPES
+from tests.adapters.saving import (
+    assert_same,
+    bits,
+    manifest_of,
+    new_root,
+    restored,
+    round_trip,
+    saved,
+    tree_of,
+)
+
+
+def some(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Random bit patterns, so that NaNs with payloads, denormals and -0.0 are among them."""
+    generator = torch.Generator().manual_seed(seed)
+    size = DTYPES[dtype].itemsize
+    top = 2 if dtype == "bool" else 256
+    data = torch.randint(0, top, (*shape, size), generator=generator, dtype=torch.uint8)
+    return data.view(getattr(torch, dtype)).reshape(shape)
+
+
+def blank(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.zeros((*shape, DTYPES[dtype].itemsize), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_bit_for_bit_in_every_shape(dtype: str) -> None:
+    shapes: list[tuple[int, ...]] = [(), (0,), (0, 3), (1,), (7,), (5, 3), (2, 1, 4)]
+    state = {f"t{i}": some(dtype, *shape, seed=i) for i, shape in enumerate(shapes)}
+    target = {f"t{i}": blank(dtype, *shape) for i, shape in enumerate(shapes)}
+    held = dict(target)
+    round_trip(state, target)
+    for name, tensor in state.items():
+        assert target[name] is held[name]  # filled where it is
+        assert bits(target[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_transposed_tensor_of_every_dtype_is_stored_row_major(dtype: str) -> None:
+    state = {"t": some(dtype, 6, 5).t()}
+    assert bits(round_trip(state, {"t": blank(dtype, 5, 6)})["t"]) == bits(state["t"])
+
+
+def test_views_of_all_kinds_are_saved_as_what_they_show() -> None:
+    base = torch.randn(40, 30)
+    state = {
+        "transposed": base.t(),
+        "strided": base[::3, 1::2],
+        "reversed": base.flip(0),
+        "offset": base[7:9],
+        "odd_offset": torch.arange(100, dtype=torch.uint8)[13:77],
+        "diagonal": base.diagonal(),
+        "expanded": torch.randn(1, 4).expand(6, 4),
+        "one_for_all": torch.tensor(3.5).expand(2, 3),
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "overlapping": torch.arange(10.0).unfold(0, 4, 2),
+    }
+    target = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    round_trip(state, target)
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor), name
+
+
+def test_a_target_may_be_a_view_and_nothing_beside_it_is_touched() -> None:
+    base = torch.full((10, 12), -1.0)
+    want = torch.randn(4, 5)
+    target = {"t": base[1:9:2, 2:12:2]}
+    round_trip({"t": want}, target)
+    assert torch.equal(base[1:9:2, 2:12:2], want)
+    untouched = torch.ones(10, 12, dtype=torch.bool)
+    untouched[1:9:2, 2:12:2] = False
+    assert bool((base[untouched] == -1.0).all())
+
+
+def test_a_transposed_target_is_filled_in_its_own_memory_format() -> None:
+    memory = torch.zeros(5, 6)
+    want = torch.randn(6, 5)
+    round_trip({"t": want}, {"t": memory.t()})
+    assert torch.equal(memory.t(), want)
+
+
+def test_an_expanded_target_takes_a_value_that_is_as_uniform_as_itself() -> None:
+    row = torch.randn(1, 4)
+    target = {"t": torch.zeros(1, 4).expand(6, 4)}
+    assert torch.equal(round_trip({"t": row.expand(6, 4)}, target)["t"], row.expand(6, 4))
+
+
+def test_tensors_that_require_grad_are_saved_and_filled_without_a_graph() -> None:
+    leaf = torch.randn(5, requires_grad=True)
+    state = {"leaf": leaf, "inner": leaf * 2, "parameter": nn.Parameter(torch.randn(3))}
+    target = {
+        "leaf": torch.zeros(5, requires_grad=True),
+        "inner": torch.zeros(5),
+        "parameter": nn.Parameter(torch.zeros(3)),
+    }
+    round_trip(state, target)
+    assert torch.equal(target["leaf"], leaf)
+    assert target["leaf"].requires_grad
+    assert target["leaf"].grad_fn is None
+    assert torch.equal(target["inner"], leaf * 2)
+    assert torch.equal(target["parameter"], state["parameter"])
+
+
+def test_lazily_conjugated_and_negated_views_are_saved_as_what_they_show() -> None:
+    z = torch.randn(6, dtype=torch.complex64)
+    state = {"z": z, "conjugated": z.conj(), "imag": z.imag, "negated": z.conj().imag}
+    assert state["conjugated"].is_conj()
+    assert state["negated"].is_neg()
+    target = {name: torch.zeros_like(t.resolve_conj().resolve_neg()) for name, t in state.items()}
+    round_trip(state, target)
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor), name
+
+
+def test_a_conjugated_target_is_filled_with_what_it_shall_show() -> None:
+    want = torch.randn(6, dtype=torch.complex64)
+    memory = torch.zeros(6, dtype=torch.complex64)
+    round_trip({"z": want}, {"z": memory.conj()})
+    assert torch.equal(memory.conj(), want)
+
+
+def test_memory_met_twice_is_stored_once_and_fills_both_names() -> None:
+    shared = torch.randn(1000)
+    model = nn.Linear(4, 3)
+    root = saved({"a": shared, "b": {"c": shared}, "model": model, "weight": model.weight})
+    manifest = manifest_of(root)
+    assert manifest.tied == {"b/c": "a", "weight": "model/weight"}
+    assert manifest.nbytes < 4096 + 1000 * 4 + 15 * 4 + 64
+    target = {"a": torch.zeros(1000), "b": {"c": torch.zeros(1000)}, "model": nn.Linear(4, 3), "weight": torch.zeros(3, 4)}
+    restored(root, target)
+    assert torch.equal(target["a"], shared)
+    assert torch.equal(target["b"]["c"], shared)  # type: ignore[index]
+    assert torch.equal(target["weight"], model.weight)  # type: ignore[arg-type]
+
+
+def test_tied_parameters_stay_tied() -> None:
+    def build() -> nn.Module:
+        module = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
+        module["head"].weight = module["embed"].weight
+        return module
+
+    model, other = build(), build()
+    root = saved({"model": model})
+    assert [tensor.name for tensor in manifest_of(root).tensors] == ["model/embed.weight"]
+    restored(root, {"model": other})
+    assert other["head"].weight is other["embed"].weight  # type: ignore[index]
+    assert_same(dict(model.state_dict()), dict(other.state_dict()))
+
+
+def test_different_slices_of_one_memory_are_not_taken_for_the_same() -> None:
+    base = torch.randn(12)
+    state = {"all": base, "head": base[:6], "tail": base[6:], "square": base[:4].view(2, 2), "t": base[:4].view(2, 2).t()}
+    target = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
+    round_trip(state, target)
+    for name, tensor in state.items():
+        assert torch.equal(target[name], tensor), name
+
+
+def test_names_that_look_like_paths_do_not_meet() -> None:
+    state = {
+        "a/b": torch.tensor(1.0),
+        "a": {"b": torch.tensor(2.0), "": torch.tensor(3.0), "/": torch.tensor(4.0)},
+        "a~1b": torch.tensor(5.0),
+        "ключ": torch.tensor(6.0),
+        "d": {1: torch.tensor(7.0), "1": torch.tensor(8.0), (1, "x"): torch.tensor(9.0), None: torch.tensor(10.0)},
+        "$": 0,
+    }
+    del state["$"]
+    target: dict[str, Any] = {
+        key: {k: torch.tensor(0.0) for k in value} if isinstance(value, dict) else torch.tensor(0.0)
+        for key, value in state.items()
+    }
+    assert_same(round_trip(state, target), state)
+
+
+# -- NumPy ------------------------------------------------------------------------------------------------------------
+
+NUMERIC = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+
+
+@pytest.mark.parametrize("code", NUMERIC)
+def test_numpy_arrays_of_every_numeric_dtype_come_back(code: str) -> None:
+    generator = np.random.default_rng(0)
+
+    def make(*shape: int) -> np.ndarray[Any, Any]:
+        return (generator.standard_normal(shape) * 50).astype(np.float64).astype(code) if code[0] not in "u" else generator.integers(0, 200, shape).astype(code)
+
+    state = {"flat": make(7), "deep": make(3, 4), "none": make(0, 3), "single": np.array(make(1)[0]), "turned": make(4, 5).T, "back": make(9)[::-2]}
+    target = {name: np.zeros(array.shape, array.dtype) for name, array in state.items()}
+    held = dict(target)
+    round_trip(state, target)
+    for name, array in state.items():
+        assert np.array_equal(target[name], array), name
+        assert target[name].dtype == array.dtype
+        assert target[name] is held[name]
+
+
+def test_a_read_only_array_is_saved_and_a_read_only_target_is_replaced() -> None:
+    array = np.arange(5.0)
+    array.flags.writeable = False
+    target = {"a": np.zeros(5), "b": np.zeros(3)}
+    target["b"].flags.writeable = False
+    before = target["b"]
+    round_trip({"a": array, "b": np.ones(3)}, target)
+    assert np.array_equal(target["a"], array)
+    assert np.array_equal(target["b"], np.ones(3))
+    assert np.array_equal(before, np.zeros(3))
+
+
+def test_a_non_contiguous_array_target_is_replaced_by_its_value() -> None:
+    target = {"a": np.zeros((4, 6)).T}
+    want = np.arange(24.0).reshape(6, 4)
+    assert np.array_equal(round_trip({"a": want}, target)["a"], want)
+
+
+def test_a_memory_map_is_an_array_like_any_other(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "x", dtype="f4", mode="w+", shape=(8,))
+    mapped[:] = np.arange(8)
+    assert np.array_equal(round_trip({"a": mapped}, {"a": np.zeros(8, "f4")})["a"], np.arange(8))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(3, dtype=">i4"),
+        np.array(["a", "b"]),
+        np.array([object()]),
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+        np.zeros(2, dtype=[("x", "f4"), ("y", "i4")]),
+        np.zeros(2, dtype=np.longdouble),
+        np.ma.masked_array([1.0, 2.0], mask=[True, False]),
+    ],
+    ids=["big-endian", "str", "object", "datetime", "structured", "longdouble", "masked"],
+)
+def test_an_array_that_bytes_cannot_hold_is_refused_with_its_path(array: np.ndarray[Any, Any]) -> None:
+    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="'data/x'"):
+        manager.save_async({"data": {"x": array}})
+
+
+def test_tensors_and_arrays_stand_in_for_each_other() -> None:
+    state = {"a": np.arange(4.0), "t": torch.arange(3)}
+    target = {"a": torch.zeros(4, dtype=torch.float64), "t": np.zeros(3, dtype="i8")}
+    round_trip(state, target)
+    assert target["a"].tolist() == [0, 1, 2, 3]
+    assert target["t"].tolist() == [0, 1, 2]
+
+
+# -- plain values -----------------------------------------------------------------------------------------------------
+
+
+def test_plain_values_of_all_kinds_come_back_as_they_were() -> None:
+    state = {
+        "none": None,
+        "flags": [True, False],
+        "ints": (0, -1, 2**63 - 1, -(2**63), 2**63, -(2**200)),
+        "floats": [0.1, -0.0, 1e-320, float("inf"), float("-inf"), float("nan"), 1.7976931348623157e308],
+        "complex": 1 - 2j,
+        "text": "naïve\n\0 ✓",
+        "bytes": (b"\0\xff", bytearray(b"x")),
+        "sets": ({1, 2}, frozenset({"a"})),
+        "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
+        "counter": collections.Counter("hello"),
+        "keys": {1: "a", (2, 3): "b", None: "c", 1.5: "d", True: "e", "$x": "f"},
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu", 0),
+        "size": torch.Size([2, 3]),
+        "scalars": [np.float32(1.5), np.int8(-3), np.bool_(True), np.complex64(1j), np.float16(0.1), np.uint64(2**64 - 1)],
+        "empty": {},
+        "deep": [[[[[{"x": [()]}]]]]],
+    }  # fmt: skip
+    assert_same(round_trip(state, dict.fromkeys(state)), state)
+
+
+class Opaque:
+    pass
+
+
+class Point(collections.namedtuple("Point", "x y")):  # noqa: PYI024
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        (Opaque(), "v"),
+        ([1, Opaque()], "v/1"),
+        ({"deep": ({"er": Opaque()},)}, "v/deep/0/er"),
+        (lambda: None, "v"),
+        (Opaque, "v"),
+        (Point(1, 2), "v"),
+        (collections.defaultdict(list), "v"),
+        (range(3), "v"),
+        (np.str_("x"), "v"),
+        (torch.randn(2).to_sparse(), "v"),
+        (torch.empty(2, device="meta"), "v"),
+        ("\ud800", "state"),
+    ],
+    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "surrogate"],
+)  # fmt: skip
+def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, path: str) -> None:
+    with CheckpointManager(new_root()) as manager:
+        with pytest.raises(UnsupportedValue) as refused:
+            manager.save_async({"v": value}, 0)
+        assert refused.value.name == path
+        assert manager.steps() == []
+        manager.save({"v": 1}, 0)  # nothing of the refusal is left
+
+
+@pytest.mark.parametrize("state", [{"": 1}, {1: 2}, {"$a": 1}, [1], None, "x"])
+def test_a_state_that_is_no_dict_of_names_is_refused(state: Any) -> None:
+    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue):
+        manager.save_async(state, 0)
+
+
+def test_a_container_in_itself_is_refused_instead_of_recursing_for_ever() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue):
+        manager.save_async({"v": loop}, 0)
+
+
+def test_a_dict_in_itself_is_refused_too() -> None:
+    loop: dict[str, Any] = {}
+    loop["x"] = loop
+    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue):
+        manager.save_async({"v": loop}, 0)
+
+
+def test_two_names_for_one_place_are_refused() -> None:
+    module = nn.Module()
+    module.register_buffer("x", torch.zeros(1))
+    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="PerRank inside a PerRank"):
+        manager.save_async({"a": PerRank(PerRank(1))}, 0)
+
+
+# -- anything at all --------------------------------------------------------------------------------------------------
+
+_scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(width=64)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    | st.binary(max_size=8)
+    | st.complex_numbers(allow_nan=False)
+)
+_keys = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+_tensors = st.builds(
+    lambda dtype, shape, seed: some(dtype, *shape, seed=seed),
+    st.sampled_from([name for name in DTYPES if "bits" not in name]),
+    st.lists(st.integers(0, 4), max_size=3),
+    st.integers(0, 1 << 20),
+)
+_arrays = st.builds(
+    lambda code, shape: np.arange(int(np.prod(shape))).reshape(shape).astype(code),
+    st.sampled_from(NUMERIC),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+_values = st.recursive(
+    _scalars | _tensors | _arrays,
+    lambda inner: st.lists(inner, max_size=4)
+    | st.lists(inner, max_size=3).map(tuple)
+    | st.dictionaries(_keys, inner, max_size=4)
+    | st.dictionaries(st.integers() | st.tuples(_keys, st.booleans()), inner, max_size=3),
+    max_leaves=12,
+)
+_states = st.dictionaries(_keys.filter(lambda key: bool(key) and not key.startswith("$")), _values, max_size=5)
+
+
+def emptied(value: Any) -> Any:
+    """The same structure with other content."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=torch.uint8).view(value.dtype) if value.itemsize == 1 else torch.zeros_like(value)
+    if isinstance(value, np.ndarray):
+        return np.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: emptied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(emptied(item) for item in value)
+    return None
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_states)
+def test_any_nested_state_comes_back_into_the_same_structure(state: dict[str, Any]) -> None:
+    assert_same(round_trip(state, emptied(state)), state)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(_states)
+def test_any_nested_state_comes_back_into_an_object_that_takes_what_it_is_given(state: dict[str, Any]) -> None:
+    class Box:
+        def __init__(self, held: Any) -> None:
+            self.held = held
+
+        def state_dict(self) -> Any:
+            return self.held
+
+        def load_state_dict(self, held: Any) -> None:
+            self.held = held
+
+    target = Box(None)
+    round_trip({"box": Box(state)}, {"box": target})
+    assert_same(target.held, state)
+
+
+def test_the_same_state_gives_the_same_tree() -> None:
+    state = {"s": {"b", "a", "c"}, "x": {"k": 1, "l": [1.5]}}
+    assert tree_of(saved(state)) == tree_of(saved({"x": {"l": [1.5], "k": 1}, "s": {"c", "b", "a"}}))

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.catalog import transfer
+from ckpt.catalog.index import is_committed
+from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import verify_step
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    IntegrityError,
+    ObjectExists,
+    OutOfSpace,
+    TransientStorageError,
+)
+from ckpt.model.encoding import pack
+from ckpt.model.layout import StepRef
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, StorageBackend, Upload, read_object
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing.faulty import FaultyBackend, LoseReply, Raise, Rule
+from tests.checkpoints import Arrays, Written, write_checkpoint
+
+SMALL: Arrays = {
+    "w": np.arange(40, dtype=np.float32).reshape(8, 5),
+    "b": np.arange(9, dtype=np.int64),
+    "n": np.array(2.5),
+}
+IMPATIENT = RetryPolicy(attempts=3, first_seconds=0.001, most_seconds=0.002)
+
+
+def memory() -> StorageBackend:
+    return open_backend(f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def source() -> StorageBackend:
+    return memory()
+
+
+@pytest.fixture
+def destination() -> StorageBackend:
+    return memory()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers("test", 3) as group:
+        yield group
+
+
+def objects(backend: StorageBackend) -> dict[str, bytes]:
+    return {info.key: read_object(backend, info.key, limit=1 << 30) for info in backend.list("")}
+
+
+def data_key(written: Written, rank: int = 0) -> str:
+    return written.ref.key(written.manifest.files[rank].name)
+
+
+class Uploads(FaultyBackend):
+    """Any store, with uploads in small parts; counts what is begun, finished and aborted, and the parts under way."""
+
+    def __init__(
+        self,
+        inner: StorageBackend,
+        rules: Sequence[Rule] = (),
+        *,
+        part_bytes: int,
+        parallel_parts: bool = True,
+    ) -> None:
+        super().__init__(inner, rules)
+        self.part_bytes, self.begun, self.open, self.running, self.most_running = part_bytes, 0, 0, 0, 0
+        self._capabilities = Capabilities(
+            put_if_absent=True, shared=False, part_bytes=part_bytes, parallel_parts=parallel_parts
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    def upload(self, key: str, size: int) -> Upload:
+        self.begun += 1
+        self.open += 1
+        return _Counted(self, PutUpload(self, key, size), key, size)
+
+
+class _Counted:
+    def __init__(self, store: Uploads, inner: PutUpload, key: str, size: int) -> None:
+        self._store, self._inner, self._key, self._size, self._over = store, inner, key, size, False
+
+    @property
+    def part_bytes(self) -> int:
+        return self._store.part_bytes
+
+    def write(self, offset: int, data: memoryview) -> None:
+        self._store.running += 1
+        self._store.most_running = max(self._store.most_running, self._store.running)
+        assert offset % self.part_bytes == 0
+        assert not self._over
+        assert data.nbytes == min(self.part_bytes, self._size - offset)
+        self._inner.write(offset, data)
+        self._store.running -= 1
+
+    def finish(self) -> ObjectInfo:
+        assert not self._over
+        self._over = True
+        self._store.open -= 1
+        return self._inner.finish()
+
+    def abort(self) -> None:
+        assert not self._over
+        self._over = True
+        self._store.open -= 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_fetched_step_is_the_same_to_the_byte(
+    source: StorageBackend, destination: StorageBackend, workers: Workers, world_size: int
+) -> None:
+    written = write_checkpoint(source, 7, SMALL, world_size=world_size)
+    told: list[tuple[int, int]] = []
+    report = fetch_step(
+        source,
+        written.ref,
+        destination,
+        workers=workers,
+        on_progress=lambda done, total: told.append((done, total)),
+    )
+    assert objects(destination) == objects(source)
+    assert report.nbytes == report.copied_bytes == written.manifest.nbytes
+    assert told[-1] == (report.nbytes, report.nbytes)
+
+
+@pytest.mark.parametrize("part_bytes", [7, 100, 4096, 5000, 1 << 20])
+@pytest.mark.parametrize("span_bytes", [1, 300, 6000])
+@pytest.mark.parametrize("parallel_parts", [True, False])
+def test_parts_and_spans_of_any_size_fit_together(
+    source: StorageBackend,
+    workers: Workers,
+    monkeypatch: pytest.MonkeyPatch,
+    part_bytes: int,
+    span_bytes: int,
+    parallel_parts: bool,
+) -> None:
+    monkeypatch.setattr("ckpt.catalog.verify.SPAN_BYTES", span_bytes)
+    written = write_checkpoint(source, 7, {"w": np.arange(2000.0)}, world_size=2, chunk_bytes=256)
+    destination = Uploads(memory(), part_bytes=part_bytes, parallel_parts=parallel_parts)
+    fetch_step(source, written.ref, destination, workers=workers)
+    assert objects(destination) == objects(source)
+    assert (destination.begun, destination.open) == (2, 0)
+    assert parallel_parts or destination.most_running == 1
+
+
+def test_from_disk_to_disk(tmp_path: Path, workers: Workers) -> None:
+    source, destination = open_backend(str(tmp_path / "a")), open_backend(str(tmp_path / "b"))
+    big: Arrays = {
+        "w": np.random.default_rng(0).random((6_000, 1_001)),
+        "h": np.ones((70, 999), dtype=np.float16),
+    }
+    written = write_checkpoint(source, 1, big, world_size=2, chunk_bytes=3 << 20)
+    fetch_step(source, written.ref, destination, workers=workers)
+    for path in (tmp_path / "a").rglob("*.*"):
+        if path.is_file():
+            assert (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes() == path.read_bytes()
+    assert verify_step(destination, written.ref, workers=workers).intact
+
+
+def test_no_flipped_bit_is_ever_committed(source: StorageBackend, workers: Workers) -> None:
+    written = write_checkpoint(source, 1, SMALL, chunk_bytes=64)
+    for key, whole in objects(source).items():
+        for position in range(0, len(whole), 1 if len(whole) < 1000 else 13):
+            bad = bytearray(whole)
+            bad[position] ^= 1 << position % 8
+            source.put(key, [bad])
+            destination = Uploads(memory(), part_bytes=100)
+            with pytest.raises(IntegrityError):
+                fetch_step(source, written.ref, destination, workers=workers)
+            assert not is_committed(destination, written.ref)
+            assert not key.endswith(".safetensors") or objects(destination) == {}
+            assert destination.open == 0
+        source.put(key, [whole])
+
+
+def test_no_missing_cut_or_longer_file_is_ever_committed(source: StorageBackend, workers: Workers) -> None:
+    written = write_checkpoint(source, 1, SMALL, world_size=2, chunk_bytes=64)
+    for key, whole in objects(source).items():
+        for damaged in (b"", whole[:1], whole[:-1], whole + b"\0", None):
+            if damaged is None:
+                source.delete(key)
+            else:
+                source.put(key, [damaged])
+            destination = memory()
+            with pytest.raises(IntegrityError):
+                fetch_step(source, written.ref, destination, workers=workers)
+            assert not is_committed(destination, written.ref)
+        source.put(key, [whole])
+
+
+def test_a_fetch_that_was_cut_short_goes_on_where_it_was(source: StorageBackend, workers: Workers) -> None:
+    written = write_checkpoint(source, 1, SMALL, world_size=3)
+    store = memory()
+    last = written.manifest.files[-1]
+    broken = FaultyBackend(store, [Rule(verb="upload", key=last.name, fault=Raise(OutOfSpace))])
+    with Workers("one", 1) as one, pytest.raises(OutOfSpace):
+        fetch_step(source, written.ref, broken, workers=one)
+    assert not is_committed(store, written.ref)
+    report = fetch_step(source, written.ref, store, workers=workers)
+    assert report.copied_bytes == last.size
+    assert objects(store) == objects(source)
+
+
+def test_files_already_there_are_not_trusted_for_their_size(
+    source: StorageBackend, destination: StorageBackend, workers: Workers
+) -> None:
+    written = write_checkpoint(source, 1, SMALL, world_size=2)
+    fetch_step(source, written.ref, destination, workers=workers)
+    for key, whole in objects(destination).items():
+        bad = bytearray(whole)
+        bad[len(bad) // 2] ^= 1
+        destination.put(key, [bad])
+        fetch_step(source, written.ref, destination, workers=workers)
+        assert objects(destination) == objects(source), key
+
+
+def test_a_second_fetch_copies_nothing(source: StorageBackend, workers: Workers) -> None:
+    written = write_checkpoint(source, 1, SMALL, world_size=2)
+    destination = Uploads(memory(), part_bytes=100)
+    fetch_step(source, written.ref, destination, workers=workers)
+    again = fetch_step(source, written.ref, destination, workers=workers)
+    assert (again.copied_bytes, again.nbytes, destination.begun) == (0, written.manifest.nbytes, 2)
+
+
+def test_another_manifest_of_the_same_attempt_is_not_overwritten(
+    source: StorageBackend, destination: StorageBackend, workers: Workers
+) -> None:
+    written = write_checkpoint(source, 1, SMALL)
+    other = write_checkpoint(destination, 1, SMALL, world_size=2)
+    with pytest.raises(ObjectExists):
+        fetch_step(source, written.ref, destination, workers=workers)
+    assert read_object(destination, written.ref.manifest, limit=1 << 20) == pack(other.manifest)
+
+
+def test_the_manifest_is_written_last(source: StorageBackend, workers: Workers) -> None:
+    written = write_checkpoint(source, 1, SMALL, world_size=2)
+    order: list[str] = []
+
+    class Watched(Uploads):
+        def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+            order.append(key)
+            return super().put(key, parts, if_absent=if_absent)
+
+    fetch_step(source, written.ref, Watched(memory(), part_bytes=4096), workers=workers)
+    kinds = [key.rpartition(".")[2] if "manifest" not in key else "manifest" for key in order]
+    assert kinds == ["safetensors", "safetensors", "json", "json", "manifest"]
+
+
+def test_a_lost_reply_to_the_commit_is_no_failure(
+    source: StorageBackend, destination: StorageBackend, workers: Workers
+) -> None:
+    written = write_checkpoint(source, 1, SMALL)
+    rules = [Rule(verb="put", key="manifest", fault=LoseReply(TransientStorageError), nth=1)]
+    fetch_step(source, written.ref, FaultyBackend(destination, rules), workers=workers, retry=IMPATIENT)
+    assert objects(destination) == objects(source)
+
+
+def test_stuttering_stores_are_asked_again(
+    source: StorageBackend, destination: StorageBackend, workers: Workers
+) -> None:
+    written = write_checkpoint(source, 1, SMALL)
+    stutter = {
+        verb: Rule(verb=verb, fault=Raise(TransientStorageError), nth=1)
+        for verb in ("head", "read_into", "upload", "write", "put")
+    }
+    fetch_step(
+        FaultyBackend(source, [stutter["head"], stutter["read_into"]]),
+        written.ref,
+        FaultyBackend(destination, list(stutter.values())),
+        workers=workers,
+        retry=IMPATIENT,
+    )
+    assert objects(destination) == objects(source)
+
+
+@pytest.mark.parametrize("error", [OutOfSpace, AccessDenied, TransientStorageError])
+@pytest.mark.parametrize("verb", ["upload", "write", "put"])
+def test_a_failing_destination_is_its_own_error_and_leaves_no_step(
+    source: StorageBackend, workers: Workers, verb: str, error: type[CkptError]
+) -> None:
+    written = write_checkpoint(source, 1, SMALL, world_size=3)
+    store = memory()
+    rules = [Rule(verb=verb, fault=Raise(error))]  # type: ignore[arg-type]
+    with pytest.raises(error):
+        fetch_step(source, written.ref, FaultyBackend(store, rules), workers=workers, retry=IMPATIENT)
+    assert not is_committed(store, written.ref)
+
+
+def test_an_interrupted_fetch_aborts_its_uploads(source: StorageBackend) -> None:
+    written = write_checkpoint(source, 1, {"w": np.arange(5000.0)}, chunk_bytes=64, world_size=3)
+    destination = Uploads(memory(), part_bytes=100)
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with Workers("test", 3) as workers, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.catalog.verify.SPAN_BYTES", 512)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_step(source, written.ref, destination, workers=workers, on_progress=interrupt)
+    assert destination.open == 0
+    assert not is_committed(destination, written.ref)
+
+
+def test_memory_does_not_grow_with_the_file(source: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that takes what it is given at once lets spans and parts go: only what workers hold is alive."""
+    alive: list[int] = [0, 0]
+
+    class Memory(bytearray):
+        def __del__(self) -> None:
+            alive[0] -= len(self)
+
+    def counted(nbytes: int) -> memoryview:
+        alive[0] += nbytes
+        alive[1] = max(alive)
+        return memoryview(Memory(nbytes))
+
+    monkeypatch.setattr(transfer, "fresh_memory", counted)
+    monkeypatch.setattr("ckpt.catalog.verify.SPAN_BYTES", 1024)
+    written = write_checkpoint(source, 1, {"w": np.arange(40_000.0)}, chunk_bytes=512)
+
+    store = memory()
+
+    class Copies(_Counted):
+        """Takes the bytes, not the memory."""
+
+        def write(self, offset: int, data: memoryview) -> None:
+            super().write(offset, memoryview(bytes(data)))
+
+    class SmallParts(Uploads):
+        def upload(self, key: str, size: int) -> Upload:
+            return Copies(self, PutUpload(self, key, size), key, size)
+
+    destination = SmallParts(store, part_bytes=1000)
+    with Workers("test", 3) as workers:
+        fetch_step(source, written.ref, destination, workers=workers)
+    assert objects(destination) == objects(source)
+    assert alive[0] == 0
+    assert alive[1] <= 6 * (4096 + 2 * 1000)
+
+
+def test_a_step_that_is_not_there_is_not_found(
+    source: StorageBackend, destination: StorageBackend, workers: Workers
+) -> None:
+    with pytest.raises(CkptError):
+        fetch_step(source, StepRef(9, "abc123"), destination, workers=workers)
+    assert objects(destination) == {}

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli import output
+from tests.checkpoints import Written
+from tests.cli.conftest import Cli
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A shell command in which ``ckpt`` is the real thing."""
+    path = os.pathsep.join([str(REPO), str(REPO / "backends")])
+    return subprocess.run(
+        ["bash", "-c", f'ckpt() {{ "{sys.executable}" -X importtime -m ckpt.cli.main "$@"; }}; {command}'],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("args", ["--help", "ls", "show 100", "verify", "restore", "restore --to there"])
+def test_no_verb_imports_torch(steps: dict[int, Written], args: str) -> None:
+    done = run(f"ckpt {args}")
+    assert done.returncode == 0, done.stderr
+    imported = {
+        line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")
+    }
+    assert "ckpt.cli.main" in imported or "ckpt.cli.ls" in imported
+    assert "torch" not in imported
+
+
+def test_help_does_not_import_what_only_verbs_need(cli: Cli) -> None:
+    done = run("ckpt --help")
+    assert "Exit codes" in done.stdout
+    for slow in ("numpy", "msgspec", "rich.console", "ckpt.catalog"):
+        assert f" {slow}\n" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["restore", "ls", "show", "verify"])
+def test_every_verb_has_help_with_examples(cli: Cli, verb: str) -> None:
+    ran = cli(verb, "--help")
+    assert ran.code == 0
+    assert f"Examples:\n    ckpt {verb}" in ran.out
+    assert "\\b" not in ran.out
+
+
+@pytest.mark.parametrize("args", [["nope"], ["ls", "--nope"], ["show"], ["show", "x"], ["show", "-1"]])
+def test_a_wrong_call_exits_with_2(cli: Cli, args: list[str]) -> None:
+    assert cli(*args).code == 2
+
+
+@pytest.mark.parametrize(
+    ("root", "told"),
+    [
+        ("nope://x", "no backend for 'nope://x'"),
+        ("ckpt.toml", "not a folder"),
+        ("memory://none", "it is empty, or does not exist"),
+    ],
+)
+def test_a_wrong_root_is_told_in_one_line(cli: Cli, root: str, told: str) -> None:
+    Path("ckpt.toml").write_text("")
+    ran = cli("ls", "--root", root)
+    assert ran.code in (2, 7)
+    assert ran.err.count("\n") == 1
+    assert told in ran.err
+    assert ran.out == ""
+
+
+def test_a_missing_extra_names_what_to_install(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    ran = cli("ls", "--root", "gs://bucket/run", "--json")
+    assert ran.code == 2
+    assert ran.json["error"] == "MissingExtra"
+    assert "pip install 'ckpt-stream[gcs]'" in ran.json["message"]
+
+
+def test_without_a_root_all_three_ways_are_named(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_ROOT")
+    ran = cli("ls")
+    assert ran.code == 2
+    assert all(way in ran.err for way in ("--root", "CKPT_ROOT", "ckpt.toml"))
+
+
+def test_a_wrong_ckpt_toml_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_ROOT")
+    Path("ckpt.toml").write_text("rot = 'runs'")
+    ran = cli("ls")
+    assert ran.code == 2
+    assert ran.err == "error: ckpt.toml: rot is not a setting: did you mean root?\n"
+
+
+def test_credentials_are_never_printed(cli: Cli) -> None:
+    for url in (
+        "s4://user:hunter2@host/x",
+        "s4://h/x?X-Amz-Signature=hunter2&b=1",
+        "s4://h/x?access_key=hunter2",
+    ):
+        for flags in ([], ["--json"]):
+            ran = cli("ls", "--root", url, *flags)
+            assert ran.code == 2
+            assert "hunter2" not in ran.out + ran.err
+
+
+def test_a_root_without_permission_exits_with_3(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    cli("ls")
+    with monkeypatch.context() as patch:  # chmod would not stop root, whom CI may run as
+        patch.setattr("os.scandir", forbidden)
+        ran = cli("ls")
+    assert ran.code == 3
+    assert ran.err.startswith("error: access denied: ")
+    assert str(Path("runs").absolute()) in ran.err
+
+
+def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ckpt.catalog.index.survey", interrupt)
+    ran = cli("ls")
+    assert ran.code == 130
+    assert ran.err.strip() == "interrupted"
+
+
+def test_a_bug_of_ours_is_one_line_and_a_traceback_on_demand(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def burst(*_: object) -> None:
+        raise ZeroDivisionError("oops\nand more")
+
+    monkeypatch.setattr("ckpt.catalog.index.survey", burst)
+    ran = cli("ls")
+    assert ran.code == 1
+    assert ran.err == (
+        "error: internal error: ZeroDivisionError: oops\\nand more (run with CKPT_DEBUG=1 for the traceback)\n"
+    )
+    monkeypatch.setenv("CKPT_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli("ls")
+
+
+def test_a_reader_who_leaves_is_no_error(steps: dict[int, Written]) -> None:
+    done = run("for n in 1 2 3; do ckpt show 100 --json 2>err | head -c 1; grep -v 'import time' err; done")
+    assert done.stdout == "{{{"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_999, "10.0 kB"), (99_990, "100 kB"), (999_600, "1.00 MB"), (1_234_567_890, "1.23 GB"), (5 * 10**18, "5.00 EB"), (5 * 10**21, "5000 EB")],
+)  # fmt: skip
+def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
+    assert output.size(nbytes) == text
+
+
+def test_ranks_are_told_as_ranges() -> None:
+    assert output.ranges([7, 0, 1, 2, 2]) == "0-2, 7"
+    assert output.ranges([]) == ""
+
+
+def test_a_time_out_of_any_calendar_does_no_harm() -> None:
+    assert output.moment(1e30) == "?"
+    assert output.moment_utc(1e30) is None

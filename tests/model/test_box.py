@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ckpt.model import box as box_module
+from ckpt.model.box import Box, split_evenly, split_rows, tiling_fault
+from tests.model.boxes import (
+    boxes_in,
+    mask,
+    numbered,
+    partition,
+    shape_and_boxes,
+    shapes,
+    solid_shapes,
+)
+
+randoms = st.randoms(use_true_random=False)
+
+
+@given(shape_and_boxes(2))
+def test_two_boxes_meet_where_both_masks_are_set(drawn):
+    shape, (one, two) = drawn
+    common = mask(shape, one) & mask(shape, two)
+    met = one.intersect(two)
+    assert met == two.intersect(one)
+    if met is None:
+        assert not common.any()
+    else:
+        assert met.numel > 0
+        assert np.array_equal(mask(shape, met), common)
+
+
+@given(st.data())
+def test_a_relative_box_indexes_the_outer_box(data):
+    shape = data.draw(shapes)
+    outer = data.draw(boxes_in(shape))
+    part = data.draw(boxes_in(outer.shape))
+    inner = Box(tuple(a + b for a, b in zip(outer.offsets, part.offsets, strict=True)), part.shape)
+    array = numbered(shape)
+    assert np.array_equal(array[outer.slices()][inner.relative_to(outer).slices()], array[inner.slices()])
+
+
+def test_a_box_of_a_0d_tensor_is_its_one_element():
+    box = Box.whole(())
+    assert (box.numel, box.intersect(box), box.inside(())) == (1, box, True)
+    assert numbered(())[box.slices()] == 0
+
+
+@pytest.mark.parametrize(
+    ("box", "shape"),
+    [
+        (Box((0,), (4,)), (3,)),
+        (Box((3,), (1,)), (3,)),
+        (Box((-1,), (2,)), (3,)),
+        (Box((2,), (-1,)), (3,)),
+        (Box((0,), (3,)), (3, 1)),
+        (Box((0, 0), (3,)), (3,)),
+        (Box((0,), (3, 1)), (3,)),
+        (Box((), ()), (1,)),
+    ],
+)
+def test_a_box_that_sticks_out_is_not_inside(box, shape):
+    assert not box.inside(shape)
+
+
+@given(shape_and_boxes(1))
+def test_a_box_cut_out_of_a_shape_is_inside_it(drawn):
+    shape, (box,) = drawn
+    assert box.inside(shape)
+
+
+# -- split_rows -------------------------------------------------------------------------------------------------------
+
+
+@given(shape_and_boxes(1), st.integers(1, 40))
+def test_rows_follow_each_other_in_the_memory_of_the_box(drawn, most):
+    shape, (box,) = drawn
+    array = numbered(shape)
+    parts = split_rows(box, most)
+    assert all(1 <= part.numel <= most for part in parts)
+    runs = [array[part.slices()].ravel() for part in parts]
+    joined = np.concatenate(runs) if runs else np.zeros(0, dtype=int)
+    assert np.array_equal(joined, array[box.slices()].ravel())
+
+
+@given(shape_and_boxes(1), st.integers(1, 40))
+def test_rows_are_not_cut_finer_than_a_third_of_what_is_allowed(drawn, most):
+    _, (box,) = drawn
+    parts = split_rows(box, most)
+    assert len(parts) <= 1 or len(parts) * most < 3 * box.numel
+
+
+@pytest.mark.parametrize(
+    ("box", "most", "shapes_of_parts"),
+    [
+        (Box.whole(()), 1, [()]),
+        (Box.whole((0,)), 5, []),
+        (Box.whole((3, 0, 2)), 1, []),
+        (Box.whole((1, 1, 1)), 1, [(1, 1, 1)]),
+        (Box.whole((2, 5)), 3, [(1, 3), (1, 2), (1, 3), (1, 2)]),  # a row is larger than a part
+        (Box.whole((5, 2)), 4, [(2, 2), (2, 2), (1, 2)]),
+        (Box.whole((1, 1, 7)), 3, [(1, 1, 3), (1, 1, 3), (1, 1, 1)]),
+        (Box.whole((4,)), 4, [(4,)]),
+    ],
+)
+def test_rows_of_odd_boxes(box, most, shapes_of_parts):
+    assert [part.shape for part in split_rows(box, most)] == shapes_of_parts
+
+
+def test_a_row_of_many_gigabytes_is_cut_without_touching_memory():
+    parts = split_rows(Box((3, 0), (2, 1 << 40)), 1 << 36)
+    assert len(parts) == 2 * 16
+    assert parts[17] == Box((4, 1 << 36), (1, 1 << 36))
+
+
+def test_a_box_of_sixty_dimensions_is_cut():
+    box = Box.whole((1,) * 58 + (3, 4))
+    assert [part.shape[-2:] for part in split_rows(box, 4)] == [(1, 4)] * 3
+
+
+# -- split_evenly -----------------------------------------------------------------------------------------------------
+
+
+@given(shape_and_boxes(1), st.integers(1, 9))
+def test_even_slabs_tile_the_box_and_differ_by_one_row(drawn, count):
+    shape, (box,) = drawn
+    slabs = split_evenly(box, count)
+    assert len(slabs) == count
+    if all(n < count for n in box.shape):
+        assert slabs == [None] * count
+        return
+    seen = sum((mask(shape, slab).astype(int) for slab in slabs if slab), np.zeros(shape, dtype=int))
+    assert np.array_equal(seen, mask(shape, box).astype(int))
+    dim = next(d for d, n in enumerate(box.shape) if n >= count)
+    lengths = [slab.shape[dim] for slab in slabs if slab]
+    assert len(lengths) == count
+    assert max(lengths) - min(lengths) <= 1
+
+
+# -- tiling -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["grid", "sweep"])
+def path(request, monkeypatch):
+    """Both ways to look for overlaps."""
+    if request.param == "sweep":
+        monkeypatch.setattr(box_module, "_MOST_CELLS", 0)
+    return request.param
+
+
+def on_both_paths(shape, boxes):
+    """The fault, if grid and sweep agree whether there is one."""
+    by_grid = tiling_fault(shape, boxes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(box_module, "_MOST_CELLS", 0)
+        by_sweep = tiling_fault(shape, boxes)
+    assert (by_grid is None) == (by_sweep is None)
+    assert ("overlap" in (by_grid or "")) == ("overlap" in (by_sweep or ""))
+    return by_grid
+
+
+@given(solid_shapes, st.integers(1, 12), randoms)
+def test_a_partition_has_no_fault(shape, count, rng):
+    assert on_both_paths(shape, partition(shape, count, rng)) is None
+
+
+@given(solid_shapes, st.integers(1, 12), randoms)
+def test_a_partition_with_empty_boxes_has_no_fault(shape, count, rng):
+    assume(shape)
+    boxes = [*partition(shape, count, rng), Box((0,) * len(shape), (0,) * len(shape)), Box(shape, (0,) * len(shape))]
+    assert on_both_paths(shape, boxes) is None
+
+
+@given(solid_shapes, st.integers(1, 12), randoms)
+def test_a_dropped_box_leaves_a_hole_of_its_size(shape, count, rng):
+    boxes = partition(shape, count, rng)
+    dropped = boxes.pop(rng.randrange(len(boxes)))
+    total = math.prod(shape)
+    assert on_both_paths(shape, boxes) == f"{dropped.numel} of {total} elements are in no box"
+
+
+@given(solid_shapes, st.integers(1, 12), randoms)
+def test_a_box_given_twice_overlaps(shape, count, rng):
+    boxes = partition(shape, count, rng)
+    boxes.insert(rng.randrange(len(boxes) + 1), rng.choice(boxes))
+    assert "overlap" in on_both_paths(shape, boxes)
+
+
+@given(solid_shapes, st.integers(1, 12), randoms)
+def test_a_shifted_box_is_found(shape, count, rng):
+    assume(shape)
+    boxes = partition(shape, count, rng)
+    index, dim = rng.randrange(len(boxes)), rng.randrange(len(shape))
+    offsets = list(boxes[index].offsets)
+    offsets[dim] += rng.choice([-1, 1])
+    boxes[index] = Box(tuple(offsets), boxes[index].shape)
+    assert on_both_paths(shape, boxes) is not None
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_any_set_of_boxes_is_judged_as_numpy_counts(data):
+    shape = data.draw(shapes)
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=5))
+    counts = sum((mask(shape, box).astype(int) for box in boxes), np.zeros(shape, dtype=int))
+    fault = on_both_paths(shape, boxes)
+    assert (fault is None) == bool((counts == 1).all())
+    assert ("overlap" in (fault or "")) == bool((counts > 1).any())
+
+
+def test_a_pinwheel_is_accepted(path):
+    boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    assert tiling_fault((3, 3), boxes) is None
+    assert tiling_fault((3, 3), boxes[:-1]) == "1 of 9 elements are in no box"
+
+
+def test_a_hole_and_an_overlap_of_the_same_size_do_not_cancel(path):
+    boxes = [Box((0,), (2,)), Box((1,), (2,))]
+    assert "overlap" in tiling_fault((4,), boxes)
+
+
+def test_a_box_outside_is_named(path):
+    assert "(3,)+(2,) is not inside the shape (4,)" in tiling_fault((4,), [Box((0,), (3,)), Box((3,), (2,))])
+
+
+def test_a_0d_tensor_has_one_box(path):
+    box = Box((), ())
+    assert tiling_fault((), [box]) is None
+    assert tiling_fault((), []) == "1 of 1 elements are in no box"
+    assert "overlap" in tiling_fault((), [box, box])
+
+
+def test_a_tensor_without_elements_needs_no_box(path):
+    assert tiling_fault((0, 5), []) is None
+    assert tiling_fault((0, 5), [Box((0, 0), (0, 5)), Box((0, 2), (0, 1))]) is None
+
+
+def test_a_mesh_of_sixteen_thousand_shards_is_checked(path):
+    boxes = [Box((row * 3, column * 5), (3, 5)) for row in range(64) for column in range(256 if path == "grid" else 16)]
+    shape = (192, boxes[-1].offsets[1] + 5)
+    assert tiling_fault(shape, boxes) is None
+    assert tiling_fault(shape, boxes[:-1]) is not None

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.config import Config, SaveConfig, Tier, debug_wanted, load_config, resolve_root, resolve_tier
+from ckpt.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CKPT_ROOT", raising=False)
+    monkeypatch.delenv("CKPT_DEBUG", raising=False)
+    return tmp_path
+
+
+def written(text: str) -> Config:
+    Path("ckpt.toml").write_text(text)
+    return load_config()
+
+
+def test_without_a_file_there_are_the_defaults() -> None:
+    assert load_config() == Config(tiers=(), save=SaveConfig(), metadata={}, path=None)
+
+
+def test_a_whole_file_is_read() -> None:
+    config = written("""
+        [[tiers]]
+        url = "/nvme/ckpt"
+        [[tiers]]
+        url = "s3://bucket/run42"
+        options = { endpoint_url = "http://store:9000" }
+        [save]
+        on_busy = "skip"
+        overlap = "off"
+        chunk_mib = 8
+        commit_timeout_seconds = 30
+        slots = 1
+        threads = 4
+        nice = 0
+        cpus = [2, 3]
+        [metadata]
+        team = "speech"
+        tags = ["a", 1, true]
+    """)
+    assert config.tiers == (
+        Tier("/nvme/ckpt"),
+        Tier("s3://bucket/run42", {"endpoint_url": "http://store:9000"}),
+    )
+    assert config.save == SaveConfig(
+        on_busy="skip", overlap="off", chunk_bytes=8 << 20, commit_timeout_seconds=30, slots=1, threads=4, nice=0, cpus=frozenset({2, 3})
+    )  # fmt: skip
+    assert config.metadata == {"team": "speech", "tags": ["a", 1, True]}
+
+
+def test_a_root_is_the_only_tier() -> None:
+    assert written('root = "runs/gpt"').tiers == (Tier("runs/gpt"),)
+
+
+def test_relative_folders_in_a_file_elsewhere_are_relative_to_it(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    file = tmp_path / "deep" / "job.toml"
+    file.write_text('tiers = [{url = "runs"}, {url = "/abs"}, {url = "s3://b/p"}, {url = "~/runs"}]')
+    urls = [tier.url for tier in load_config(file).tiers]
+    assert urls == [str(tmp_path / "deep" / "runs"), "/abs", "s3://b/p", "~/runs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("rot = 'x'", "ckpt.toml: rot is not a setting: did you mean root?"),
+        ("[save]\nchunk_mb = 3", "save.chunk_mb is not a setting: did you mean chunk_mib?"),
+        ("[[tiers]]\nuri = 'x'", "tiers.uri is not a setting: did you mean url?"),
+        ("zzzz = 1", "known are root, tiers, save, metadata"),
+        ("root = 'a'\n[[tiers]]\nurl = 'b'", "exclude each other"),
+        ("root = ''", "a tier needs a folder or a URL"),
+        ("root = 3", "a tier needs a folder or a URL"),
+        ("[[tiers]]", "a tier needs a folder or a URL"),
+        ("[tiers]\nurl = 'x'", r"\[\[tiers\]\]"),
+        ("tiers = ['x']", "each of tiers is a table"),
+        ("[[tiers]]\nurl = 'x'\noptions = 'y'", "options of 'x' must be a table"),
+        ("save = 3", r"write \[save\]"),
+        ("[save]\non_busy = 'wiat'", "on_busy='wiat': choose 'wait' or 'skip'"),
+        ("[save]\noverlap = true", "overlap=True: choose 'auto' or 'off'"),
+        ("[save]\nchunk_mib = 100", "chunk_mib=100: give a whole number from 1 to 64"),
+        ("[save]\nchunk_mib = 0.5", "chunk_mib=0.5: give a whole number from 1 to 64"),
+        ("[save]\ncommit_timeout_seconds = 0", "commit_timeout_seconds=0: give a number of seconds above 0"),
+        ("[save]\ncommit_timeout_seconds = inf", "commit_timeout_seconds=inf"),
+        ("[save]\nslots = 0", "slots=0: give a whole number from 1"),
+        ("[save]\nthreads = true", "threads=True: give a whole number from 1"),
+        ("[save]\nnice = -5", "nice=-5: give a whole number from 0 to 19"),
+        ("[save]\ncpus = 3", "cpus=3: give a list of core numbers"),
+        ("[save]\ncpus = []", "cpus is empty"),
+        ("[save]\ncpus = ['a']", "cpus='a'"),
+        (
+            "[metadata]\nday = 2026-01-01",
+            "metadata.day=2026-01-01 cannot be kept in a manifest: write it as a string",
+        ),
+        ("[metadata]\nx = [nan]", r"metadata.x\[0\]=nan"),
+        ("root = ", "ckpt.toml is not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_way_out(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        written(text)
+
+
+def test_a_file_that_was_asked_for_must_be_there() -> None:
+    with pytest.raises(ConfigError, match=r"other\.toml cannot be read: No such file"):
+        load_config("other.toml")
+
+
+def test_a_file_that_is_not_text_is_refused() -> None:
+    Path("ckpt.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chunk_bytes": 8},
+        {"chunk_bytes": 1 << 30},
+        {"slots": 17},
+        {"nice": 2.0},
+        {"commit_timeout_seconds": float("nan")},
+    ],
+)
+def test_a_save_config_checks_itself(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SaveConfig(**wrong)
+
+
+def test_the_flag_wins_over_the_variable_and_the_variable_over_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"--root URL.*CKPT_ROOT.*ckpt\.toml"):
+        resolve_root(None)
+    Path("ckpt.toml").write_text('root = "from-file"')
+    assert resolve_root(None) == "from-file"
+    monkeypatch.setenv("CKPT_ROOT", "from-variable")
+    assert resolve_root(None) == "from-variable"
+    assert resolve_root("from-flag") == "from-flag"
+
+
+def test_a_memory_tier_is_passed_over_since_it_is_gone_with_its_process() -> None:
+    written('tiers = [{url = "memory://x"}, {url = "runs"}]')
+    assert resolve_root(None) == "runs"
+
+
+def test_a_root_that_is_a_tier_has_the_options_of_the_tier() -> None:
+    written('tiers = [{url = "runs"}, {url = "s3://b", options = {endpoint_url = "http://x"}}]')
+    assert resolve_tier("s3://b").options == {"endpoint_url": "http://x"}
+    assert resolve_tier("s3://c").options == {}
+
+
+def test_the_repr_of_a_tier_hides_its_options() -> None:
+    assert "hunter2" not in repr(Tier("s3://b", {"secret": "hunter2"}))
+
+
+def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not debug_wanted()
+    monkeypatch.setenv("CKPT_DEBUG", "1")
+    assert debug_wanted()
