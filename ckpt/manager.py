@@ -12,7 +12,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 import torch.distributed as dist
 
-from ckpt.adapters.collect import Collected, collect
+from ckpt.adapters.collect import Collected, Memory, collect
 from ckpt.adapters.prepare import PlanCache, Prepared
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.catalog.index import committed
@@ -84,6 +84,7 @@ class CheckpointManager:
         self._coordinator = coordinator or _coordinator()
         self._fence = Fence()
         self._slots = SlotPool(self._config.slots)
+        self._memory = Memory()
         self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
         self._saver = Saver(self._tiers, self._coordinator, self._config)
         self._copier = Workers("copy", 1)
@@ -194,6 +195,7 @@ class CheckpointManager:
         self._streamer.close()
         self._saver.close()
         self._plans.forget()
+        self._memory.forget()
         self._slots.close()
         self._coordinator.close()
         for tier in self._tiers:
@@ -216,14 +218,14 @@ class CheckpointManager:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
-        collected = collect(state, rank=self._coordinator.rank)
+        collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         prepared = self._plans.prepare(collected)
         slot = self._slots.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
         if slot is None:
             return self._skip(ref, trial)
         try:
             snapshot = prepared.snapshot(
-                slot, collected.held, ref.step, overlap=self._config.overlap == "auto"
+                slot, collected.parts, ref.step, overlap=self._config.overlap == "auto"
             )
             job = self._job(ref, trial, prepared, slot, collected)
             self._fence.guard(collected.optimizers)

@@ -6,7 +6,7 @@ The tree has the shape of the state. Containers and plain values are themselves;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,20 +15,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.modules import ModuleItems, Parameters, items_of, name_groups, state_name, unwrapped
+from ckpt.adapters.modules import (
+    ModuleItems,
+    Parameters,
+    items_of,
+    name_groups,
+    raw_state,
+    state_name,
+    unwrapped,
+)
 from ckpt.adapters.per_rank import PerRank
+from ckpt.adapters.segments import PLAIN, At, Held, Segment, same_view
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A tensor of the state. ``late``: only its optimizer's step changes it. ``replicas``: who holds the same, if it is a plain tensor and known."""
-
-    name: str
-    tensor: torch.Tensor
-    late: bool
-    replicas: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -36,19 +35,60 @@ class Collected:
     """What a walk over a state found, in the walk's order.
 
     Attributes:
+        parts: Tensors: those of a module or optimizer as one segment, the very same as in the last walk if nothing about it has changed; others alone.
         tied: name -> the name of the same memory met earlier.
         per_rank: path -> tree of a ``PerRank`` value.
         optimizers: Those to be fenced.
     """
 
-    held: list[Held] = field(default_factory=list)
-    tied: dict[str, str] = field(default_factory=dict)
+    parts: list[Segment | Held] = field(default_factory=list[Segment | Held])
+    tied: dict[str, str] = field(default_factory=dict[str, str])
     tree: Node = None
-    per_rank: dict[str, Node] = field(default_factory=dict)
-    optimizers: list[Optimizer] = field(default_factory=list)
+    per_rank: dict[str, Node] = field(default_factory=dict[str, Node])
+    optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
+
+    @property
+    def held(self) -> list[Held]:
+        """All tensors."""
+        found: list[Held] = []
+        for part in self.parts:
+            if isinstance(part, Segment):
+                found += part.held
+            else:
+                found.append(part)
+        return found
 
 
-def collect(state: Mapping[str, Any], *, rank: int) -> Collected:
+class Memory:
+    """What the last walk found, so that the next need not look at it twice.
+
+    Threads: the training thread.
+    """
+
+    def __init__(self) -> None:
+        self.segments: dict[str, Segment] = {}
+        self.modules: dict[str, tuple[int, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
+
+    def items(self, path: str, module: nn.Module) -> ModuleItems:
+        """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
+        raw = raw_state(module)
+        keys, values = tuple(raw), tuple(raw.values())
+        known = self.modules.get(path)
+        if known is None or known[0] != id(module) or known[1] != keys or not _same_tensors(known[2], values):
+            known = self.modules[path] = (id(module), keys, values, items_of(path, module))
+        return known[3]
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self.segments.clear()
+        self.modules.clear()
+
+
+def _same_tensors(known: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    return all(one is two and isinstance(one, torch.Tensor) for one, two in zip(known, now, strict=True))
+
+
+def collect(state: Mapping[str, Any], *, rank: int, memory: Memory | None = None) -> Collected:
     """Walk ``state``. Nothing is copied: tensors are those of the state.
 
     Raises:
@@ -58,10 +98,12 @@ def collect(state: Mapping[str, Any], *, rank: int) -> Collected:
         raise UnsupportedValue(
             "state", type(state).__name__, "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
         )
+    memory = memory or Memory()
     objects = list(walk_objects(state))
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    walk = _Walk(find_parameters(objects), owned, rank)
+    modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
+    walk = _Walk(Parameters(modules), owned, rank, memory)
     walk.out.tree = {key: encode(value, join("", key), walk.other) for key, value in _string_keys(state)}
     return walk.out
 
@@ -92,41 +134,32 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield from walk_objects(item, join(path, index), depth + 1)
 
 
-def find_parameters(objects: Iterable[tuple[str, Any]]) -> Parameters:
-    """Paths of the parameters of all modules of the state; the first path wins where two modules share one."""
-    paths: dict[int, str] = {}
-    replicas: dict[int, tuple[int, ...]] = {}
-    modules: dict[int, ModuleItems] = {}
-    for path, module in objects:
-        if not isinstance(module, nn.Module):
-            continue
-        found = modules[id(module)] = items_of(module)
-        for entry in found.entries:
-            if isinstance(entry.value, nn.Parameter):
-                paths.setdefault(id(entry.value), f"{path}/{entry.fqn}")
-                replicas.setdefault(id(entry.value), found.replicas)
-    return Parameters(paths=paths, replicas=replicas, modules=modules)
+def find_parameters(objects: Sequence[tuple[str, Any]]) -> Parameters:
+    """The modules among the objects of a state."""
+    return Parameters(
+        (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
+    )
 
 
 class _Walk:
-    def __init__(self, parameters: Parameters, owned: set[int], rank: int) -> None:
+    def __init__(self, parameters: Parameters, owned: set[int], rank: int, memory: Memory) -> None:
         self.out = Collected()
-        self._parameters, self._rank = parameters, rank
-        self._seen: dict[Any, str] = {}
-        self._owned = owned
+        self._parameters, self._owned, self._rank, self._memory = parameters, owned, rank, memory
+        self._seen: dict[int, str] = {}
+        self._at: At = {}
         self._alone = False  # inside a PerRank value: never shared
 
     def other(self, value: object, path: str) -> Node:
         """The hook of ``encode`` for what is not plain."""
         match value:
             case torch.Tensor():
-                return {"$": "tensor", "n": self._hold(path, value)}
+                return {"$": "tensor", "n": self._tensor(path, value)}
             case np.ndarray():
                 return self._array(value, path)
             case nn.Module():
                 return self._module(value, path)
             case Optimizer():
-                return self._optimizer(value, path)
+                return self._optimizer(unwrapped(value), path)
             case PerRank():
                 return self._per_rank(value, path)
             case torch.Size():
@@ -139,31 +172,39 @@ class _Walk:
             return {"$": "object", "v": encode(value.state_dict(), path, self.other)}  # type: ignore[attr-defined]
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
-    def _hold(
-        self, name: str, tensor: torch.Tensor, *, late: bool = False, replicas: tuple[int, ...] = ()
-    ) -> str:
-        """Register a tensor; returns the name its bytes are stored under."""
+    # -- tensors alone ------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> str:
+        """Register a tensor that belongs to no module or optimizer; returns the name its bytes are stored under."""
         if self._alone:
-            name, replicas = f"{name}@{self._rank}", ()
-        keys: list[Any] = [id(tensor)]
-        if (
-            tensor.numel()
-            and type(tensor) in (torch.Tensor, nn.Parameter)
-            and tensor.layout is torch.strided
-            and not tensor.is_meta
-        ):
-            keys.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
-        for key in keys:
-            if (first := self._seen.get(key)) is not None:
-                if first != name:
-                    self.out.tied[name] = first
-                return first
-        for key in keys:
-            self._seen[key] = name
-        self.out.held.append(Held(name, tensor, late, replicas))
-        return name
+            name = f"{name}@{self._rank}"
+        stored = self._stored(name, tensor, self._seen, self._at)
+        if stored == name:
+            self.out.parts.append(Held(name, tensor, late=False, replicas=()))
+        else:
+            self.out.tied[name] = stored
+        return stored
+
+    def _stored(self, name: str, tensor: torch.Tensor, seen: dict[int, str], at: At) -> str:
+        """``name``, or that of an earlier tensor which is this one. All that were seen are kept: no identity comes twice."""
+        stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
+        if stored is None:
+            stored = name
+            if type(tensor) in PLAIN and tensor.layout is torch.strided and (address := tensor.data_ptr()):
+                others = (
+                    [*self._at.get(address, ()), *at.get(address, ())]
+                    if at is not self._at
+                    else at.get(address, [])
+                )
+                stored = next((known for other, known in others if same_view(other, tensor)), name)
+                if stored == name:
+                    at.setdefault(address, []).append((tensor, name))
+            seen[id(tensor)] = stored
+        return stored
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
+        if isinstance(array, np.ma.MaskedArray):
+            raise UnsupportedValue(path, "masked array", "save its data and its mask as arrays of their own")
         try:
             plain = np.ascontiguousarray(array)
             tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy()).reshape(array.shape)
@@ -171,50 +212,112 @@ class _Walk:
             raise UnsupportedValue(
                 path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
             ) from None
-        return {"$": "array", "n": self._hold(path, tensor), "d": array.dtype.str}
+        return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
+
+    # -- segments -----------------------------------------------------------------------------------------------------------
+
+    def _segment(
+        self,
+        path: str,
+        key: Sequence[object],
+        tensors: Sequence[torch.Tensor],
+        make: Callable[[], Iterator[Held]],
+    ) -> None:
+        """Register tensors together: as in the last walk if they are the same, else as ``make`` names them."""
+        segment = self._memory.segments.get(path)
+        fresh = segment is None or not (
+            segment.closed
+            and self._seen.keys().isdisjoint(segment.seen)
+            and self._at.keys().isdisjoint(segment.at)
+            and segment.still(key, tensors)
+        )
+        if segment is None or fresh:
+            segment = self._memory.segments[path] = self._build(key, tensors, make())
+        self._seen.update(segment.seen)
+        self._at.update(segment.at)
+        self.out.tied.update(segment.tied)
+        self.out.parts.append(segment)
+
+    def _build(
+        self, key: Sequence[object], tensors: Sequence[torch.Tensor], candidates: Iterator[Held]
+    ) -> Segment:
+        held: list[Held] = []
+        tied: dict[str, str] = {}
+        seen: dict[int, str] = {}
+        at: At = {}
+        for item in candidates:
+            stored = self._stored(item.name, item.tensor, seen, at)
+            if stored == item.name:
+                held.append(item)
+            else:
+                tied[item.name] = stored
+        for address in at.keys() & self._at.keys():  # other views of the same memory: keep both in sight
+            at[address] = [*self._at[address], *at[address]]
+        return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
 
     def _module(self, module: nn.Module, path: str) -> Node:
         if self._alone:
             raise UnsupportedValue(path, "module in a PerRank", "give it a name of its own on each rank")
-        found = self._parameters.modules[id(module)]
+        items = self._parameters.of(module)
         values: dict[str, Node] = {}
-        for entry in found.entries:
+        tensors: list[torch.Tensor] = []
+        for entry in items.entries:
             if isinstance(entry.value, torch.Tensor):
-                self._hold(
-                    f"{path}/{entry.fqn}",
-                    entry.value,
-                    late=id(entry.value) in self._owned,
-                    replicas=found.replicas,
-                )
+                tensors.append(entry.value)
             else:
                 values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
+        late = [id(tensor) in self._owned for tensor in tensors]
+
+        def named() -> Iterator[Held]:
+            fqns = (entry.fqn for entry in items.entries if isinstance(entry.value, torch.Tensor))
+            for fqn, tensor, is_late in zip(fqns, tensors, late, strict=True):
+                yield Held(f"{path}/{fqn}", tensor, is_late, items.replicas)
+
+        self._segment(path, (items, *late), tensors, named)
         return {"$": "module", "values": values}
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
         if self._alone:
             raise UnsupportedValue(path, "optimizer in a PerRank", "give it a name of its own on each rank")
-        optimizer = unwrapped(optimizer)
         self.out.optimizers.append(optimizer)
         names = name_groups(optimizer, self._parameters)
-        groups: list[Node] = []
         state: dict[str, Node] = {}
+        owners: list[tuple[str, object, torch.Tensor]] = []
+        tensors: list[torch.Tensor] = []
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
-            values = {key: value for key, value in group.items() if key != "params"}
-            groups.append(
-                {
-                    "params": group_names,
-                    "values": encode(values, f"{path}/param_groups/{len(groups)}", self.other),
-                }
-            )
             for parameter, name in zip(group["params"], group_names, strict=True):
-                replicas = self._parameters.replicas.get(id(parameter), ())
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    full = state_name(path, name, key)
                     if isinstance(value, torch.Tensor):
-                        self._hold(full, value, late=True, replicas=replicas)
+                        owners.append((name, key, parameter))
+                        tensors.append(value)
                     else:
+                        full = state_name(path, name, key)
                         state[full] = encode(value, full, self.other)
-        return {"$": "optimizer", "groups": groups, "state": state}
+
+        def named() -> Iterator[Held]:
+            for (name, key, parameter), tensor in zip(owners, tensors, strict=True):
+                yield Held(
+                    state_name(path, name, key),
+                    tensor,
+                    late=True,
+                    replicas=self._parameters.replicas_of(parameter),
+                )
+
+        self._segment(path, [(name, key) for name, key, _ in owners], tensors, named)
+        return {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+
+    def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
+        return [
+            {
+                "params": group_names,
+                "values": encode(
+                    {key: value for key, value in group.items() if key != "params"},
+                    f"{path}/param_groups/{index}",
+                    self.other,
+                ),
+            }
+            for index, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True))
+        ]
 
     def _per_rank(self, value: PerRank, path: str) -> Node:
         if self._alone:

@@ -70,7 +70,7 @@ class _Match:
         self._rank, self._world = rank, world_size
         self._tensors = manifest.tensor_map()
         self._names = sorted(self._tensors)
-        self._parameters = find_parameters(walk_objects(state))
+        self._parameters = find_parameters(list(walk_objects(state)))
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._made: dict[str, torch.Tensor] = {}
@@ -90,6 +90,8 @@ class _Match:
     # -- containers ---------------------------------------------------------------------------------------------------------
 
     def _mapping(self, target: MutableMapping[Any, Any], node: Mapping[str, Node], path: str) -> None:
+        if not isinstance(node, dict):
+            raise KindMismatch(path, _kind(node), "dict")
         saved = dict(node) if "$" not in node else self._pairs(node, path)
         for key, value in target.items():
             if key not in saved:
@@ -115,7 +117,7 @@ class _Match:
             raise KindMismatch(path, _kind(node), f"{type(target).__name__} of {len(target)}")
         fresh = list(target)
         for index, (value, item) in enumerate(zip(target, items, strict=True)):
-            self._item(value, item, join(path, index), partial(fresh.__setitem__, index))
+            self._item(value, item, join(path, str(index)), partial(fresh.__setitem__, index))
         if isinstance(target, list):
             self.out.actions.append(lambda: target.__setitem__(slice(None), fresh))
         else:
@@ -143,9 +145,9 @@ class _Match:
             case _ if is_stateful(target):
                 self._expect(node, path, "object")
                 value = node["v"]
-                made = self._rebuild(value)
+                made = self._rebuild(value, path)
                 self.out.actions.append(lambda: target.load_state_dict(made()))
-            case MutableMapping() if _has_live(target) and isinstance(node, dict):
+            case MutableMapping() if _has_live(target):
                 self._mapping(target, node, path)
             case list() | tuple() if _has_live(target):
                 self._sequence(target, node, path, put)
@@ -158,7 +160,7 @@ class _Match:
             raise KindMismatch(path, _kind(node), type(target).__name__)
         if tag in ("tensor", "array") and target is not None:
             raise KindMismatch(path, _kind(node), type(target).__name__)
-        made = self._rebuild(node)
+        made = self._rebuild(node, path)
         self.out.actions.append(lambda: put(made()))
 
     def _array(self, target: np.ndarray[Any, Any], node: Node, path: str, put: Callable[[Any], None]) -> None:
@@ -208,21 +210,22 @@ class _Match:
 
     def _module(self, module: nn.Module, node: Mapping[str, Node], path: str) -> None:
         own = {id(t) for t in (*module.parameters(), *module.buffers())}
-        saved = {name[len(path) + 1 :] for name in self._below(path)} | set(node["values"])
+        values = node["values"]
+        inside = tuple(f"{fqn}/" for fqn in values)  # tensors in an extra state
+        saved = {name[len(path) + 1 :] for name in self._below(path)} | set(values)
+        saved = {fqn for fqn in saved if not fqn.startswith(inside)}
         extra: dict[str, Callable[[], Any]] = {}
-        for entry in items_of(module).entries:
+        for entry in items_of(path, module).entries:
+            name = f"{path}/{entry.fqn}"
             if entry.fqn not in saved:
-                self._missing.append(f"{path}/{entry.fqn}")
-                continue
-            saved.discard(entry.fqn)
-            if isinstance(entry.value, torch.Tensor) and id(entry.value) in own:
-                self._want(f"{path}/{entry.fqn}", entry.value)
-            elif isinstance(entry.value, torch.Tensor):
-                extra[entry.key] = self._rebuild({"$": "tensor", "n": f"{path}/{entry.fqn}"})
-            elif entry.fqn in node["values"]:
-                extra[entry.key] = self._rebuild(node["values"][entry.fqn])
+                self._missing.append(name)
+            elif id(entry.value) not in own:  # extra state: whatever it was
+                extra[entry.key] = self._rebuild(values.get(entry.fqn, {"$": "tensor", "n": name}), name)
+            elif entry.fqn in values:
+                raise KindMismatch(name, _kind(values[entry.fqn]), "tensor")
             else:
-                raise KindMismatch(f"{path}/{entry.fqn}", "tensor", type(entry.value).__name__)
+                self._want(name, entry.value)
+            saved.discard(entry.fqn)
         self._unexpected += [f"{path}/{fqn}" for fqn in sorted(saved)]
         if extra:
             self.out.actions.append(lambda: _load_extra(module, {key: made() for key, made in extra.items()}))
@@ -314,12 +317,14 @@ class _Match:
         if not isinstance(node, dict) or node.get("$") not in tags:
             raise KindMismatch(path, _kind(node), tags[0])
 
-    def _rebuild(self, node: Node) -> Callable[[], Any]:
+    def _rebuild(self, node: Node, path: str = "") -> Callable[[], Any]:
         """Order the tensors of ``node`` to be read; the value can be had once they are."""
-        decode(node, self._order)
+        decode(node, partial(self._order, path))
         return lambda: decode(node, self._make)
 
-    def _order(self, tag: str, node: Mapping[str, Node]) -> object:
+    def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
+        if tag in ("module", "optimizer", "per_rank"):
+            raise KindMismatch(path, f"container with a {tag}", "plain value")
         if tag in ("tensor", "array") and node["n"] not in self._made:
             name = node["n"]
             if (tensor := self._tensors.get(name)) is None:
@@ -327,7 +332,7 @@ class _Match:
             self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
             self._want(name, self._made[name])
         if tag == "object":
-            decode(node["v"], self._order)
+            decode(node["v"], partial(self._order, path))
         return None
 
     def _make(self, tag: str, node: Mapping[str, Node]) -> object:

@@ -6,7 +6,7 @@ parameters, not by their position, so groups and ids may differ between save and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from ckpt.model.values import join
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
     """One item of a module's state dict. ``key`` is the module's own name for it, ``fqn`` the canonical one."""
 
@@ -39,10 +39,15 @@ def unwrapped(optimizer: Any) -> Optimizer:
     return found
 
 
+def raw_state(module: nn.Module) -> dict[str, Any]:
+    """The module's own state dict, with its hooks run and its tensors as they are."""
+    return module.state_dict(keep_vars=True)
+
+
 def entries(module: nn.Module) -> Iterator[Entry]:
     """The module's state dict with canonical names, tensors not detached. Order is the module's own."""
     prefixes = _wrapper_prefixes(module)
-    for key, value in module.state_dict(keep_vars=True).items():
+    for key, value in raw_state(module).items():
         yield Entry(key=key, fqn=_clean(key, prefixes), value=value)
 
 
@@ -65,39 +70,61 @@ def _clean(key: str, prefixes: list[str]) -> str:
     return key
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleItems:
-    """A module's state. ``replicas``: ranks known to hold the same *plain* tensors, a DDP group's or the widest mesh of its DTensors."""
+    """A module's state.
+
+    Attributes:
+        replicas: Ranks known to hold the same *plain* tensors: a DDP group's, or the widest mesh of the module's DTensors; else none.
+        paths: Identity of each parameter -> its canonical path.
+    """
 
     entries: tuple[Entry, ...]
     replicas: tuple[int, ...]
+    paths: Mapping[int, str]
 
 
-def items_of(module: nn.Module) -> ModuleItems:
-    """What the module saves, and who holds the same."""
+def items_of(path: str, module: nn.Module) -> ModuleItems:
+    """What the module at ``path`` of a state saves, and who holds the same."""
     found = tuple(entries(module))
     if isinstance(module, DistributedDataParallel):
-        return ModuleItems(
-            entries=found,
-            replicas=tuple(sorted(torch.distributed.get_process_group_ranks(module.process_group))),
-        )
-    meshes = {id(entry.value.device_mesh): entry.value for entry in found if isinstance(entry.value, DTensor)}
-    return ModuleItems(
-        entries=found, replicas=max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=())
-    )
+        ranks = tuple(sorted(torch.distributed.get_process_group_ranks(module.process_group)))
+    else:
+        meshes = {
+            id(entry.value.device_mesh): entry.value for entry in found if isinstance(entry.value, DTensor)
+        }
+        ranks = max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=())
+    paths = {
+        id(entry.value): f"{path}/{entry.fqn}"
+        for entry in reversed(found)
+        if isinstance(entry.value, nn.Parameter)
+    }
+    return ModuleItems(entries=found, replicas=ranks, paths=paths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Parameters:
-    """The modules of a state and the canonical paths of their parameters, both by identity."""
+    """The modules of a state, and the canonical paths of their parameters, by identity; the first module wins where two share one."""
 
-    paths: Mapping[int, str]
-    replicas: Mapping[int, tuple[int, ...]]
-    modules: Mapping[int, ModuleItems]
+    def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
+        self._items = {id(module): items for module, items in modules}
+
+    def of(self, module: nn.Module) -> ModuleItems:
+        """The items of a module of the state."""
+        return self._items[id(module)]
 
     def path_of(self, parameter: torch.Tensor, group: int, position: int) -> str:
         """Its path, or its place in the optimizer if no module of the state holds it."""
-        return self.paths.get(id(parameter)) or f"~param/{group}/{position}"
+        for items in self._items.values():
+            if found := items.paths.get(id(parameter)):
+                return found
+        return f"~param/{group}/{position}"
+
+    def replicas_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Who replicates the module that holds it; none known if no module does."""
+        for items in self._items.values():
+            if id(parameter) in items.paths:
+                return items.replicas
+        return ()
 
 
 def name_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[str]]:

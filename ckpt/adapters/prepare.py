@@ -1,61 +1,74 @@
 """What was collected -> a plan, kept while the structure is the same, and a snapshot to take by it.
 
-The structure is compared on every save, tensor by tensor: a plan is never used for a state it was not made for.
+The structure is compared on every save, part by part: a plan is never used for a state it was not made for. Copies of a segment's tensors are kept too, for each slot, since a
+segment that is handed out again vouches for its tensors' memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
-from ckpt.adapters.collect import Collected, Held
+from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, signature
+from ckpt.adapters.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 from ckpt.staging.image import Image, copyable
 from ckpt.staging.slots import Slot
-from ckpt.staging.snapshot import Check, Copy, Snapshot
+from ckpt.staging.snapshot import Batch, Check, Copy, Snapshot
+
+Part = Segment | Held
 
 
 @dataclass(slots=True)
 class Prepared:
-    """A plan, the leaves it was made for, and its images in the slots met so far."""
+    """A plan and the leaves it was made for.
+
+    Attributes:
+        by_leaf: For each leaf the plan's items of it: (index of the item, where it lies in the local tensor; None if it is all of it).
+    """
 
     leaves: tuple[Leaf, ...]
     plan: SavePlan
-    slices: tuple[tuple[slice, ...] | None, ...]
-    images: dict[int, Image] = field(default_factory=dict[int, Image])
+    by_leaf: tuple[tuple[tuple[int, tuple[slice, ...] | None], ...], ...]
+    images: dict[int, tuple[Image, dict[int, tuple[Part, Batch]]]] = field(default_factory=dict[int, Any])
 
-    def snapshot(self, slot: Slot, held: Sequence[Held], step: int, *, overlap: bool) -> Snapshot:
+    def snapshot(self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool) -> Snapshot:
         """Sources matched with their places in ``slot``. Nothing is copied yet."""
-        image = self.images.get(id(slot))
+        image, batches = self.images.get(id(slot), (None, {}))
         if image is None or image.slot is not slot:
-            image = self.images[id(slot)] = Image(self.plan, self.leaves, slot)
+            image, batches = self.images[id(slot)] = Image(self.plan, self.leaves, slot), {}
+        chosen: list[Batch] = []
+        first = 0
+        for index, part in enumerate(parts):
+            known = batches.get(index)
+            if known is None or known[0] is not part or not isinstance(part, Segment):
+                known = batches[index] = (part, self._batch(image, part, first, overlap))
+            chosen.append(known[1])
+            first += len(part.held) if isinstance(part, Segment) else 1
+        return Snapshot(step, chosen)
+
+    def _batch(self, image: Image, part: Part, first: int, overlap: bool) -> Batch:
         eager: list[Copy] = []
         late: list[Copy] = []
-        for item, part, target in zip(self.plan.items, self.slices, image.views, strict=True):
-            if not item.nbytes:
-                continue
-            source = held[item.leaf]
-            memory = copyable(local(source.tensor), self.leaves[item.leaf].dtype)
-            copy = Copy(source.name, memory if part is None else memory[part], target, source.tensor)
-            (late if overlap and source.late else eager).append(copy)
-        return Snapshot(step, eager, late, self._checks(held, overlap))
-
-    def _checks(self, held: Sequence[Held], overlap: bool) -> list[Check]:
-        """Leaves that other ranks hold too, and of which each writes only a part: their digests must agree."""
-        return [
-            Check(
-                leaf.name,
-                ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes),
-                local(source.tensor),
-                overlap and source.late,
-            )
-            for leaf, source in zip(self.leaves, held, strict=True)
-            if len(leaf.replicas) > 1 and leaf.nbytes
-        ]
+        checks: list[Check] = []
+        for offset, held in enumerate(part.held if isinstance(part, Segment) else (part,)):
+            leaf = self.leaves[first + offset]
+            memory = local(held.tensor)
+            for item, region in self.by_leaf[first + offset]:
+                source = copyable(memory, leaf.dtype)
+                copy = Copy(
+                    held.name, source if region is None else source[region], image.views[item], held.tensor
+                )
+                (late if overlap and held.late else eager).append(copy)
+            if len(leaf.replicas) > 1 and leaf.nbytes:
+                boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
+                checks.append(Check(leaf.name, boxes, memory, overlap and held.late))
+        return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks))
 
 
 class PlanCache:
@@ -66,7 +79,7 @@ class PlanCache:
 
     def __init__(self, rank: int, chunk_bytes: int) -> None:
         self._rank, self._chunk_bytes = rank, chunk_bytes
-        self._signature: list[tuple[Any, ...]] | None = None
+        self._parts: list[Part] = []
         self._prepared: Prepared | None = None
 
     def prepare(self, collected: Collected) -> Prepared:
@@ -75,17 +88,15 @@ class PlanCache:
         Raises:
             UnsupportedValue: A tensor that cannot be saved, with its name.
         """
-        found: list[tuple[Hashable, ...]] = [
-            (h.name, signature(h.tensor), h.replicas) for h in collected.held
-        ]
-        if self._prepared is None or found != self._signature:
+        if self._prepared is None or not _same_structure(self._parts, collected.parts):
             self._prepared = self._new(collected.held)
-            self._signature = found
+        self._parts = collected.parts
         return self._prepared
 
     def forget(self) -> None:
         """Let go of slots and tensors."""
-        self._prepared = self._signature = None
+        self._prepared = None
+        self._parts = []
 
     def _new(self, held: Sequence[Held]) -> Prepared:
         names: set[str] = set()
@@ -95,15 +106,27 @@ class PlanCache:
             names.add(item.name)
         leaves = tuple(leaf_of(item.name, item.tensor, item.replicas) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
-        return Prepared(
-            leaves=leaves,
-            plan=plan,
-            slices=tuple(_part(leaves, plan, index) for index in range(len(plan.items))),
-        )
+        by_leaf: list[list[tuple[int, tuple[slice, ...] | None]]] = [[] for _ in leaves]
+        for index, write in enumerate(plan.items):
+            if write.nbytes:
+                whole = leaves[write.leaf].boxes[0]
+                region = None if write.box == whole else write.box.relative_to(whole).slices()
+                by_leaf[write.leaf].append((index, region))
+        return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)))
 
 
-def _part(leaves: Sequence[Leaf], plan: SavePlan, index: int) -> tuple[slice, ...] | None:
-    """Where an item lies in the local tensor of its leaf; None if it is all of it."""
-    item = plan.items[index]
-    whole = leaves[item.leaf].boxes[0]
-    return None if item.box == whole else item.box.relative_to(whole).slices()
+def _same_structure(before: Sequence[Part], now: Sequence[Part]) -> bool:
+    if len(before) == len(now) and all(
+        one is two or (isinstance(one, Held) and isinstance(two, Held) and _signature(one) == _signature(two))
+        for one, two in zip(before, now, strict=True)
+    ):
+        return True
+    return [_signature(held) for held in _flat(before)] == [_signature(held) for held in _flat(now)]
+
+
+def _flat(parts: Sequence[Part]) -> chain[Held]:
+    return chain.from_iterable(part.held if isinstance(part, Segment) else (part,) for part in parts)
+
+
+def _signature(held: Held) -> Hashable:
+    return (held.name, signature(held.tensor), held.replicas)

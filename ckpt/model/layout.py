@@ -12,8 +12,8 @@ MANIFEST: Final = "manifest.json"
 OWNER: Final = "writer.json"
 """Who writes to this root: attempt, host and process. See docs/format.md."""
 
-_STEP: Final = re.compile(r"step-(\d{9,18})\.([0-9a-z]{6,32})")
-_FILE: Final = re.compile(r"rank-\d{5,}\.(safetensors|json)")
+_STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
+_FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|json)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -41,7 +41,8 @@ class StepRef:
 def parse_folder(name: str) -> StepRef | None:
     """None for a folder that is not ours."""
     match = _STEP.fullmatch(name)
-    return StepRef(int(match.group(1)), match.group(2)) if match else None
+    ref = StepRef(int(match.group(1)), match.group(2)) if match else None
+    return ref if ref is not None and ref.folder == name else None  # more zeros than we write: not ours
 
 
 def data_name(rank: int) -> str:

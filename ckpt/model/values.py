@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -23,6 +24,7 @@ OtherEncoder = Callable[[object, str], Node]
 OtherDecoder = Callable[[str, Mapping[str, Node]], object]
 
 _MAX_DEPTH: Final = 100
+_SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -53,10 +55,10 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
         return encode(item, join(path, part), other, depth=depth + 1)
 
     if kind is list:
-        return [inner(item, i) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
+        return [inner(item, str(i)) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
     if kind in _SEQUENCES:
-        items = list(value) if kind is tuple else sorted(value, key=repr)  # type: ignore[call-overload]
-        return {"$": _SEQUENCES[kind], "v": [inner(item, i) for i, item in enumerate(items)]}
+        items = list(value) if kind is tuple else sorted(value, key=_order)  # type: ignore[call-overload]
+        return {"$": _SEQUENCES[kind], "v": [inner(item, str(i)) for i, item in enumerate(items)]}
     if kind in _MAPPINGS:
         return _encode_mapping(value, kind, inner)  # type: ignore[arg-type]
     if kind in _BYTES:
@@ -68,6 +70,13 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     return other(value, path)
 
 
+def _order(item: object) -> str:
+    """What the members of a set are sorted by: the same on all ranks, which the ``repr`` of a set within is not."""
+    if type(item) is frozenset:
+        return f"frozenset{sorted(map(_order, item))}"
+    return f"tuple{[*map(_order, item)]}" if type(item) is tuple else repr(item)
+
+
 def _encode_mapping(value: Mapping[Any, Any], kind: type, inner: Callable[[object, object], Node]) -> Node:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: inner(item, key) for key, item in value.items()}
@@ -77,17 +86,19 @@ def _encode_mapping(value: Mapping[Any, Any], kind: type, inner: Callable[[objec
 
 def decode(node: Node, other: OtherDecoder) -> Any:
     """The value of ``node``. Tags that are not of this module go to ``other(tag, node)``. Raises ``ManifestCorrupt`` for nonsense."""
-    if isinstance(node, list):
-        return [decode(item, other) for item in node]
-    if not isinstance(node, dict):
+    if not isinstance(node, list | dict):
         return node
-    tag = node.get("$")
-    if tag is None:
-        return {key: decode(item, other) for key, item in node.items()}
+    tag = node.get("$") if isinstance(node, dict) else None
     try:
+        if isinstance(node, list):
+            return [decode(item, other) for item in node]
+        if tag is None:
+            return {key: decode(item, other) for key, item in node.items()}
         return _decode_tagged(tag, node, other)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ManifestCorrupt("tree", f"node with tag {str(tag)[:40]!r}: {error}") from None
+    except RecursionError:
+        raise ManifestCorrupt("tree", "nested too deeply") from None
 
 
 def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> Any:
@@ -109,10 +120,9 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
         case "complex":
             return complex(float(node["v"][0]), float(node["v"][1]))
         case "numpy":
-            dtype = np.dtype(node["d"])
-            if dtype.kind not in "biufc":
+            if not _SCALAR_DTYPE.fullmatch(node["d"]):  # NumPy would evaluate a longer one as a literal
                 raise ValueError(f"dtype {node['d']!r}")
-            return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=dtype)[0]
+            return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=node["d"])[0]
         case _:
             return other(tag, node)
 
@@ -127,8 +137,8 @@ def to_json(name: str, value: object) -> bytes:
 
 
 def dumps(node: Node, name: str) -> bytes:
-    """The bytes of a node."""
+    """The bytes of a node; a dict keeps its order."""
     try:
-        return msgspec.json.encode(node, order="deterministic")
+        return msgspec.json.encode(node)
     except (UnicodeError, TypeError, RecursionError) as error:  # a lone surrogate, say
         raise UnsupportedValue(name, "value", str(error)) from None

@@ -132,7 +132,7 @@ def _merge_raw(path: str, parts: Sequence[tuple[int, msgspec.Raw]]) -> msgspec.R
     merged, holder = nodes[0][1], nodes[0][0]
     for rank, node in nodes[1:]:
         merged = _union(path, merged, node, (holder, rank))
-    return msgspec.Raw(msgspec.json.encode(merged, order="deterministic"))
+    return msgspec.Raw(msgspec.json.encode(merged))
 
 
 def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:

@@ -55,7 +55,7 @@ class SavePlan:
 def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
     """The plan of ``rank``. Needs no other rank: replicas that are given the same leaves share them without gap or overlap."""
     boxes = _share(leaves, rank)
-    order = sorted(boxes, key=lambda pair: (-_lane_bytes(leaves[pair[0]]), leaves[pair[0]].name, pair[1]))
+    order = sorted(boxes, key=lambda pair: (-leaves[pair[0]].itemsize, leaves[pair[0]].name, pair[1]))
     header = _header(leaves, order, rank)
     items: list[WriteItem] = []
     chunks = [len(header)]
@@ -72,12 +72,6 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
         chunks=tuple(chunks),
         tensors=_tensors(leaves, items, rank),
     )
-
-
-def _lane_bytes(leaf: Leaf) -> int:
-    """Element size as the file sees it: what alignment asks for."""
-    dtype = DTYPES[leaf.dtype]
-    return dtype.itemsize // dtype.lanes
 
 
 def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:

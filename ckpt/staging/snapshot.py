@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ _GROUP_BYTES: Final = 64 << 20
 """Late copies are issued in groups of about this size, so that none holds up a shutdown for long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One source and its place in the image. ``guarded`` is the tensor whose version is watched."""
 
     name: str
@@ -43,24 +42,33 @@ class Check:
     late: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Copies that belong together, and may be used again for another image in the same slot."""
+
+    eager: tuple[Copy, ...]
+    late: tuple[Copy, ...]
+    checks: tuple[Check, ...]
+
+
 class Snapshot:
     """One image being filled.
 
-    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background thread; ``wait_landed`` by any.
+    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background thread; ``fence`` and ``wait_landed`` by any.
     """
 
-    def __init__(
-        self, step: int, eager: Sequence[Copy], late: Sequence[Copy], checks: Sequence[Check] = ()
-    ) -> None:
+    def __init__(self, step: int, batches: Sequence[Batch]) -> None:
         self.step = step
         self.digests: dict[str, str] = {}
         """name -> "boxes=digest" of the checks; complete once it has landed."""
-        self._eager, self._late, self._checks = eager, late, checks
-        self._versions = [copy.guarded._version for copy in late]
+        self._eager = [copy for batch in batches for copy in batch.eager]
+        self._late = [copy for batch in batches for copy in batch.late]
+        self._checks = [check for batch in batches for check in batch.checks]
+        self._versions = [copy.guarded._version for copy in self._late]
         self._landed = threading.Event()
         self._launched = threading.Event()
         self._error: CkptError | None = None
-        self._cuda = _CudaCopies([*eager, *late]) if torch.cuda.is_available() else None
+        self._cuda = _CudaCopies([*self._eager, *self._late]) if torch.cuda.is_available() else None
 
     @property
     def landed(self) -> bool:
@@ -140,7 +148,7 @@ class Snapshot:
 
     def _finish(self, error: CkptError | None) -> None:
         self._error = self._error or error
-        self._eager = self._late = self._checks = ()  # sources may be freed
+        self._eager, self._late, self._checks = [], [], []  # sources may be freed
         self._launched.set()
         self._landed.set()
 
