@@ -20,7 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("save", help="stall, drag and durable of a save, against torch.save and DCP")
     verb.add_argument("--size-mib", type=int, help=f"of the AdamW state [{_FULL['size_mib']}]")
     verb.add_argument("--repeats", type=int, help=f"saves of each kind [{_FULL['repeats']}]")
-    verb.add_argument("--layers", type=int, help=f"of the model; sets the number of tensors [{_FULL['layers']}]")
+    verb.add_argument(
+        "--layers", type=int, help=f"of the model; sets the number of tensors [{_FULL['layers']}]"
+    )
     verb.add_argument("--clean-steps", type=int, help=f"before and after each save [{_FULL['clean_steps']}]")
     verb.add_argument("--batch", type=int, default=2, help="sequences per step; sets its length [2]")
     verb.add_argument("--contenders", nargs="+", choices=list(ALL), default=list(ALL), metavar="NAME")

@@ -100,11 +100,15 @@ class TrainedSave:
 
     @property
     def beside_step_seconds(self) -> float:
-        return statistics.median(step.seconds for step in self.beside)
+        """That of a clean one if the save was over when the call returned."""
+        return statistics.median([step.seconds for step in self.beside] or self.clean)
 
     @property
     def drag_seconds(self) -> float:
-        """How much longer the steps beside the save took than as many clean ones. Noise can make it negative: that is kept."""
+        """How much longer the steps beside the save took than as many clean ones. Noise can make it negative: that is kept.
+
+        Nothing if the save was over when the call returned.
+        """
         return sum(step.seconds - self.clean_step_seconds for step in self.beside)
 
 

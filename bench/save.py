@@ -19,21 +19,19 @@ process is a round of its own and reported apart. Every checkpoint is loaded int
 bit with a copy taken at the moment of the save; a contender that fails this has no numbers, the run fails. One torch thread computes.
 Peers run as they come; a checkpoint is deleted before the next is made.
 
-**Memory** is the highest anonymous plus shared memory of the contender's process while it saves, over what it was with the training running and no
-contender prepared. Pages of the kernel's file cache, which buffered writers fill, are not in it.
+**Memory** is the highest anonymous plus shared memory of the contender's process while it saves, over the highest while it trained before any
+contender was prepared. Pages of the kernel's file cache, which buffered writers fill, are not in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
+import datetime as dt
+import multiprocessing
 import os
 import platform
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -43,9 +41,9 @@ from typing import Any, Self
 import psutil
 
 from bench.contenders import ALL
-from bench.measure import MemorySampler, Spread, Step, TrainedSave, host_memory_bytes, tree_bytes
+from bench.measure import MemorySampler, Spread, Step, TrainedSave, tree_bytes
+from bench.serve import serve
 
-_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SPARE_MEMORY = 0.85
 
 
@@ -134,33 +132,30 @@ def summary(one: Measured) -> dict[str, Any]:
 
 
 class Process:
-    """A worker: see ``bench.worker``."""
+    """A worker: see ``bench.worker``. Forked from a server that has done nothing but import torch, which saves each of them seconds."""
 
     def __init__(self) -> None:
-        sources = [_ROOT, os.path.join(_ROOT, "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sources)},
-        )
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.checkpoint"])
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def tell(self, verb: str, **command: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": verb, **command}) + "\n")
-        self._process.stdin.flush()
+        self._line.send((verb, command))
 
     def hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchError(f"a worker ended with code {self._process.wait()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise BenchError(answer["error"])
-        return answer["ok"]
+        try:
+            answer, error = self._line.recv()
+        except EOFError:
+            self._process.join()
+            raise BenchError(f"a worker ended with code {self._process.exitcode}") from None
+        if error:
+            raise BenchError(error)
+        return answer
 
     def ask(self, verb: str, **command: Any) -> Any:
         self.tell(verb, **command)
@@ -172,8 +167,8 @@ class Process:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._process.kill()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
+        self._line.close()
+        self._process.join()
 
 
 class Run:
@@ -190,10 +185,13 @@ class Run:
         shape = {"size": options.size_bytes, "layers": options.layers, "batch": options.batch}
         everyone = [*self._workers.values(), self._helper]
         for process in everyone:
-            process.tell("setup", **shape, seed=1, reference=reference, warm=process is not self._helper)
-        self.setup = [process.hear() for process in everyone][0]
+            process.tell("setup", **shape, seed=1, reference=reference)
+        told = [process.hear() for process in everyone]
+        self.setup: dict[str, Any] = told[0]
         for name, process in self._workers.items():
-            self.measured[name].base_memory_bytes = host_memory_bytes(process.pid)
+            with MemorySampler(process.pid) as memory:
+                process.ask("warm")
+            self.measured[name].base_memory_bytes = memory.peak_bytes
             process.ask("prepare", name=name, folder=self._place(name))
 
     def round(self, number: int) -> None:
@@ -315,7 +313,7 @@ def _conditions(options: Options, folder: str, setup: dict[str, Any]) -> dict[st
     parts = [p for p in psutil.disk_partitions(all=True) if folder.startswith(p.mountpoint)]
     disk = max(parts, key=lambda p: len(p.mountpoint), default=None)
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,

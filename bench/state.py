@@ -29,7 +29,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH)).transpose(1, 3).unbind(2)
+        q, k, v = (
+            self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH)).transpose(1, 3).unbind(2)
+        )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
         return cast(Tensor, x + self.down(F.gelu(self.up(self.mlp_norm(x)))))

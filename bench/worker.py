@@ -1,4 +1,4 @@
-"""The processes that do the work: JSON lines in on stdin, JSON lines out on what was stdout.
+"""The processes that do the work.
 
 One process per contender, so that their memory does not mix, and one *helper*, which loads checkpoints back, compares them, and measures the floors.
 They live for the whole run, so that a round measures saves and not imports; the parent lets one of them work at a time.
@@ -7,16 +7,12 @@ They live for the whole run, so that a round measures saves and not imports; the
 from __future__ import annotations
 
 import gc
-import json
 import mmap
 import os
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -30,7 +26,7 @@ _WARM_STEPS: Final = 2
 
 
 class Worker:
-    """The commands. Each is a method that takes and returns JSON."""
+    """The commands. Each is a method that takes and returns plain values."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -39,18 +35,22 @@ class Worker:
         self.contender: Contender
         self._warm: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def setup(self, size: int, layers: int, batch: int, seed: int, reference: str, warm: bool) -> Any:
+    def setup(self, size: int, layers: int, batch: int, seed: int, reference: str) -> Any:
         self.training = Training.make(size, layers, batch, seed)
         self.reference = Reference(reference, self.training.nbytes)
-        if warm:
-            for _ in range(_WARM_STEPS):
-                self._step()
         return {
             "nbytes": self.training.nbytes,
             "tensors": len(self.training.tensors()),
             "parameters": sum(p.numel() for p in self.training.model.parameters()),
             "torch": torch.__version__,
         }
+
+    def warm(self) -> Any:
+        """Train without any contender, with the reference in memory: what the memory of a save is compared with."""
+        self.reference.take(self.training)
+        for _ in range(_WARM_STEPS):
+            self._step()
+        return {}
 
     def prepare(self, name: str, folder: str) -> Any:
         os.makedirs(folder)
@@ -78,9 +78,9 @@ class Worker:
         began = time.perf_counter()
         handle = self.contender.save(step)
         call = time.perf_counter() - began
-        finisher = _Finisher(self.contender, handle)
+        finisher = _Finisher(self.contender, handle, began + call)
         beside: list[dict[str, float]] = []
-        safe = False
+        safe = handle.durable
         while not safe or not finisher.done.is_set():
             started = time.perf_counter()
             self.training.forward_backward()
@@ -123,7 +123,7 @@ class Worker:
         target.copy_(source)
         copy = time.perf_counter() - began
         began = time.perf_counter()
-        _write_direct(os.path.join(folder, "floor"), memoryview(source.numpy()))
+        _write_direct(os.path.join(folder, "floor"), memoryview(cast(Any, source.numpy())))
         write = time.perf_counter() - began
         os.unlink(os.path.join(folder, "floor"))
         return {"copy": copy, "write": write}
@@ -146,15 +146,18 @@ class Worker:
 class _Finisher:
     """Waits for durability beside the training loop, and fsyncs there for those that do not do it themselves."""
 
-    def __init__(self, contender: Contender, handle: Handle) -> None:
+    def __init__(self, contender: Contender, handle: Handle, returned: float) -> None:
         self.done = threading.Event()
-        self._at = 0.0
+        self._at = returned
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(contender, handle))
-        self._thread.start()
+        if handle.durable:
+            self.done.set()
+        else:
+            self._thread.start()
 
     def result(self) -> float:
-        self._thread.join()
+        self.done.wait()
         if self._error is not None:
             raise self._error
         return self._at
@@ -193,22 +196,3 @@ def _write_direct(path: str, data: memoryview) -> None:
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     os.fsync(folder)
     os.close(folder)
-
-
-def main() -> None:
-    """Answer commands until stdin ends. Whatever a library prints goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    worker = Worker()
-    for line in sys.stdin:
-        command = json.loads(line)
-        verb: Callable[..., Any] = getattr(worker, command.pop("do"))
-        try:
-            answer = {"ok": verb(**command)}
-        except Exception:
-            answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), file=answers)
-
-
-if __name__ == "__main__":
-    main()

@@ -169,6 +169,14 @@ def resolve_root(flag: str | None) -> str:
     return resolve_tier(flag).url
 
 
+def ranks_on_this_node() -> int:
+    """As the launcher says (torchrun, Slurm, MPI); 1 if none does."""
+    for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+        if (text := os.environ.get(variable, "")).isdigit() and int(text):
+            return int(text)
+    return 1
+
+
 def debug_wanted() -> bool:
     """Whether an unexpected error shall show its traceback."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")

@@ -8,15 +8,15 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Final, Self, TypedDict, Unpack
 
 import torch.distributed as dist
 
 from ckpt.adapters.collect import Collected, Memory, collect
-from ckpt.adapters.prepare import PlanCache, Prepared
+from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.catalog.index import committed
-from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
+from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
@@ -33,6 +33,7 @@ from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import open_tiers
 
 _log = logging.getLogger("ckpt")
+_READERS: Final = 4  # a restore has the machine to itself: more threads than a save takes
 
 
 class Settings(TypedDict, total=False):
@@ -83,7 +84,7 @@ class CheckpointManager:
         self._observers = tuple(observers)
         self._coordinator = coordinator or _coordinator()
         self._fence = Fence()
-        self._slots = SlotPool(self._config.slots)
+        self._slots = SlotPool(self._config.slots, ranks=ranks_on_this_node())
         self._memory = Memory()
         self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
         self._saver = Saver(self._tiers, self._coordinator, self._config)
@@ -106,6 +107,20 @@ class CheckpointManager:
         if not config.tiers:
             raise ConfigError(f'{config.path or "ckpt.toml"} names no place: write root = "..." or [[tiers]]')
         return cls(config.tiers, config=config.save, metadata=config.metadata, **settings)
+
+    def prepare(self, state: Mapping[str, Any]) -> None:
+        """Reserve host memory for saves of ``state`` in the background, so that the first save is as fast as the later ones.
+
+        Optional; best called once the state is built, or restored. Optimizer state that does not exist yet is reckoned with.
+
+        Raises:
+            HostMemoryExhausted: Not even one image fits; said now rather than at the first save.
+        """
+        self._check_open()
+        collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
+        nbytes = self._plans.prepare(collected).plan.size + expected_growth(collected)
+        self._slots.plan(nbytes)
+        self._copier.submit(self._slots.reserve, nbytes)
 
     # -- saving -------------------------------------------------------------------------------------------------------------
 
@@ -165,7 +180,7 @@ class CheckpointManager:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
         """
         self._check_open()
-        with Workers("read", max(2, self._config.threads)) as workers:
+        with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(self._tiers, self._coordinator, workers, self._notify, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, step)
@@ -187,7 +202,7 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Finish every save, free memory and threads. Raises the first error that nobody has heard of; a second call does nothing."""
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
             return
         self._closed = True
         self._fence.remove()

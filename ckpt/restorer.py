@@ -188,7 +188,7 @@ class Restorer:
                 plan,
                 TensorSink(matched.wanted, matched.targets),
                 backend=tier.backend,
-                key_of=lambda rank: ref.key(files[rank].name),
+                file_of=lambda rank: (ref.key(files[rank].name), files[rank].size),
                 workers=self._workers,
                 retry=self._retry,
                 on_bytes=lambda _: None,

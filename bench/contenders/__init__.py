@@ -13,11 +13,12 @@ if TYPE_CHECKING:  # the parent reads the table below and needs no torch
 
 @dataclass(frozen=True)
 class Handle:
-    """A save under way. ``payload`` is the contender's own."""
+    """A save under way, or all done if ``durable`` already. ``payload`` is the contender's own."""
 
     step: int
     path: str
     payload: Any = None
+    durable: bool = False
 
 
 class Contender(Protocol):

@@ -7,8 +7,9 @@ import warnings
 from concurrent.futures import Future
 from typing import Any, cast
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from bench.contenders import Handle, fsync_tree
 from bench.state import Training
@@ -24,7 +25,7 @@ class DcpSave:
 
     def save(self, step: int) -> Handle:
         path = os.path.join(self._folder, f"step-{step}")
-        dcp.save(_state_dict(self._state), checkpoint_id=path)
+        save(_state_dict(self._state), checkpoint_id=path)
         return Handle(step, path)
 
     def wait_safe(self, handle: Handle) -> None:
@@ -35,7 +36,7 @@ class DcpSave:
 
     def load_back(self, path: str, into: Training) -> None:
         state = _state_dict(into)
-        dcp.load(state, checkpoint_id=path)
+        load(state, checkpoint_id=path)
         set_state_dict(
             into.model,
             into.optimizer,
@@ -53,7 +54,7 @@ class DcpAsyncSave(DcpSave):
 
     def save(self, step: int) -> Handle:
         path = os.path.join(self._folder, f"step-{step}")
-        future = dcp.async_save(_state_dict(self._state), checkpoint_id=path)
+        future = async_save(_state_dict(self._state), checkpoint_id=path)
         return Handle(step, path, future)
 
     def wait_durable(self, handle: Handle) -> None:

@@ -41,7 +41,9 @@ class CkptSaveAsync:
         self._manager.close()
 
     def _path(self, step: int) -> str:
-        return os.path.join(self._folder, str(step))  # a root and a step: the folder's own name is the manager's
+        return os.path.join(
+            self._folder, str(step)
+        )  # a root and a step: the folder's own name is the manager's
 
 
 class CkptSave(CkptSaveAsync):
@@ -49,4 +51,5 @@ class CkptSave(CkptSaveAsync):
 
     def save(self, step: int) -> Handle:
         self._state["step"] = self._training.step
-        return Handle(step, self._path(step), self._manager.save(self._state, step))
+        pending = self._manager.save(self._state, step)
+        return Handle(step, self._path(step), pending, durable=True)

@@ -199,7 +199,8 @@ class _Walk:
                 stored = next((known for other, known in others if same_view(other, tensor)), name)
                 if stored == name:
                     at.setdefault(address, []).append((tensor, name))
-            seen[id(tensor)] = stored
+            if stored == name:  # a tied one may be let go, and its identity taken by another
+                seen[id(tensor)] = name
         return stored
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
@@ -258,7 +259,8 @@ class _Walk:
     def _module(self, module: nn.Module, path: str) -> Node:
         if self._alone:
             raise UnsupportedValue(path, "module in a PerRank", "give it a name of its own on each rank")
-        items = self._parameters.of(module)
+        if (items := self._parameters.of(module)) is None:
+            raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
         values: dict[str, Node] = {}
         tensors: list[torch.Tensor] = []
         for entry in items.entries:

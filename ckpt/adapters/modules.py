@@ -108,9 +108,9 @@ class Parameters:
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
         self._items = {id(module): items for module, items in modules}
 
-    def of(self, module: nn.Module) -> ModuleItems:
-        """The items of a module of the state."""
-        return self._items[id(module)]
+    def of(self, module: nn.Module) -> ModuleItems | None:
+        """The items of a module of the state; None for one that lies hidden in an object."""
+        return self._items.get(id(module))
 
     def path_of(self, parameter: torch.Tensor, group: int, position: int) -> str:
         """Its path, or its place in the optimizer if no module of the state holds it."""

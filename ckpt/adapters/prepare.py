@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, signature
@@ -22,6 +22,8 @@ from ckpt.staging.slots import Slot
 from ckpt.staging.snapshot import Batch, Check, Copy, Snapshot
 
 Part = Segment | Held
+
+_SMALL_STATE_BYTES: Final = 512  # a step counter, and its entries in the header
 
 
 @dataclass(slots=True)
@@ -130,3 +132,24 @@ def _flat(parts: Sequence[Part]) -> chain[Held]:
 
 def _signature(held: Held) -> Hashable:
     return (held.name, signature(held.tensor), held.replicas)
+
+
+def expected_growth(collected: Collected) -> int:
+    """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
+    growth = 0
+    shares = {id(held.tensor): len(held.replicas) or 1 for held in collected.held}
+    for optimizer in collected.optimizers:
+        for group in optimizer.param_groups:
+            copies = (
+                (3 if group.get("amsgrad") else 2)
+                if "betas" in group
+                else 1
+                if group.get("momentum", 1)
+                else 0
+            )
+            for parameter in group["params"]:
+                if not optimizer.state.get(parameter):
+                    growth += (
+                        copies * local(parameter).nbytes // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
+                    )
+    return growth

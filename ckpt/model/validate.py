@@ -33,7 +33,8 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
             f"fragment {fragment.name}",
         )
     ranks = [fragment.rank for fragment in manifest.fragments]
-    _require(sorted(ranks) == list(range(manifest.world_size)), key, "not one fragment for each rank")
+    whole = len(ranks) == manifest.world_size and sorted(ranks) == list(range(len(ranks)))
+    _require(whole, key, "not one fragment for each rank")
     _check_files(manifest.files, key)
     _check_tensors(manifest.tensors, {file.rank: file for file in manifest.files}, manifest.chunk_bytes, key)
     for tensor in manifest.tensors:

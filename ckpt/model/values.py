@@ -73,8 +73,8 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
 def _order(item: object) -> str:
     """What the members of a set are sorted by: the same on all ranks, which the ``repr`` of a set within is not."""
     if type(item) is frozenset:
-        return f"frozenset{sorted(map(_order, item))}"
-    return f"tuple{[*map(_order, item)]}" if type(item) is tuple else repr(item)
+        return "{" + ",".join(sorted(map(_order, item))) + "}"
+    return "(" + ",".join(map(_order, item)) + ")" if type(item) is tuple else repr(item)
 
 
 def _encode_mapping(value: Mapping[Any, Any], kind: type, inner: Callable[[object, object], Node]) -> Node:

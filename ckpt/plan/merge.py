@@ -17,6 +17,8 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
 from ckpt.model.values import Node, join
 
+_sorted = msgspec.json.Encoder(order="deterministic")
+
 
 def merge(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
     """The manifest of one attempt at one step.
@@ -137,7 +139,7 @@ def _merge_raw(path: str, parts: Sequence[tuple[int, msgspec.Raw]]) -> msgspec.R
 
 def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
     """Names may live on some ranks only (pipeline stages); what lives on two must be equal."""
-    if one == two:
+    if _same(one, two):
         return one
     if not (isinstance(one, dict) and isinstance(two, dict)) or one.get("$") != two.get("$"):
         raise ReplicasDiverged(path, ranks)
@@ -148,6 +150,11 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
             return _union_optimizer(path, one, two, ranks)
         case _:
             raise ReplicasDiverged(path, ranks)
+
+
+def _same(one: Node, two: Node) -> bool:
+    """Equal, whatever the order of keys; to Python 1, 1.0 and True are equal too, to a restore they are not."""
+    return one == two and _sorted.encode(one) == _sorted.encode(two)
 
 
 def _union_mapping(
@@ -167,7 +174,7 @@ def _union_optimizer(
         raise ReplicasDiverged(f"{path}/param_groups", ranks)
     groups: list[Node] = []
     for index, (a, b) in enumerate(zip(one["groups"], two["groups"], strict=True)):
-        if a["values"] != b["values"]:
+        if not _same(a["values"], b["values"]):
             raise ReplicasDiverged(f"{path}/param_groups/{index}", ranks)
         groups.append({"params": list(dict.fromkeys([*a["params"], *b["params"]])), "values": a["values"]})
     return {

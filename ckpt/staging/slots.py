@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from ckpt.errors import HostMemoryExhausted
+from ckpt.staging.budget import Budget, decide, measure
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; files are 0600 and their names hold our pid
 _PREFIX: Final = "ckpt-slot"
@@ -102,111 +103,144 @@ def _map_anonymous(nbytes: int) -> mmap.mmap:
 
 
 class SlotPool:
-    """Up to ``count`` slots of one size, made when first needed and kept.
+    """Up to ``count`` slots of one size, made ahead (``reserve``) or when first needed, and kept.
 
-    Threads: ``acquire`` from the training thread, ``release`` from the one that has streamed the image, ``close`` from the owner, once.
+    Threads: ``acquire`` from the training thread, ``reserve`` from a background one, ``release`` from the one that has streamed the image,
+    ``close`` from the owner, once.
+
+    Args:
+        ranks: Ranks of this job on this node, which all ask for as much.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, *, ranks: int = 1) -> None:
+        self._count, self._ranks = count, ranks
         self._free: list[Slot] = []
         self._made: list[Slot] = []
+        self._making = 0
+        self._budget: Budget | None = None
+        self._closed = False
         self._changed = threading.Condition()
         self._serial = 0
         _remove_orphans()
 
+    @property
+    def budget(self) -> Budget | None:
+        """What was decided; None before the first slot."""
+        return self._budget
+
+    def plan(self, nbytes: int) -> Budget:
+        """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if there is no memory for one."""
+        with self._changed:
+            self._may_make(nbytes)
+        assert self._budget is not None
+        return self._budget
+
+    def reserve(self, nbytes: int) -> None:
+        """Make all slots for images of ``nbytes`` now, pages touched, so that no save has to.
+
+        Raises:
+            HostMemoryExhausted: There is no memory for one.
+        """
+        while True:
+            with self._changed:
+                if self._closed or not self._may_make(nbytes):
+                    return
+                self._making += 1
+            self._make(nbytes, free=True)
+
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
         """A free slot of at least ``nbytes``; with ``wait`` until one is free, else None if none is.
+
+        Slots being made are waited for in any case.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
         """
         with self._changed:
             while True:
-                for slot in self._free:
-                    if slot.capacity >= nbytes:
-                        self._free.remove(slot)
-                        slot.generation += 1
-                        return slot
-                self._drop_small(nbytes)
-                if len(self._made) < self._count:
-                    slot = self._make(nbytes)
-                    slot.generation += 1
+                if slot := self._take(nbytes):
                     return slot
-                if not wait:
+                if self._may_make(nbytes):
+                    self._making += 1
+                    break
+                if not wait and not self._making:
                     return None
                 self._changed.wait()
+        slot = self._make(nbytes, free=False)
+        slot.generation += 1
+        return slot
 
     def release(self, slot: Slot) -> None:
         """The image in it is no longer needed."""
         with self._changed:
-            self._free.append(slot)
+            if self._budget and slot.capacity < self._budget.nbytes:
+                self._drop(slot)
+            else:
+                self._free.append(slot)
             self._changed.notify_all()
 
     def close(self) -> None:
         """Free all slots. No image may be in use."""
         with self._changed:
-            for slot in self._made:
-                slot.close()
-            self._made.clear()
+            self._closed = True
+            for slot in list(self._made):
+                self._drop(slot)
             self._free.clear()
 
-    def _drop_small(self, nbytes: int) -> None:
+    def _take(self, nbytes: int) -> Slot | None:
+        for slot in self._free:
+            if slot.capacity >= nbytes:
+                self._free.remove(slot)
+                slot.generation += 1
+                return slot
+        return None
+
+    def _may_make(self, nbytes: int) -> bool:
+        """Whether one more slot of this size is due; frees those that are too small first. Holds the lock."""
         for slot in [slot for slot in self._free if slot.capacity < nbytes]:
             self._free.remove(slot)
-            self._made.remove(slot)
-            slot.close()
-
-    def _make(self, nbytes: int) -> Slot:
-        room = available_bytes()
-        if nbytes > room:
-            raise HostMemoryExhausted(
-                nbytes, f"{room >> 20} MiB are free on this machine (or in its memory cgroup)"
+            self._drop(slot)
+        if self._budget is None or self._budget.nbytes < nbytes:
+            self._budget = decide(nbytes, wanted=self._count, room=measure(_SHM, ranks=self._ranks))
+            _log.log(
+                logging.INFO if self._budget.shared else logging.WARNING, "ckpt: %s", self._budget.sentence
             )
-        self._serial += 1
-        path = (
-            f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{time.monotonic_ns():x}"
-        )
+        return len(self._made) + self._making < self._budget.slots
+
+    def _make(self, nbytes: int, *, free: bool) -> Slot:
+        """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes its time."""
+        slot: Slot | None = None
         try:
-            slot = Slot(nbytes, path)
-        except OSError as error:
-            _log.warning(
-                "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but the image is lost with the process",
-                os.strerror(error.errno or 0), nbytes >> 20, _SHM,
-            )  # fmt: skip
-            slot = Slot(nbytes, None)
-        slot.prefault()
-        self._made.append(slot)
+            slot = self._new(nbytes)
+            slot.prefault()
+        finally:
+            with self._changed:
+                self._making -= 1
+                if slot is not None:
+                    self._made.append(slot)
+                    if self._closed:
+                        self._drop(slot)
+                    elif free:
+                        self._free.append(slot)
+                self._changed.notify_all()
         return slot
 
+    def _new(self, nbytes: int) -> Slot:
+        if self._budget is None or self._budget.shared:
+            self._serial += 1
+            path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{time.monotonic_ns():x}"
+            try:
+                return Slot(nbytes, path)
+            except OSError as error:  # filled up since it was measured
+                _log.warning(
+                    "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but lost with the process",
+                    os.strerror(error.errno or 0), nbytes >> 20, _SHM,
+                )  # fmt: skip
+        return Slot(nbytes, None)
 
-def available_bytes() -> int:
-    """Memory that can still be taken: the least of the machine's and the cgroup's (v1 and v2)."""
-    rooms = [_meminfo_available()]
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        most, used = _number(limit), _number(usage)
-        if most is not None and used is not None:
-            rooms.append(max(0, most - used))
-    return min(rooms)
-
-
-def _meminfo_available() -> int:
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _number(path: str) -> int | None:
-    try:
-        with open(path) as file:
-            return int(file.read())
-    except (OSError, ValueError):  # no such cgroup, or "max"
-        return None
+    def _drop(self, slot: Slot) -> None:
+        self._made.remove(slot)
+        slot.close()
 
 
 def _remove_orphans() -> None:

@@ -52,8 +52,8 @@ def tree_of(root: str) -> Any:
 def bits(tensor: torch.Tensor) -> bytes:
     """Its elements as bytes, row-major, whatever its strides, dtype and flags."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if "float4" in str(plain.dtype) or "bits" in str(plain.dtype) or "e8m0" in str(plain.dtype):
-        plain = plain.view(torch.int16 if plain.itemsize == 2 else torch.uint8)
+    if str(plain.dtype).startswith(("torch.float4", "torch.bits", "torch.float8_e8m0", "torch.complex32")):
+        plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[plain.itemsize])
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -67,7 +67,7 @@ def assert_same(one: Any, two: Any, path: str = "state") -> None:
         assert (one.dtype, one.shape) == (two.dtype, two.shape), path
         assert one.tobytes() == two.tobytes(), path
     elif isinstance(one, dict):
-        assert list(one) == list(two), path
+        assert one.keys() == two.keys(), path
         for key in one:
             assert_same(one[key], two[key], f"{path}/{key}")
     elif isinstance(one, list | tuple):

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.model.box import Box
+from ckpt.model.layout import data_name
+from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, read_plan
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import merge
+from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
+from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
+from tests.plan.worlds import fragment_of, with_ref
+
+ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB is a chunk
+
+
+class ArraySink:
+    """Leaves as arrays, one box each; ``direct`` where the caller wants it."""
+
+    def __init__(self, wanted: list[Leaf], *, direct: bool) -> None:
+        self.wanted, self.is_direct = wanted, direct
+        self.arrays = [np.zeros(leaf.boxes[0].shape, dtype=leaf.dtype) for leaf in wanted]
+        self.direct_reads: list[ChunkRead] = []
+        self.placed_reads: list[ChunkRead] = []
+
+    def direct(self, read: ChunkRead) -> memoryview | None:
+        target = read.targets[0]
+        if not self.is_direct or len(read.targets) > 1 or target.part != read.box:
+            return None
+        region = self.arrays[target.leaf][target.part.relative_to(self.wanted[target.leaf].boxes[0]).slices()]
+        if not region.flags.c_contiguous:
+            return None
+        self.direct_reads.append(read)
+        return region.reshape(-1).view(np.uint8).data
+
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        self.placed_reads.append(read)
+        chunk = np.frombuffer(data, dtype=read.dtype).reshape(read.box.shape)
+        for target in read.targets:
+            box = self.wanted[target.leaf].boxes[0]
+            self.arrays[target.leaf][target.part.relative_to(box).slices()] = chunk[target.part.relative_to(read.box).slices()]
+
+
+@pytest.fixture
+def saved(memory):
+    """ARRAY on two ranks, in chunks of one row."""
+    parts = []
+    for rank in range(2):
+        leaf = Leaf("x", "float64", ARRAY.shape, (Box((32 * rank, 0), (32, 1024)),))
+        image, fragment = fragment_of(rank, 2, [leaf], {"x": ARRAY}, chunk_bytes=8192)
+        memory.put(data_name(rank), [image])
+        parts.append(with_ref(fragment))
+    return merge(parts)
+
+
+def read(backend, manifest, wanted, workers, retry, *, direct=True):
+    sink = ArraySink(wanted, direct=direct)
+    seen: list[int] = []
+    plan = plan_restore(manifest, wanted)
+    read_plan(plan, sink, backend=backend, key_of=data_name, workers=workers, retry=retry, on_bytes=seen.append)
+    return sink, plan, seen
+
+
+def leaf(box: Box) -> Leaf:
+    return Leaf("x", "float64", ARRAY.shape, (box,))
+
+
+ROW = Box((5, 0), (1, 1024))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "box", [Box.whole(ARRAY.shape), ROW, Box((31, 3), (2, 700)), Box((0, 1023), (64, 1)), Box((63, 0), (1, 1024))]
+)
+def test_what_is_read_is_the_slice(memory, saved, workers, retry, box, direct):
+    sink, plan, seen = read(memory, saved, [leaf(box)], workers, retry, direct=direct)
+    assert np.array_equal(sink.arrays[0], ARRAY[box.slices()])
+    assert len(sink.direct_reads) + len(sink.placed_reads) == len(plan.reads)
+    assert sum(seen) >= plan.read_bytes
+
+
+def test_a_single_whole_chunk_goes_straight_into_the_target(memory, saved, workers, retry):
+    sink, _, seen = read(memory, saved, [leaf(ROW)], workers, retry)
+    assert (len(sink.direct_reads), sink.placed_reads, seen) == (1, [], [8192])
+
+
+def test_a_part_of_a_chunk_goes_through_a_buffer(memory, saved, workers, retry):
+    sink, _, _ = read(memory, saved, [leaf(Box((5, 1), (1, 1000)))], workers, retry)
+    assert (sink.direct_reads, len(sink.placed_reads)) == ([], 1)
+
+
+def test_neighbouring_chunks_are_one_request_and_far_ones_are_not(memory, saved, workers, retry):
+    faulty = FaultyBackend(memory)
+    gap_rows = GAP_BYTES // 8192
+    wanted = [leaf(Box((0, 0), (3, 1024))), leaf(Box((3 + gap_rows, 0), (1, 1024))), leaf(Box((5 + 2 * gap_rows, 0), (1, 1024)))]
+    sink, _, _ = read(faulty, saved, wanted, workers, retry)
+    sizes = sorted(call.nbytes for call in faulty.calls)
+    assert sizes == [8192, (4 + gap_rows) * 8192]
+    assert all(np.array_equal(array, ARRAY[one.boxes[0].slices()]) for array, one in zip(sink.arrays, wanted, strict=True))
+    assert max(sizes) <= RUN_BYTES
+
+
+def test_nothing_wanted_is_no_request(memory, workers, retry):
+    faulty = FaultyBackend(memory)
+    plan = RestorePlan(reads=(), wanted_bytes=0)
+    read_plan(plan, ArraySink([], direct=True), backend=faulty, key_of=data_name, workers=workers, retry=retry, on_bytes=print)
+    assert faulty.calls == []
+
+
+@pytest.mark.parametrize("box", [ROW, Box((3, 1), (6, 100))], ids=["direct", "bounce"])
+@pytest.mark.parametrize("place", [0, 4000, 8191])
+def test_a_damaged_chunk_is_named_by_key_and_offset(memory, saved, workers, retry, box, place):
+    offset = 4096 + 5 * 8192
+    flip_byte(memory, data_name(0), offset + place)
+    with pytest.raises(ChecksumMismatch) as caught:
+        read(memory, saved, [leaf(box)], workers, retry)
+    assert (caught.value.key, caught.value.offset, caught.value.nbytes) == (data_name(0), offset, 8192)
+
+
+def test_damage_beside_what_is_wanted_is_not_looked_at(memory, saved, workers, retry):
+    flip_byte(memory, data_name(0), 4096 + 6 * 8192)
+    sink, _, _ = read(memory, saved, [leaf(ROW)], workers, retry)
+    assert np.array_equal(sink.arrays[0], ARRAY[5:6])
+
+
+def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
+    flip_byte(memory, data_name(0), 4096 + 5 * 8192)
+    sink = ArraySink([leaf(Box((5, 0), (1, 512)))], direct=False)
+    plan = plan_restore(saved, sink.wanted)
+    with pytest.raises(ChecksumMismatch):
+        read_plan(plan, sink, backend=memory, key_of=data_name, workers=workers, retry=retry, on_bytes=lambda _: None)
+    assert sink.placed_reads == []
+
+
+@pytest.mark.parametrize("keep", [0, 4096, 4096 + 6 * 8192 - 1])
+def test_a_short_file_is_an_error_of_the_store(memory, saved, workers, retry, keep):
+    image = bytearray(memory.head(data_name(0)).size)
+    memory.read_into(data_name(0), 0, memoryview(image))
+    memory.put(data_name(0), [image[:keep]])
+    with pytest.raises(StorageError, match="rank-00000"):
+        read(memory, saved, [leaf(ROW)], workers, retry)
+
+
+def test_a_missing_file_is_named(memory, saved, workers, retry):
+    memory.delete(data_name(1))
+    with pytest.raises(ObjectNotFound) as caught:
+        read(memory, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
+    assert caught.value.key == data_name(1)
+
+
+def test_a_read_is_tried_again_after_a_transient_error(memory, saved, workers, retry):
+    faulty = FaultyBackend(memory, [Rule(verb="read_into", nth=n, fault=Raise(TransientStorageError)) for n in (1, 3)])
+    sink, _, _ = read(faulty, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
+    assert np.array_equal(sink.arrays[0], ARRAY)
+
+
+def test_a_buffer_is_kept_per_thread_and_page_aligned(memory, saved, workers, retry):
+    addresses: dict[int, set[int]] = {}
+
+    class Noting:
+        """A store that notes where it is told to read to."""
+
+        def read_into(self, key: str, offset: int, out: memoryview) -> None:
+            addresses.setdefault(threading.get_ident(), set()).add(np.frombuffer(out, np.uint8).ctypes.data)
+            memory.read_into(key, offset, out)
+
+    for _ in range(3):
+        read(Noting(), saved, [leaf(Box((0, 1), (64, 1000)))], workers, retry, direct=False)
+    assert addresses
+    assert all(address % 4096 == 0 for found in addresses.values() for address in found)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from functools import partial
+
+import pytest
+
+from ckpt.pipeline.workers import Workers
+
+
+def os_threads() -> set[str]:
+    names = set()
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as file:
+            names.add(file.read().strip())
+    return names
+
+
+def test_results_come_in_the_order_of_the_work(workers):
+    def late(number: int) -> int:
+        time.sleep(0.01 * (5 - number))
+        return number
+
+    assert workers.run_all(partial(late, number) for number in range(6)) == list(range(6))
+
+
+def test_no_work_is_done_at_once(workers):
+    assert workers.run_all([]) == []
+
+
+def test_one_thread_does_what_is_submitted_in_turn():
+    done: list[int] = []
+    with Workers("turn", 1) as group:
+        futures = [group.submit(done.append, number) for number in range(20)]
+        assert [future.result() for future in futures] == [None] * 20
+    assert done == list(range(20))
+
+
+def test_work_runs_at_once_on_as_many_threads_as_told():
+    meeting = threading.Barrier(3, timeout=10)
+    with Workers("meet", 3) as group:
+        assert sorted(group.run_all([meeting.wait] * 3)) == [0, 1, 2]
+
+
+def test_an_error_is_raised_as_it_is_and_what_has_not_begun_is_cancelled():
+    begun: list[int] = []
+    error = ValueError("this one")
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if number == 2:
+            raise error
+        time.sleep(0.001)
+
+    with Workers("fail", 1) as group:
+        with pytest.raises(ValueError, match="this one") as caught:
+            group.run_all(partial(work, number) for number in range(1000))
+        assert caught.value is error
+        assert begun[:3] == [0, 1, 2]
+        assert len(begun) < 1000
+        assert group.run_all([lambda: "goes on"]) == ["goes on"]
+
+
+def test_what_has_begun_is_waited_for_before_the_error_is_raised():
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        time.sleep(0.1)
+        ended.set()
+
+    def fails() -> None:
+        begun.wait(10)
+        raise ValueError
+
+    with Workers("wait", 2) as group:
+        with pytest.raises(ValueError):
+            group.run_all([slow, fails])
+        assert ended.is_set()
+
+
+def test_of_two_errors_the_first_in_order_is_raised():
+    meeting = threading.Barrier(2, timeout=10)
+
+    def fails(error: Exception) -> None:
+        meeting.wait()
+        raise error
+
+    with Workers("two", 2) as group, pytest.raises(ValueError, match="one"):
+        group.run_all([partial(fails, ValueError("one")), partial(fails, ValueError("two"))])
+
+
+def test_threads_have_names_for_people_and_for_the_system():
+    with Workers("napkin", 1) as group:
+        assert group.submit(threading.current_thread).result().name.startswith("ckpt-napkin")
+        assert "ckpt-napkin-0" in os_threads()
+    assert "ckpt-napkin-0" not in os_threads()
+
+
+def test_a_long_name_is_cut_not_refused():
+    with Workers("a-name-of-many-letters", 1) as group:
+        group.submit(int).result()
+        assert "ckpt-a-name-of-" in os_threads()
+
+
+def test_threads_give_way_to_training_and_the_caller_does_not():
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    mine = niceness()
+    with Workers("nice", 1, nice=5) as group:
+        assert group.submit(niceness).result() == mine + 5
+    assert niceness() == mine
+
+
+def test_threads_stay_on_their_cores():
+    core = min(os.sched_getaffinity(0))
+    with Workers("core", 1, cpus=[core]) as group:
+        assert group.submit(os.sched_getaffinity, 0).result() == {core}
+
+
+@pytest.mark.parametrize("options", [{"nice": -1000}, {"cpus": [100_000]}])
+def test_a_wish_that_is_not_granted_is_no_reason_to_fail(options):
+    with Workers("wish", 1, **options) as group:
+        assert group.run_all([lambda: 1]) == [1]
+
+
+def test_close_finishes_what_was_submitted():
+    done: list[int] = []
+    group = Workers("end", 1)
+    for number in range(5):
+        group.submit(lambda n: (time.sleep(0.01), done.append(n)), number)
+    group.close()
+    assert done == list(range(5))
+
+
+def test_close_with_cancel_drops_what_has_not_begun():
+    done: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+    group = Workers("drop", 1)
+    group.submit(lambda: (begun.set(), go_on.wait(10), done.append(0)))
+    later = group.submit(done.append, 1)
+    begun.wait(10)
+    threading.Timer(0.05, go_on.set).start()
+    group.close(cancel=True)
+    assert (done, later.cancelled()) == ([0], True)

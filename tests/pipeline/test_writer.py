@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
+from ckpt.model.checksum import checksum
+from ckpt.model.manifest import Chunk
+from ckpt.pipeline.writer import write_image
+from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
+from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
+
+PART = 8 << 20
+IMAGE = np.random.default_rng(3).bytes(2 * PART + 12345)
+
+
+def lengths(size: int, *cuts: int) -> list[int]:
+    edges = [0, *sorted({cut for cut in cuts if 0 < cut < size}), size]
+    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+
+
+WHOLE = lengths(len(IMAGE), 4096, PART)
+
+
+def table_of(image: bytes, chunks: list[int]) -> tuple[Chunk, ...]:
+    end, found = 0, []
+    for nbytes in chunks:
+        found.append(Chunk(nbytes, checksum(image[end : end + nbytes])))
+        end += nbytes
+    return tuple(found)
+
+
+class InTurn:
+    """A store that takes one part at a time, small parts, and fails if two come at once."""
+
+    def __init__(self, inner: StorageBackend, part_bytes: int = PART, parallel: bool = False) -> None:
+        self.inner = inner
+        self.capabilities: Capabilities = replace(inner.capabilities, part_bytes=part_bytes, parallel_parts=parallel)
+        self.threads: set[int] = set()
+
+    def upload(self, key: str, size: int) -> Upload:
+        upload = PutUpload(self, key, size)
+        write = upload.write
+
+        def noted(offset: int, data: memoryview) -> None:
+            self.threads.add(threading.get_ident())
+            write(offset, data)
+
+        upload.write = noted  # type: ignore[method-assign]
+        return upload
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+
+def write(backend, workers, retry, *, image: bytes = IMAGE, chunks: list[int] = WHOLE, on_bytes=lambda _: None):
+    return write_image(
+        memoryview(image), chunks, backend=backend, key="step/rank", workers=workers, retry=retry, on_bytes=on_bytes
+    )
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(
+    ("size", "cuts"),
+    [
+        (1, ()),
+        (1000, (1,)),
+        (1000, (64, 128, 192, 999)),
+        (1024, (64, 512)),
+        (1025, (1024,)),
+        (4096, tuple(range(1, 4096, 7))),
+        (4097, (100, 3000)),
+    ],
+)
+def test_the_object_is_the_image_and_the_table_its_checksums(memory, workers, retry, size, cuts, parallel):
+    image, chunks = IMAGE[:size], lengths(size, *cuts)
+    written: list[int] = []
+    backend = InTurn(memory, 64, parallel)
+    assert write(backend, workers, retry, image=image, chunks=chunks, on_bytes=written.append) == table_of(image, chunks)
+    assert read_object(memory, "step/rank", limit=size) == image
+    assert sum(written) == size
+
+
+@pytest.mark.parametrize("cuts", [(4096,), (4096, PART), (4096, PART + 1, 2 * PART), tuple(range(0, len(IMAGE), 1 << 20))])
+def test_parts_and_chunks_need_not_meet(memory, workers, retry, cuts):
+    chunks = lengths(len(IMAGE), *cuts)
+    assert write(memory, workers, retry, chunks=chunks) == table_of(IMAGE, chunks)
+    assert read_object(memory, "step/rank", limit=len(IMAGE)) == IMAGE
+
+
+def test_a_store_that_takes_one_part_at_a_time_is_written_by_one_thread(memory, workers, retry):
+    backend = InTurn(memory)
+    assert write(backend, workers, retry) == table_of(IMAGE, WHOLE)
+    assert backend.threads == {threading.get_ident()}
+
+
+def test_a_part_is_tried_again_by_itself(memory, workers, retry):
+    faulty = FaultyBackend(memory, [Rule(verb="write", nth=2, fault=Raise(TransientStorageError))])
+    written: list[int] = []
+    assert write(faulty, workers, retry, on_bytes=written.append) == table_of(IMAGE, WHOLE)
+    assert [call.verb for call in faulty.calls].count("write") == 4
+    assert sum(written) == len(IMAGE)  # what was written twice is counted once
+    assert read_object(memory, "step/rank", limit=len(IMAGE)) == IMAGE
+
+
+@pytest.mark.parametrize("fault", [Raise(TransientStorageError), LoseReply(TransientStorageError)], ids=["raise", "lost reply"])
+@pytest.mark.parametrize("verb", ["upload", "write", "finish"])
+def test_each_step_is_tried_again_after_a_transient_error(memory, workers, retry, verb, fault):
+    faulty = FaultyBackend(memory, [Rule(verb=verb, nth=1, fault=fault)])
+    assert write(faulty, workers, retry) == table_of(IMAGE, WHOLE)
+    assert read_object(memory, "step/rank", limit=len(IMAGE)) == IMAGE
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(("verb", "nth"), [("write", 1), ("write", 3), ("finish", 1)])
+def test_a_lasting_error_aborts_the_upload_and_nothing_is_visible(memory, workers, retry, verb, nth, parallel):
+    memory.put("step/rank", [b"old"])
+    rule = Rule(verb=verb, nth=nth, fault=Raise(OutOfSpace))
+    inner = FaultyBackend(memory, [rule])
+    backend = inner if parallel else NotParallel(inner)
+    with pytest.raises(OutOfSpace):
+        write(backend, workers, retry)
+    assert [call.verb for call in inner.calls][-1] == "abort"
+    assert read_object(memory, "step/rank", limit=10) == b"old"
+
+
+class NotParallel:
+    def __init__(self, inner: FaultyBackend) -> None:
+        self.inner = inner
+        self.capabilities = replace(inner.capabilities, parallel_parts=False)
+
+    def upload(self, key: str, size: int) -> Upload:
+        return self.inner.upload(key, size)
+
+
+def test_a_transient_error_that_stays_is_raised_after_the_last_try(memory, workers, retry):
+    faulty = FaultyBackend(memory, [Rule(verb="write", fault=Raise(TransientStorageError))])
+    with pytest.raises(TransientStorageError):
+        write(faulty, workers, retry)
+    assert list(memory.list("")) == []
+
+
+def test_an_upload_that_cannot_begin_is_an_error_and_nothing_is_aborted(memory, workers, retry):
+    faulty = FaultyBackend(memory, [Rule(verb="upload", fault=Raise(OutOfSpace))])
+    with pytest.raises(OutOfSpace):
+        write(faulty, workers, retry)
+    assert [call.verb for call in faulty.calls] == ["upload"]
+
+
+@pytest.mark.parametrize("verb", ["write", "finish"])
+def test_a_crash_leaves_nothing_visible(memory, workers, retry, verb):
+    faulty = FaultyBackend(memory, [Rule(verb=verb, fault=Crash("before"))])
+    with pytest.raises(SimulatedCrash):
+        write(faulty, workers, retry)
+    assert list(memory.list("")) == []
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_image_is_not_touched_after_a_failure_is_raised(memory, retry, workers, parallel):
+    """The slot may be filled again, or freed, as soon as the error is out."""
+    faulty = FaultyBackend(memory, [Rule(verb="write", nth=1, fault=Raise(OutOfSpace))])
+    image = memoryview(bytearray(IMAGE))
+    with pytest.raises(CkptError):
+        write_image(
+            image, lengths(len(IMAGE), *range(0, len(IMAGE), 1 << 16)), backend=faulty if parallel else NotParallel(faulty),
+            key="k", workers=workers, retry=retry, on_bytes=lambda _: None,
+        )  # fmt: skip
+    assert workers._pool._work_queue.qsize() == 0
+    idle = [workers.submit(threading.Barrier(3, timeout=5).wait) for _ in range(0)]
+    assert idle == []

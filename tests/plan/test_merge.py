@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from ckpt.errors import CommitError, ReplicasDiverged, TensorIncomplete
+from ckpt.model.box import Box
+from ckpt.model.encoding import pack
+from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import merge
+from tests.plan.worlds import fragment_of, raw, with_ref
+
+X = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
+ALL = Box((0, 0), (12, 4))
+TOP, BOTTOM = Box((0, 0), (6, 4)), Box((6, 0), (6, 4))
+
+
+def leaf(*boxes: Box, name: str = "x", dtype: str = "float32", shape: tuple[int, ...] = (12, 4)) -> Leaf:
+    return Leaf(name, dtype, shape, boxes)
+
+
+def fragments(*ranks: list[Leaf], arrays=None, **changes):
+    """One fragment a rank. A change that is a list has one value a rank."""
+    found = []
+    for rank, leaves in enumerate(ranks):
+        mine = {key: value[rank] if isinstance(value, list) else value for key, value in changes.items()}
+        data = arrays[rank] if isinstance(arrays, list) else arrays or X
+        found.append(fragment_of(rank, len(ranks), leaves, data, **mine)[1])
+    return found
+
+
+def merged(found):
+    return merge(with_ref(fragment) for fragment in found)
+
+
+def test_a_merged_manifest_is_valid_and_names_all_parts():
+    found = fragments([leaf(TOP)], [leaf(BOTTOM)], metadata=raw({"run": 1}), tree=raw({"x": {"$": "tensor", "n": "x"}}))
+    manifest = check_manifest(merged(found), key="k")
+    assert [file.rank for file in manifest.files] == [ref.rank for ref in manifest.fragments] == [0, 1]
+    assert [(t.name, t.shape, [s.box for s in t.shards]) for t in manifest.tensors] == [("x", (12, 4), [TOP, BOTTOM])]
+    assert manifest.created_at == 1001.0
+    assert msgspec.json.decode(manifest.metadata) == {"run": 1}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_order_of_fragments_does_not_change_a_byte(seed):
+    rng = random.Random(seed)
+    trees = [raw({"a": 1, f"stage{rank}": [rank]}) for rank in range(3)]
+    found = fragments(
+        [leaf(TOP), leaf(ALL, name="y")], [leaf(BOTTOM)], [leaf(TOP), leaf(ALL, name="y")],
+        arrays={**X, "y": X["x"]}, tree=trees, tied=[{"z": "x"}, {}, {"w": "y"}],
+    )  # fmt: skip
+    assert pack(merged(rng.sample(found, 3))) == pack(merged(found))
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_copies_are_kept_once_from_the_lowest_rank():
+    manifest = merged(fragments([leaf(TOP)], [leaf(TOP), leaf(ALL, name="y")], [leaf(BOTTOM), leaf(ALL, name="y")], arrays={**X, "y": X["x"]}))
+    shards = {tensor.name: [(shard.rank, shard.box) for shard in tensor.shards] for tensor in manifest.tensors}
+    assert shards == {"x": [(0, TOP), (2, BOTTOM)], "y": [(1, ALL)]}
+    check_manifest(manifest, key="k")
+
+
+@pytest.mark.parametrize("element", [(0, 0), (11, 3)])
+def test_copies_that_differ_in_one_element_are_refused_with_name_and_ranks(element):
+    other = {"x": X["x"].copy()}
+    other["x"][element] += 1
+    with pytest.raises(ReplicasDiverged, match="'x' differs between ranks 1, 2") as caught:
+        merged(fragments([], [leaf(ALL)], [leaf(ALL)], arrays=[X, X, other]))
+    assert (caught.value.name, caught.value.ranks) == ("x", (1, 2))
+
+
+def test_digests_of_shared_leaves_must_agree():
+    found = fragments([leaf(TOP)], [leaf(BOTTOM)], replicas=[{"x": "all=1.0"}, {"x": "all=2.0"}])
+    with pytest.raises(ReplicasDiverged) as caught:
+        merged(found)
+    assert (caught.value.name, caught.value.ranks) == ("x", (0, 1))
+
+
+def test_digests_of_different_boxes_are_not_compared():
+    merged(fragments([leaf(TOP)], [leaf(BOTTOM)], replicas=[{"x": "top=1.0"}, {"x": "bottom=2.0"}]))
+
+
+# -- tensors that are not whole ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "told"),
+    [
+        (leaf(TOP), leaf(), "24 of 48 elements are in no box"),
+        (leaf(TOP), leaf(Box((7, 0), (5, 4))), "4 of 48 elements are in no box"),
+        (leaf(TOP), leaf(Box((5, 0), (7, 4))), "overlap"),
+        (leaf(ALL), leaf(TOP), "overlap"),
+    ],
+)
+def test_holes_and_overlaps_are_refused_with_the_name(one, two, told):
+    with pytest.raises(TensorIncomplete, match=told) as caught:
+        merged(fragments([one], [two]))
+    assert caught.value.name == "x"
+
+
+@pytest.mark.parametrize(
+    ("two", "told"),
+    [
+        (leaf(Box((0, 0), (4, 12)), shape=(4, 12)), r"float32\[12, 4\] and float32\[4, 12\]"),
+        (leaf(BOTTOM, dtype="int32"), r"float32\[12, 4\] and int32\[12, 4\]"),
+    ],
+)
+def test_ranks_that_disagree_about_a_tensor_are_refused(two, told):
+    arrays = {"x": np.zeros(two.shape, dtype=two.dtype)}
+    with pytest.raises(TensorIncomplete, match=told):
+        merged(fragments([leaf(TOP)], [two], arrays=[X, arrays]))
+
+
+def test_a_tensor_without_elements_is_whole():
+    nothing = leaf(Box((0, 0), (0, 3)), name="none", shape=(0, 3))
+    manifest = merged(fragments([nothing], [nothing], arrays={"none": np.zeros((0, 3), np.float32)}))
+    assert [tensor.name for tensor in check_manifest(manifest, key="k").tensors] == ["none"]
+
+
+@pytest.mark.parametrize("field", ["step", "attempt", "chunk_bytes", "world_size"])
+def test_fragments_of_different_saves_are_refused(field):
+    one, two = fragments([leaf(TOP)], [leaf(BOTTOM)])
+    other = {"step": 6, "attempt": "zzzzzz", "chunk_bytes": 128, "world_size": 3}[field]
+    with pytest.raises(CommitError, match="ranks 0 and 1 belong to different saves"):
+        merged([one, replace(two, **{field: other})])
+
+
+# -- ties -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tie_is_dropped_where_another_rank_stores_the_name():
+    found = fragments([leaf(ALL)], [leaf(ALL, name="head")], arrays={**X, "head": X["x"]}, tied=[{"head": "x", "deep": "x"}, {}])
+    assert merged(found).tied == {"deep": "x"}
+
+
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+
+def tree_of(*trees):
+    found = fragments(*[[]] * len(trees), tree=[raw(tree) for tree in trees])
+    return msgspec.json.decode(merged(found).tree)
+
+
+def test_pipeline_stages_are_joined():
+    one = {"step": 3, "stage0": {"lr": 1}, "model": {"$": "module", "values": {"a.extra": 1}}}
+    two = {"step": 3, "stage1": [2], "model": {"$": "module", "values": {"b.extra": 2}}, "sched": {"$": "object", "v": {"n": 1}}}
+    assert tree_of(one, two) == {
+        "step": 3, "stage0": {"lr": 1}, "stage1": [2], "model": {"$": "module", "values": {"a.extra": 1, "b.extra": 2}},
+        "sched": {"$": "object", "v": {"n": 1}},
+    }  # fmt: skip
+
+
+def optimizer(params, state, **values):
+    return {"opt": {"$": "optimizer", "groups": [{"params": params, "values": {"lr": 0.1, **values}}], "state": state}}
+
+
+def test_optimizers_of_stages_have_all_parameters_once():
+    joined = tree_of(optimizer(["a", "shared"], {"opt/a/step": 1}), optimizer(["shared", "b"], {"opt/b/step": 1}))
+    assert joined == optimizer(["a", "shared", "b"], {"opt/a/step": 1, "opt/b/step": 1})
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "path"),
+    [
+        ({"step": 3}, {"step": 4}, "step"),
+        ({"a": {"b/c": 1}}, {"a": {"b/c": 2}}, "a/b~1c"),
+        ({"a": [1, 2]}, {"a": [1, 3]}, "a"),
+        ({"a": [1]}, {"a": {"0": 1}}, "a"),
+        ({"a": {"$": "tuple", "v": [1]}}, {"a": [1]}, "a"),
+        ({"a": {"$": "tuple", "v": [1]}}, {"a": {"$": "tuple", "v": [2]}}, "a"),
+        ({"a": {"$": "tensor", "n": "x"}}, {"a": {"$": "tensor", "n": "y"}}, "a"),
+        ({"m": {"$": "module", "values": {"v": 1}}}, {"m": {"$": "module", "values": {"v": 2}}}, "m/v"),
+        ({"o": {"$": "object", "v": {"n": 1}}}, {"o": {"$": "object", "v": {"n": 2}}}, "o/n"),
+        (optimizer([], {}), optimizer([], {}, lr=0.2), "opt/param_groups/0"),
+        (optimizer([], {"opt/a/step": 1}), optimizer([], {"opt/a/step": 2}), "opt/state/opt~1a~1step"),
+        ({"opt": {"$": "optimizer", "groups": [], "state": {}}}, optimizer([], {}), "opt/param_groups"),
+        ({"a": 1}, {"a": True}, "a"),
+        ({"a": 1}, {"a": 1.0}, "a"),
+        ({"a": 0.0}, {"a": -0.0}, "a"),
+        ({"a": [1]}, {"a": [True]}, "a"),
+        (optimizer([], {}, on=1), optimizer([], {}, on=True), "opt/param_groups/0"),
+    ],
+)
+def test_values_that_differ_are_refused_with_path_and_ranks(one, two, path):
+    with pytest.raises(ReplicasDiverged) as caught:
+        tree_of(one, one, two)
+    assert (caught.value.name, caught.value.ranks) == (path, (0, 2))
+
+
+def test_dicts_that_differ_in_order_only_are_equal():
+    assert tree_of({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}) == {"a": 1, "b": {"c": 2, "d": 3}}
+
+
+def test_metadata_that_differs_is_refused():
+    with pytest.raises(ReplicasDiverged) as caught:
+        merged(fragments([], [], metadata=[raw({"note": 1}), raw({"note": 2})]))
+    assert caught.value.name == "metadata/note"
+
+
+def test_per_rank_trees_are_kept_apart():
+    manifest = merged(fragments([], [], per_rank=[raw({"rng": 1}), raw({"rng": 2})]))
+    assert {rank: msgspec.json.decode(tree) for rank, tree in manifest.per_rank.items()} == {"0": {"rng": 1}, "1": {"rng": 2}}
+
+
+def test_a_rank_without_a_file_has_no_part_in_the_files():
+    one, two = fragments([leaf(ALL)], [])
+    manifest = merged([one, replace(check_fragment(replace(two, file=None), key="k"))])
+    assert [file.rank for file in manifest.files] == [0]
+    check_manifest(manifest, key="k")

@@ -1,0 +1,83 @@
+"""What an engine would write for a world of ranks, with NumPy for tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from ckpt.model.box import Box
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack
+from ckpt.model.layout import data_name, fragment_name
+from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest
+from ckpt.plan.coalesce import coalesce
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.restore import plan_restore
+from ckpt.plan.save import SavePlan, plan_save
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def raw(node: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(node))
+
+
+def image_of(plan: SavePlan, leaves: Sequence[Leaf], arrays: Arrays) -> bytes:
+    image = bytearray(plan.header)
+    for item in plan.items:
+        assert len(image) == item.offset
+        image += np.ascontiguousarray(arrays[leaves[item.leaf].name][item.box.slices()]).tobytes()
+    assert len(image) == plan.size
+    return bytes(image)
+
+
+def fragment_of(
+    rank: int, world_size: int, leaves: Sequence[Leaf], arrays: Arrays, *, chunk_bytes: int = 64, **changes: object
+) -> tuple[bytes, Fragment]:
+    """The file and the fragment of one rank."""
+    plan = plan_save(leaves, rank=rank, chunk_bytes=chunk_bytes)
+    image = image_of(plan, leaves, arrays)
+    chunks: list[Chunk] = []
+    end = 0
+    for nbytes in plan.chunks:
+        chunks.append(Chunk(nbytes, checksum(image[end : end + nbytes])))
+        end += nbytes
+    fragment = Fragment(
+        format=FORMAT, step=5, attempt="abc123", rank=rank, world_size=world_size, created_at=1000.0 + rank, chunk_bytes=chunk_bytes,
+        file=File(data_name(rank), rank, plan.size, tuple(chunks)), tensors=plan.tensors, tied={}, tree=raw({}), per_rank=raw({}),
+        replicas={}, metadata=raw({}),
+    )  # fmt: skip
+    return image, msgspec.structs.replace(fragment, **changes)
+
+
+def with_ref(fragment: Fragment) -> tuple[Fragment, FragmentRef]:
+    data = pack(fragment)
+    return fragment, FragmentRef(fragment_name(fragment.rank), fragment.rank, len(data), checksum(data))
+
+
+def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tuple[Box, ...]]:
+    """Each box to one rank."""
+    owned: list[list[Box]] = [[] for _ in range(world_size)]
+    for box in boxes:
+        owned[rng.randrange(world_size)].append(box)
+    return [tuple(held) for held in owned]
+
+
+def fetch(manifest: Manifest, images: Mapping[int, bytes], wanted: Sequence[Leaf], *, most: int, gap: int) -> list[list[np.ndarray]]:
+    """The pieces of each wanted leaf, read the way the plan says and no other."""
+    plan = plan_restore(manifest, wanted)
+    found = [[np.zeros(box.shape, dtype=leaf.dtype) for box in leaf.boxes] for leaf in wanted]
+    for run in coalesce(plan.reads, most_bytes=most, gap_bytes=gap):
+        data = images[run.rank][run.offset : run.offset + run.nbytes]
+        for read in run.reads:
+            piece = data[read.offset - run.offset :][: read.nbytes]
+            assert checksum(piece) == read.checksum
+            chunk = np.frombuffer(piece, dtype=read.dtype).reshape(read.box.shape)
+            for target in read.targets:
+                box = wanted[target.leaf].boxes[target.piece]
+                part = chunk[target.part.relative_to(read.box).slices()]
+                found[target.leaf][target.piece][target.part.relative_to(box).slices()] = part
+    return found

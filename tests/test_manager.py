@@ -1,0 +1,651 @@
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, PerRank, RngState, SaveConfig, Tier
+from ckpt.catalog.index import find, read_manifest
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    ManagerClosed,
+    OutOfSpace,
+    RootInUse,
+    SaveSkipped,
+    StepExists,
+    TensorChanged,
+    UnsupportedValue,
+)
+from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged
+from ckpt.model.layout import OWNER
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.fixture
+def memory() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+Faults = Callable[..., None]
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    """Every backend opened from now on has these faults; none of its uploads, which are not what is tested here."""
+
+    def wrap(*rules: Rule) -> None:
+        monkeypatch.setattr(
+            ckpt.storage.tiers, "open_backend", lambda url, options: FaultyBackend(open_backend(url, options), rules)
+        )
+
+    return wrap
+
+
+def job(seed: int = 0, width: int = 64) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def train(state: dict[str, Any], number: int = 0) -> None:
+    torch.manual_seed(number)
+    state["optimizer"].zero_grad()
+    state["model"](torch.randn(4, state["model"][0].in_features)).square().sum().backward()
+    state["optimizer"].step()
+    state["step"] += 1
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    tensors = {f"model/{key}": value.clone() for key, value in state["model"].state_dict().items()}
+    for index, held in state["optimizer"].state_dict()["state"].items():
+        tensors |= {f"optimizer/{index}/{key}": value.clone() for key, value in held.items()}
+    return tensors
+
+
+def assert_equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        assert torch.equal(tensor, two[key]), key
+
+
+def back(root: str, step: int | None = None) -> dict[str, Any]:
+    state = job(seed=99)
+    with CheckpointManager(root) as manager:
+        assert manager.restore(state, step) is not None
+    return state
+
+
+# -- the state at the call --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_everything_may_be_changed_right_after_the_call(root: str, overlap: Any) -> None:
+    state = job(width=512)
+    train(state)
+    state |= {
+        "plain": torch.arange(100_000.0),
+        "array": np.arange(100_000.0),
+        "list": [1, [2, 3]],
+        "dict": {"a": {"b": 1}},
+        "ema": [torch.ones(1000), torch.ones(10)],
+        "bytes": bytearray(b"abc"),
+    }
+    expected = copy_of(state)
+    with CheckpointManager(root, overlap=overlap) as manager:
+        pending = manager.save_async(state)
+        state["plain"].fill_(-1)
+        state["array"][:] = -1
+        state["list"][1].append(4)
+        state["list"].clear()
+        state["dict"]["a"]["b"] = 2
+        state["ema"][0].zero_()
+        state["ema"].pop()
+        state["bytes"][0] = 0
+        state["model"][1].running_mean.fill_(7)
+        train(state)
+        for parameter in state["model"].parameters():  # stepped over: the copy has landed
+            parameter.data.zero_()
+        pending.result(60)
+        assert pending.step == 1
+    target = job(seed=5, width=512) | {
+        "plain": torch.zeros(100_000),
+        "array": np.zeros(100_000),
+        "list": None,
+        "dict": None,
+        "ema": [torch.zeros(1000), torch.zeros(10)],
+        "bytes": None,
+    }
+    with CheckpointManager(root) as manager:
+        manager.restore(target)
+    assert_equal(copy_of(target), expected)
+    assert torch.equal(target["plain"], torch.arange(100_000.0))
+    assert np.array_equal(target["array"], np.arange(100_000.0))
+    assert target["list"] == [1, [2, 3]]
+    assert target["dict"] == {"a": {"b": 1}}
+    assert all(bool((tensor == 1).all()) for tensor in target["ema"])
+    assert target["bytes"] == bytearray(b"abc")
+    assert target["step"] == 1
+
+
+def test_with_overlap_off_even_parameters_may_be_changed_at_once(memory: str) -> None:
+    state = job()
+    train(state)
+    expected = copy_of(state)
+    with CheckpointManager(memory, overlap="off") as manager:
+        manager.save_async(state)
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.zero_()
+    assert_equal(copy_of(back(memory)), expected)
+
+
+def test_after_a_fence_parameters_may_be_changed_by_anybody(memory: str) -> None:
+    state = job(width=512)
+    train(state)
+    expected = copy_of(state)
+    with CheckpointManager(memory) as manager:
+        pending = manager.save_async(state)
+        manager.fence()
+        pending.wait_staged(0)
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.zero_()
+        pending.result(60)
+    target = job(seed=99, width=512)
+    with CheckpointManager(memory) as manager:
+        manager.restore(target)
+    assert_equal(copy_of(target), expected)
+
+
+@pytest.fixture
+def held_copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Late copies wait until the event is set, so that a test can come between the call and the copy."""
+    from ckpt.staging.snapshot import Snapshot
+
+    gate = threading.Event()
+    original = Snapshot.copy_late
+
+    def held(self: Snapshot) -> None:
+        assert gate.wait(30)
+        original(self)
+
+    monkeypatch.setattr(Snapshot, "copy_late", held)
+    yield gate
+    gate.set()
+
+
+def test_a_parameter_changed_behind_our_back_fails_that_save_by_name_and_nothing_else(
+    root: str, held_copier: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = job()
+    train(state)
+    expected = copy_of(state)
+    with CheckpointManager(root) as manager:
+        held_copier.set()
+        manager.save(state, 1)
+        held_copier.clear()
+        pending = manager.save_async(state, 2)
+        with torch.no_grad():
+            state["model"][2].weight.add_(1)  # no step: nobody was asked
+        held_copier.set()
+        with pytest.raises(TensorChanged, match=r"'model/2\.weight'"):
+            pending.result(30)
+        train(state)  # training is alive
+        assert manager.steps() == [1]
+        manager.save(state, 2)  # and so is the manager: result() has told, nothing is raised again
+        assert manager.steps() == [1, 2]
+    assert_equal(copy_of(back(root, 1)), expected)
+    assert "changed while step 2" in caplog.text
+
+
+def test_a_step_waits_for_the_copy(memory: str, held_copier: threading.Event) -> None:
+    state = job()
+    train(state)
+    expected = copy_of(state)
+    with CheckpointManager(memory) as manager:
+        manager.save_async(state)
+        stepped = threading.Event()
+        thread = threading.Thread(target=lambda: (train(state, 1), stepped.set()))
+        thread.start()
+        assert not stepped.wait(0.3)
+        held_copier.set()
+        thread.join(30)
+        assert stepped.is_set()
+    assert_equal(copy_of(back(memory)), expected)
+
+
+def test_a_closed_manager_leaves_no_hook_behind(memory: str) -> None:
+    state = job()
+    with CheckpointManager(memory) as manager:
+        manager.save(state)
+        assert len(state["optimizer"]._optimizer_step_pre_hooks) == 1
+        manager.save(state, 1)
+        assert len(state["optimizer"]._optimizer_step_pre_hooks) == 1
+    assert not state["optimizer"]._optimizer_step_pre_hooks
+
+
+# -- errors in the background -----------------------------------------------------------------------------------------
+
+FULL = Rule(verb="put", key="step-.*json", nth=1, fault=Raise(OutOfSpace))
+
+
+def failed(manager: CheckpointManager) -> Any:
+    pending = manager.save_async({"x": torch.ones(3)}, 1)
+    while not pending.done():
+        time.sleep(0.005)
+    return pending
+
+
+@pytest.mark.parametrize("way", ["result", "exception", "save_async", "fence", "close"])
+def test_an_error_in_the_background_is_told_exactly_once(memory: str, faults: Faults, way: str) -> None:
+    faults(FULL)
+    manager = CheckpointManager(memory)
+    pending = failed(manager)
+    if way == "exception":
+        assert isinstance(pending.exception(), OutOfSpace)
+    else:
+        tell: dict[str, Callable[[], object]] = {
+            "result": pending.result,
+            "save_async": lambda: manager.save_async({"x": 1}, 2),
+            "fence": manager.fence,
+            "close": manager.close,
+        }
+        with pytest.raises(OutOfSpace):
+            tell[way]()
+    if way != "close":
+        manager.fence()
+        manager.save({"x": torch.ones(3)}, 1)  # the same step may be tried again
+        manager.save({"x": torch.ones(3)}, 2)
+        assert manager.steps() == [1, 2]
+    manager.close()
+
+
+def test_a_failed_save_leaves_no_files(root: str, faults: Faults) -> None:
+    faults(FULL)
+    with CheckpointManager(root) as manager:
+        failed(manager).exception()
+        assert [path.name for path in Path(root).rglob("*") if path.is_file()] == [OWNER]
+
+
+def test_the_error_of_the_body_goes_before_one_of_the_background(
+    memory: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults(FULL)
+    with pytest.raises(ZeroDivisionError), CheckpointManager(memory) as manager:
+        failed(manager)
+        raise ZeroDivisionError
+    assert "no space left" in caplog.text
+    with pytest.raises(OutOfSpace), CheckpointManager(f"{memory}2") as manager:
+        failed(manager)
+
+
+# -- slots ------------------------------------------------------------------------------------------------------------
+
+SLOW = Rule(verb="finish", fault=Delay(0.4))
+
+
+def test_with_skip_a_save_is_left_out_while_no_slot_is_free(memory: str, faults: Faults) -> None:
+    faults(SLOW)
+    with CheckpointManager(memory, on_busy="skip", slots=1) as manager:
+        first = manager.save_async({"x": 1}, 1)
+        second = manager.save_async({"x": 2}, 2)
+        assert second.done()
+        assert manager.skipped == 1
+        with pytest.raises(SaveSkipped):
+            second.result()
+        first.result(30)
+        manager.save({"x": 3}, 2)  # the skipped step was not taken
+        assert manager.steps() == [1, 2]
+
+
+def test_with_wait_the_call_waits_for_a_slot_and_nothing_is_lost(memory: str, faults: Faults) -> None:
+    faults(SLOW)
+    with CheckpointManager(memory, slots=1) as manager:
+        manager.save_async({"x": 1}, 1)
+        began = time.perf_counter()
+        manager.save_async({"x": 2}, 2)
+        assert time.perf_counter() - began > 0.2
+        assert manager.skipped == 0
+    with CheckpointManager(memory) as manager:
+        assert manager.steps() == [1, 2]
+
+
+def test_a_slow_store_costs_the_caller_nothing_while_a_slot_is_free(memory: str, faults: Faults) -> None:
+    faults(SLOW)
+    with CheckpointManager(memory) as manager:
+        began = time.perf_counter()
+        one, two = manager.save_async({"x": 1}, 1), manager.save_async({"x": 2}, 2)
+        assert time.perf_counter() - began < 0.2
+        assert not one.done()
+        assert not two.done()
+
+
+def test_a_state_that_grows_and_shrinks_gets_slots_that_fit(memory: str) -> None:
+    with CheckpointManager(memory) as manager:
+        for step, size in enumerate([10, 3_000_000, 10, 100_000, 5_000_000]):
+            manager.save_async({"x": torch.full((size,), float(step))}, step)
+    with CheckpointManager(memory) as manager:
+        for step, size in enumerate([10, 3_000_000, 10, 100_000, 5_000_000]):
+            target = {"x": torch.zeros(size)}
+            manager.restore(target, step)
+            assert bool((target["x"] == step).all())
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_step_is_that_of_the_state_or_the_next(memory: str) -> None:
+    with CheckpointManager(memory) as manager:
+        assert [manager.save({"x": 1}).step for _ in range(2)] == [0, 1]
+        assert manager.save({"x": 1, "step": 7}).step == 7
+        assert manager.save({"x": 1}).step == 8
+        assert manager.save({"x": 1, "step": torch.tensor(3)}).step == 9
+        assert manager.save({"x": 1, "step": 50}, 60).step == 60
+        assert manager.steps() == [0, 1, 7, 8, 9, 60]
+        assert manager.latest_step() == 60
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "3", True, 10**18, None])
+def test_a_step_that_is_no_number_from_0_on_is_refused(memory: str, step: Any) -> None:
+    with CheckpointManager(memory) as manager:
+        if step is None:
+            assert manager.save_async({"step": True}).result().step == 0
+        else:
+            with pytest.raises(ConfigError, match="step"):
+                manager.save_async({"x": 1}, step)
+
+
+def test_a_step_is_saved_once(memory: str) -> None:
+    with CheckpointManager(memory) as manager:
+        manager.save_async({"x": 1}, 3)
+        with pytest.raises(StepExists):
+            manager.save_async({"x": 2}, 3)
+    with CheckpointManager(memory) as manager:
+        with pytest.raises(StepExists):
+            manager.save({"x": 2}, 3)
+        manager.save({"x": 3}, 4)
+        assert manager.steps() == [3, 4]
+        target = {"x": 0}
+        manager.restore(target, 3)
+        assert target == {"x": 1}
+
+
+def test_after_going_back_later_steps_may_be_lived_again_and_the_younger_wins(memory: str) -> None:
+    with CheckpointManager(memory) as manager:
+        for step in (1, 2, 3):
+            manager.save({"x": f"old {step}"}, step)
+    with CheckpointManager(memory) as manager:
+        target: dict[str, Any] = {"x": ""}
+        manager.restore(target, 1)
+        with pytest.raises(StepExists):
+            manager.save({"x": "again"}, 1)
+        manager.save({"x": "new 2"}, 2)
+        manager.save({"x": "new 3"}, 3)
+    with CheckpointManager(memory) as manager:
+        assert manager.steps() == [1, 2, 3]
+        for step, expected in [(1, "old 1"), (2, "new 2"), (3, "new 3"), (None, "new 3")]:
+            manager.restore(target, step)
+            assert target["x"] == expected
+
+
+# -- one root, one job ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_manager_on_a_living_ones_root_is_refused_and_writes_nothing(root: str) -> None:
+    with CheckpointManager(root) as first:
+        first.save({"x": 1}, 1)
+        before = sorted(str(path) for path in Path(root).rglob("*"))
+        with CheckpointManager(root) as second:
+            assert second.restore({"x": 0}) is not None  # reading is free
+            with pytest.raises(RootInUse):
+                second.save({"x": 2}, 2)
+        assert sorted(str(path) for path in Path(root).rglob("*")) == before
+        first.save({"x": 3}, 3)
+    with CheckpointManager(root) as third:  # given back by close
+        third.save({"x": 4}, 4)
+        assert third.steps() == [1, 3, 4]
+
+
+def test_a_closed_manager_says_so(memory: str) -> None:
+    manager = CheckpointManager(memory)
+    manager.save({"x": 1})
+    manager.close()
+    manager.close()
+    calls: list[Callable[[], object]] = [
+        lambda: manager.save_async({"x": 1}),
+        lambda: manager.save({"x": 1}),
+        lambda: manager.restore({"x": 1}),
+        manager.steps,
+        manager.latest_step,
+        manager.fence,
+    ]
+    for call in calls:
+        with pytest.raises(ManagerClosed):
+            call()
+
+
+def test_a_save_under_way_is_finished_by_close(root: str) -> None:
+    manager = CheckpointManager(root)
+    pending = manager.save_async(job(width=512))
+    manager.close()
+    assert pending.done()
+    assert pending.exception() is None
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save({"x": torch.ones(3)}, 1)
+        slots = sorted(name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                manager.save_async({"x": 1}, 2)
+            except ConfigError as error:
+                code = 0 if "fork" in str(error) else 2
+            try:
+                manager.close()
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert sorted(name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name) == slots
+        assert (Path(root) / OWNER).exists()
+        manager.save({"x": torch.ones(3)}, 2)
+        assert manager.steps() == [1, 2]
+
+
+# -- places and settings ----------------------------------------------------------------------------------------------
+
+
+def test_two_tiers_both_get_it_and_either_can_give_it(tmp_path: Path, memory: str) -> None:
+    folder = str(tmp_path / "run")
+    state = job()
+    train(state)
+    expected = copy_of(state)
+    with CheckpointManager([memory, Tier(folder)]) as manager:
+        manager.save(state, 5)
+    for root in (memory, folder):
+        assert_equal(copy_of(back(root)), expected)
+    for path in Path(folder).rglob("*.safetensors"):
+        path.write_bytes(b"")
+    target = job(seed=3)
+    with CheckpointManager([folder, memory]) as manager:
+        report = manager.restore(target)
+        assert report is not None
+        assert report.tier == memory
+        assert [step for step, _ in report.skipped] == [5]
+    assert_equal(copy_of(target), expected)
+
+
+def test_a_tier_that_fails_does_not_undo_the_nearer_one(tmp_path: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(url: str, options: Any) -> StorageBackend:
+        backend = open_backend(url, options)
+        return backend if url == memory else FaultyBackend(backend, [Rule(verb="finish", fault=Raise(OutOfSpace))])
+
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    with CheckpointManager([memory, tmp_path / "far"]) as manager:
+        with pytest.raises(OutOfSpace):
+            manager.save({"x": torch.ones(3)}, 1)
+        assert manager.steps() == [1]
+        target = {"x": torch.zeros(3)}
+        manager.restore(target)
+        assert target["x"].tolist() == [1, 1, 1]
+
+
+def test_the_same_place_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        CheckpointManager([tmp_path, str(tmp_path)])
+    with pytest.raises(ConfigError):
+        CheckpointManager([])
+
+
+def test_a_manager_can_be_built_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ckpt.toml").write_text('root = "run"\n[save]\nslots = 1\nchunk_mib = 2\n[metadata]\nteam = "speech"\n')
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager.from_config() as manager:
+        manager.save({"x": torch.zeros(3 << 20, dtype=torch.uint8)}, 1)
+    backend = open_backend(str(tmp_path / "run"))
+    manifest = read_manifest(backend, find(backend, 1)[0])
+    assert bytes(manifest.metadata) == b'{"team":"speech"}'
+    assert manifest.chunk_bytes == 2 << 20
+    assert len(manifest.files[0].chunks) == 3  # the header and two
+    (tmp_path / "ckpt.toml").write_text("[save]\nslots = 1\n")
+    with pytest.raises(ConfigError, match="names no place"):
+        CheckpointManager.from_config()
+
+
+def test_metadata_is_kept_and_must_be_plain(memory: str) -> None:
+    with CheckpointManager(memory, metadata={"run": 7, "tags": ["a"]}) as manager:
+        manager.save({"x": 1})
+    backend = open_backend(memory)
+    assert bytes(read_manifest(backend, find(backend, None)[0]).metadata) == b'{"run":7,"tags":["a"]}'
+    with pytest.raises(UnsupportedValue, match="metadata/f"):
+        CheckpointManager(memory, metadata={"f": print})
+
+
+@pytest.mark.parametrize("setting", [{"slots": 0}, {"on_busy": "later"}, {"commit_timeout_seconds": -1}, {"chunk_bytes": 3}])
+def test_a_wrong_setting_is_told_when_the_manager_is_built(memory: str, setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        CheckpointManager(memory, **setting)
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        CheckpointManager(memory, config=SaveConfig(), **setting)
+
+
+def test_a_launchers_world_without_a_process_group_is_refused(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="init_process_group"):
+        CheckpointManager(memory)
+
+
+# -- observers --------------------------------------------------------------------------------------------------------
+
+
+def test_observers_are_told_what_happens_and_cannot_break_it(
+    memory: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Event] = []
+
+    def broken(event: Event) -> None:
+        raise KeyError("mine")
+
+    faults(Rule(verb="put", key="step-.*2\\..*json", fault=Raise(OutOfSpace)))
+    with CheckpointManager(memory, observers=[broken, told.append]) as manager:
+        manager.save({"x": torch.ones(2)}, 1)
+        with pytest.raises(OutOfSpace):
+            manager.save({"x": torch.ones(2)}, 2)
+        manager.restore({"x": torch.zeros(2)})
+    assert [type(event) for event in told] == [SaveStaged, SaveCommitted, SaveStaged, SaveFailed, Restored]
+    assert [event.step for event in told] == [1, 1, 2, 2, 1]
+    committed = told[1]
+    assert isinstance(committed, SaveCommitted)
+    assert committed.tier == memory
+    assert committed.nbytes == 4096 + 8
+    assert committed.durable_seconds > 0
+    assert "observer failed" in caplog.text
+
+
+# -- for ever ---------------------------------------------------------------------------------------------------------
+
+
+def footprint() -> tuple[int, int, int, int]:
+    """Descriptors, threads, slots, resident bytes."""
+    gc.collect()
+    process = psutil.Process()
+    slots = sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm"))
+    return process.num_fds(), process.num_threads(), slots, process.memory_info().rss
+
+
+def test_a_hundred_saves_leave_memory_threads_and_descriptors_flat(root: str) -> None:
+    state = job(width=256) | {"rng": PerRank(RngState()), "x": torch.zeros(1 << 20)}
+    start = footprint()
+    with CheckpointManager(root) as manager:
+
+        def save(steps: Sequence[int]) -> None:
+            for step in steps:
+                pending = manager.save_async(state, step)
+                train(state, step)
+                if step % 7 == 0:
+                    pending.result(60)
+            pending.result(60)
+
+        save(range(20))
+        warm = footprint()
+        save(range(20, 120))
+        after = footprint()
+        assert after[:3] == warm[:3]
+        assert after[3] - warm[3] < 8 << 20
+        assert manager.steps() == list(range(120))
+    end = footprint()
+    assert end[2] == start[2]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
+
+
+def test_building_and_closing_managers_leaks_nothing(root: str) -> None:
+    def once(step: int) -> None:
+        with CheckpointManager(root) as manager:
+            manager.save({"x": torch.ones(1000)}, step)
+            manager.restore({"x": torch.zeros(1000)})
+
+    for step in range(3):
+        once(step)
+    warm = footprint()
+    for step in range(3, 23):
+        once(step)
+    assert footprint()[:3] == warm[:3]
+
+
+def test_a_manager_that_is_just_dropped_still_finishes_its_save(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    pending = CheckpointManager(root).save_async(job())
+    assert pending.result(60).exception() is None
+    assert not caplog.records
+
+
+def test_every_error_is_one_of_ours(memory: str) -> None:
+    with CheckpointManager(memory) as manager:
+        for state in ({"x": object()}, [], {"x": torch.empty(1, device="meta")}):
+            with pytest.raises(CkptError):
+                manager.save_async(state)  # type: ignore[arg-type]
