@@ -35,7 +35,7 @@ _NOTES: Final = (
     "**drag**: seconds training loses beside the save, against as many steps without one, right before and after it; none if the call returns "
     "when all is durable. "
     "**durable**: from the call until complete and fsynced, in the training loop. **first**: the process' first save; in no median.",
-    "**idle**: nothing else runs. *safe*: until the state may change when nothing can overlap; *durable*: as above. "
+    "**idle**: nothing else runs. *safe*: until the state may change when nothing can overlap; *durable*: as above, right after a save in training, with a file cache as warm as it gets. "
     "**memory added**: highest anonymous plus shared memory of the process while it saves, over training alone.",
     "`ckpt` fsyncs itself. The files and folders of the others, which do not, are fsynced by the bench before the clock of *durable* "
     "stops, beside the training loop: it is not in their stall.",
@@ -208,7 +208,7 @@ def _plot(outcome: Outcome, path: str) -> None:
             va="bottom",
             linespacing=1.4,
         )
-        figure.tight_layout(rect=(0, 0.1, 1, 0.97), w_pad=2.5)
+        figure.tight_layout(rect=(0, 0.1, 1, 1.0), w_pad=2.5)
         figure.savefig(path, dpi=150)
         plt.close(figure)
 

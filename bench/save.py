@@ -18,6 +18,9 @@ within a round every contender saves once in training and once idle, and the ord
 process is a round of its own and reported apart. Every checkpoint is loaded into another, spoiled training in a helper process and compared bit by
 bit with a copy taken at the moment of the save; a contender that fails this has no numbers, the run fails. One torch thread computes.
 Peers run as they come; a checkpoint is deleted before the next is made.
+An idle save follows right after one in training: pages of the file cache that the other has freed are warm then, which favours those who
+write through it. After seconds of training they may not be (a virtual machine may have to get them from its host anew): in training a buffered
+writer can take several times as long as idle.
 
 **Memory** is the highest anonymous plus shared memory of the contender's process while it saves, over the highest while it trained before any
 contender was prepared. Pages of the kernel's file cache, which buffered writers fill, are not in it.

@@ -19,14 +19,14 @@ from ckpt.catalog.index import committed
 from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
+from ckpt.errors import CkptError, ConfigError, ManagerClosed, PeerFailed, SaveSkipped, StepExists
 from ckpt.events import Event, Observer, SaveCommitted, SaveFailed, SaveStaged
 from ckpt.model.layout import StepRef
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers
 from ckpt.restorer import Restorer, RestoreReport
-from ckpt.saver import SaveJob, Saver
+from ckpt.saver import SKIPPED, SaveJob, Saver
 from ckpt.staging.fence import Fence
 from ckpt.staging.slots import Slot, SlotPool
 from ckpt.staging.snapshot import Snapshot
@@ -151,7 +151,6 @@ class CheckpointManager:
                 self._streamer.submit(self._saver.give_up, ref, trial, f"{type(error).__name__}: {error}")
             raise
         self._trials[step] = trial + 1
-        pending.stall_seconds = time.perf_counter() - began
         return pending
 
     def save(
@@ -255,6 +254,7 @@ class CheckpointManager:
         if not snapshot.landed:
             self._fence.watch(snapshot)
             self._copier.submit(snapshot.copy_late)
+        pending.stall_seconds = pending.age
         self._streamer.submit(self._stream, job, snapshot, pending, slot)
         self._last_step = ref.step
         return pending
@@ -301,22 +301,24 @@ class CheckpointManager:
             error.__cause__ = failed
         finally:
             self._slots.release(slot)
+        self._end(pending, error)
+
+    def _end(self, pending: PendingSave, error: CkptError | None) -> None:
+        if isinstance(error, PeerFailed) and set(error.failures.values()) == {SKIPPED}:
+            error = SaveSkipped(pending.step)  # a slot was free here, but not on another rank: a skip for all
+        skipped = isinstance(error, SaveSkipped)
         if error is not None:
-            self._saved.discard(job.ref.step)
-            _log.error("ckpt: %s", error)
-            self._notify(SaveFailed(step=job.ref.step, error=error))
-        pending.finish(error)
+            self._saved.discard(pending.step)
+            self.skipped += skipped
+            _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
+            self._notify(SaveFailed(step=pending.step, error=error))
+        pending.finish(error, heard=skipped)  # skipping is what was asked for: no later call raises it
 
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
-        self.skipped += 1
         pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
-        pending.finish(SaveSkipped(ref.step))
-        pending.exception()  # heard: skipping is what was asked for
+        self._end(pending, SaveSkipped(ref.step))
         if self._coordinator.world_size > 1:
-            self._streamer.submit(self._saver.give_up, ref, trial, "skipped: no slot was free")
-        _log.warning(
-            "ckpt: step %d skipped, the save before still streams (%d so far)", ref.step, self.skipped
-        )
+            self._streamer.submit(self._saver.give_up, ref, trial, SKIPPED)
         return pending
 
     def _resolve(self, state: Mapping[str, Any], step: int | None) -> int:

@@ -93,7 +93,9 @@ class PendingSave:
         with self._lock:
             self._written += nbytes
 
-    def finish(self, error: CkptError | None) -> None:
+    def finish(self, error: CkptError | None, *, heard: bool = False) -> None:
+        """End it. ``heard``: the error need not be raised by a later call."""
+        self._heard = heard
         self._error = error
         if error is None:
             self.durable_seconds = self.age

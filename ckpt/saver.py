@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -19,7 +20,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed
 from ckpt.coordination.committer import LEADER, Committer
 from ckpt.coordination.owner import Owner, claim, confirm, release
-from ckpt.errors import CkptError, CommitTimeout, StepExists, StorageError
+from ckpt.errors import CkptError, CommitTimeout, PeerFailed, StepExists, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
@@ -31,6 +32,8 @@ from ckpt.plan.save import SavePlan
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+SKIPPED: Final = "skipped: no slot was free"
+"""The reason a rank gives for a save it had no slot for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,11 @@ class Saver:
     def _committer(self, tier: OpenTier, trial: int) -> Committer:
         name = f"save/{tier.index}/{trial}"
         return Committer(
-            self._coordinator, tier.backend, name=name, timeout=self._config.commit_timeout_seconds
+            self._coordinator,
+            tier.backend,
+            name=name,
+            timeout=self._config.commit_timeout_seconds,
+            retry=self._retry.call,
         )
 
     def _veto(self, tier: OpenTier, ref: StepRef) -> CkptError | None:
@@ -121,15 +128,15 @@ class Saver:
             return None
         try:
             if tier.index in self._owned:
-                confirm(tier.backend, self._owner)
+                self._retry.call(lambda: confirm(tier.backend, self._owner))
             else:
                 self._retry.call(lambda: claim(tier.backend, self._owner))
-                self._owned.add(tier.index)
                 done = {other.step for other in committed(tier.backend)}
                 # what lies after the step that was restored is history given up: it may be lived again
                 self._taken[tier.index] = {
                     s for s in done if self.restored_step is None or s <= self.restored_step
                 }
+                self._owned.add(tier.index)
         except CkptError as error:
             return error
         return StepExists(ref.step, tier.url) if ref.step in self._taken[tier.index] else None
@@ -171,7 +178,7 @@ class Saver:
 
     def _refuse(self, tier: OpenTier, ref: StepRef, trial: int, reason: str) -> None:
         """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
-        veto = CkptError(reason) if self._coordinator.rank == LEADER else None
+        veto = PeerFailed(ref.step, {LEADER: reason}) if self._coordinator.rank == LEADER else None
         try:
             self._committer(tier, trial).commit(ref, Failed(reason), veto=veto)
         except CkptError as error:

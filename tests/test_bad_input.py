@@ -80,7 +80,7 @@ CASES: list[tuple[str, Any, type[RestoreError], str]] = [
     ("extra", torch.zeros(1), EntryMissing, "'extra'"),
     ("a", ..., EntryUnexpected, "'a'"),
     ("n", ..., EntryUnexpected, "'n'"),
-    ("model", ..., EntryUnexpected, "'model'"),
+    ("scheduler", ..., EntryUnexpected, "'scheduler'"),
     ("a", torch.zeros(5), ShapeMismatch, "'a'"),
     ("a", torch.zeros(2, 2), ShapeMismatch, "'a'"),
     ("a", torch.zeros(4, dtype=torch.float64), DtypeMismatch, "'a'"),
@@ -126,6 +126,8 @@ def test_what_does_not_fit_is_named_and_nothing_changes(
         del target[key]
     else:
         target[key] = value
+    if key == "model" and isinstance(value, nn.Module):
+        target["optimizer"] = torch.optim.SGD(value.parameters(), 0.1, momentum=0.9)
     before = content(target)
     with CheckpointManager(root) as manager:
         with pytest.raises(error, match=named):

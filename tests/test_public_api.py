@@ -16,6 +16,7 @@ PUBLIC = {
     "PerRank",
     "RestoreReport",
     "RngState",
+    "SaveConfig",
     "Tier",
     "__version__",
 }

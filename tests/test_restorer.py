@@ -253,7 +253,7 @@ def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with CheckpointManager(root) as manager:
         manager.restore(target)
     assert torch.equal(target["m"][0].weight, state["m"][0].weight)
-    for command in (["ls"], ["show", "--latest"], ["verify"], ["restore", "--latest", "--to", str(tmp_path / "there")]):
+    for command in (["ls"], ["show", "1"], ["verify"], ["restore", "--latest", "--to", str(tmp_path / "there")]):
         monkeypatch.setattr("sys.argv", ["ckpt", *command, "--root", str(root)])
         code = main()
         assert code == 0, (command, capsys.readouterr())

@@ -19,7 +19,7 @@ from ckpt.model.layout import OWNER, parse_folder
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
-from ckpt.errors import TransientStorageError
+from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from tests.adapters.saving import bits
 
 KNOWN = [name for name, dtype in DTYPES.items() if dtype.lanes == 1 and dtype.storage != "U8" and "bits" not in name]
@@ -112,3 +112,19 @@ def test_a_store_that_stumbles_once_costs_nothing_but_a_moment(verb: str, lost: 
         target = {"x": torch.zeros(9, dtype=torch.int64)}
         assert manager.restore(target) is not None
         assert torch.equal(target["x"], torch.arange(9))
+
+
+def test_a_store_that_failed_at_the_first_save_may_serve_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    for verb in ("folders", "put", "upload", "write", "finish"):
+        rules = [Rule(verb=verb, nth=1, fault=Raise(OutOfSpace))]  # type: ignore[arg-type]
+        monkeypatch.setattr(
+            ckpt.storage.tiers,
+            "open_backend",
+            lambda url, options, rules=rules: FaultyBackend(open_backend(url, options), rules),
+        )
+        with CheckpointManager(f"memory://{uuid.uuid4().hex}") as manager:
+            with pytest.raises(CkptError, match="no space left"):
+                manager.save({"x": torch.ones(3)}, 1)
+            manager.save({"x": torch.ones(3)}, 1)
+            manager.save({"x": torch.ones(3)}, 2)
+            assert manager.steps() == [1, 2], verb

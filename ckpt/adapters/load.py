@@ -16,12 +16,11 @@ import msgspec
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.layout import leaf_of
-from ckpt.adapters.modules import items_of, name_groups, state_name, unwrapped
+from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.errors import (
     ConfigError,
@@ -31,7 +30,7 @@ from ckpt.errors import (
     ManifestCorrupt,
     RestoreError,
 )
-from ckpt.model.manifest import Manifest, Tensor
+from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, decode, join
 from ckpt.plan.leaf import Leaf
 
@@ -280,8 +279,8 @@ class _Match:
                 continue  # inside a container, which has a node of its own
             key = keys.get(part, _unescape(part))
             held = current.get(key)
-            if not _fits(held, self._tensors[name]):
-                held = _new_state(parameter, group, key, self._tensors[name])
+            if not fits(held, self._tensors[name]):
+                held = new_state(parameter, group, key, self._tensors[name])
             self._want(name, held)
             fresh[key] = held
         for name, node in values.items():
@@ -372,29 +371,6 @@ def _kind(node: Node) -> str:
 
 def _unescape(part: str) -> str:
     return part.replace("~1", "/").replace("~0", "~")
-
-
-def _fits(held: Any, saved: Tensor) -> bool:
-    return (
-        isinstance(held, torch.Tensor)
-        and tuple(held.shape) == saved.shape
-        and str(held.dtype) == f"torch.{saved.dtype}"
-    )
-
-
-def _new_state(parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor) -> torch.Tensor:
-    """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
-    dtype = getattr(torch, saved.dtype)
-    if tuple(parameter.shape) == saved.shape and key != "step":
-        return torch.empty_like(
-            parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False
-        ).detach()
-    if isinstance(parameter, DTensor) and saved.shape != ():
-        raise RestoreError(
-            f"{saved.name!r} has another shape than its sharded parameter: take one optimizer step before restoring, so that its layout is known"
-        )
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    return torch.empty(saved.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
 def _load_extra(module: nn.Module, values: dict[str, Any]) -> None:

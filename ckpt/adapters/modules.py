@@ -17,6 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.adapters.layout import mesh_ranks
+from ckpt.errors import RestoreError
+from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
 
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -138,3 +140,27 @@ def name_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[str]]
 def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
     """Name of one value of an optimizer's state."""
     return join(f"{optimizer_path}/{parameter_path}", key)
+
+
+def fits(held: Any, saved: Tensor) -> bool:
+    """Whether a value of an optimizer's state can be filled in place."""
+    return (
+        isinstance(held, torch.Tensor)
+        and tuple(held.shape) == saved.shape
+        and str(held.dtype) == f"torch.{saved.dtype}"
+    )
+
+
+def new_state(parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor) -> torch.Tensor:
+    """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
+    dtype = getattr(torch, saved.dtype)
+    if tuple(parameter.shape) == saved.shape and key != "step":
+        return torch.empty_like(
+            parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False
+        ).detach()
+    if isinstance(parameter, DTensor) and saved.shape != ():
+        raise RestoreError(
+            f"{saved.name!r} has another shape than its sharded parameter: take one optimizer step before restoring, so that its layout is known"
+        )
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    return torch.empty(saved.shape, dtype=dtype, device=parameter.device if on_device else "cpu")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from ckpt.coordination.api import Coordinator
@@ -54,12 +56,20 @@ class Committer:
     Args:
         name: Tells this tier's subjects from those of others.
         timeout: Seconds the leader waits for the last rank's word.
+        retry: Calls what it is given, again where the store only stumbled.
     """
 
     def __init__(
-        self, coordinator: Coordinator, backend: StorageBackend, *, name: str, timeout: float
+        self,
+        coordinator: Coordinator,
+        backend: StorageBackend,
+        *,
+        name: str,
+        timeout: float,
+        retry: Callable[[Callable[[], str]], str] = lambda work: work(),
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
+        self._retry = retry
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> str:
         """Say this rank's word and wait for the verdict; returns the checksum of the manifest.
@@ -96,7 +106,7 @@ class Committer:
                 if action.failures:
                     raise PeerFailed(ref.step, action.failures)
                 raise CommitTimeout(ref.step, action.missing, self._timeout, "the part")
-            return Committed(self._put_manifest(ref, action.fragments))
+            return Committed(self._retry(partial(self._put_manifest, ref, action.fragments)))
         except CkptError as error:
             return refusal(error)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain

@@ -7,6 +7,7 @@ is read while it is near. Each part is retried by itself; the first lasting erro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from functools import partial
 
 from ckpt.model.checksum import checksum
@@ -45,8 +46,13 @@ def write_image(
             workers.run_all(_jobs(image, chunks, table, upload, retry, on_bytes))
         else:
             hashing = workers.submit(_hash, image, chunks, table, 0, 0, len(chunks))
-            for offset in range(0, len(image), upload.part_bytes):
-                _write(image, upload, offset, retry, on_bytes)
+            try:
+                for offset in range(0, len(image), upload.part_bytes):
+                    _write(image, upload, offset, retry, on_bytes)
+            except BaseException:
+                if not hashing.cancel():  # the image is only lent: nobody reads it once this has raised
+                    wait([hashing])
+                raise
             hashing.result()
         retry.call(upload.finish)
     except BaseException:

@@ -177,7 +177,9 @@ class PutUpload:
     def finish(self) -> ObjectInfo:
         parts = [self._parts[offset] for offset in sorted(self._parts)]
         if sum(part.nbytes for part in parts) != self._size:
-            raise StorageError(self._key, f"{sum(part.nbytes for part in parts)} of {self._size} bytes were written")
+            raise StorageError(
+                self._key, f"{sum(part.nbytes for part in parts)} of {self._size} bytes were written"
+            )
         return self._backend.put(self._key, parts)
 
     def abort(self) -> None:

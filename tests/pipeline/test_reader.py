@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,8 +61,13 @@ def read(backend, manifest, wanted, workers, retry, *, direct=True):
     sink = ArraySink(wanted, direct=direct)
     seen: list[int] = []
     plan = plan_restore(manifest, wanted)
-    read_plan(plan, sink, backend=backend, key_of=data_name, workers=workers, retry=retry, on_bytes=seen.append)
+    read_plan(plan, sink, backend=backend, file_of=files_of(manifest), workers=workers, retry=retry, on_bytes=seen.append)
     return sink, plan, seen
+
+
+def files_of(manifest):
+    files = manifest.file_map()
+    return lambda rank: (files[rank].name, files[rank].size)
 
 
 def leaf(box: Box) -> Leaf:
@@ -107,7 +112,7 @@ def test_neighbouring_chunks_are_one_request_and_far_ones_are_not(memory, saved,
 def test_nothing_wanted_is_no_request(memory, workers, retry):
     faulty = FaultyBackend(memory)
     plan = RestorePlan(reads=(), wanted_bytes=0)
-    read_plan(plan, ArraySink([], direct=True), backend=faulty, key_of=data_name, workers=workers, retry=retry, on_bytes=print)
+    read_plan(plan, ArraySink([], direct=True), backend=faulty, file_of=lambda rank: ("", 0), workers=workers, retry=retry, on_bytes=print)
     assert faulty.calls == []
 
 
@@ -132,7 +137,7 @@ def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
     sink = ArraySink([leaf(Box((5, 0), (1, 512)))], direct=False)
     plan = plan_restore(saved, sink.wanted)
     with pytest.raises(ChecksumMismatch):
-        read_plan(plan, sink, backend=memory, key_of=data_name, workers=workers, retry=retry, on_bytes=lambda _: None)
+        read_plan(plan, sink, backend=memory, file_of=files_of(saved), workers=workers, retry=retry, on_bytes=lambda _: None)
     assert sink.placed_reads == []
 
 
@@ -158,17 +163,34 @@ def test_a_read_is_tried_again_after_a_transient_error(memory, saved, workers, r
     assert np.array_equal(sink.arrays[0], ARRAY)
 
 
-def test_a_buffer_is_kept_per_thread_and_page_aligned(memory, saved, workers, retry):
-    addresses: dict[int, set[int]] = {}
+class Aligned:
+    """A store that wants everything aligned, as direct I/O does, but for the end of a file."""
 
-    class Noting:
-        """A store that notes where it is told to read to."""
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.capabilities = replace(inner.capabilities, alignment=4096)
+        self.reads: list[tuple[str, int, int]] = []
 
-        def read_into(self, key: str, offset: int, out: memoryview) -> None:
-            addresses.setdefault(threading.get_ident(), set()).add(np.frombuffer(out, np.uint8).ctypes.data)
-            memory.read_into(key, offset, out)
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        assert offset % 4096 == 0
+        assert np.frombuffer(out, np.uint8).ctypes.data % 4096 == 0
+        assert out.nbytes % 4096 == 0 or offset + out.nbytes == self.inner.head(key).size
+        self.reads.append((key, offset, out.nbytes))
+        self.inner.read_into(key, offset, out)
 
-    for _ in range(3):
-        read(Noting(), saved, [leaf(Box((0, 1), (64, 1000)))], workers, retry, direct=False)
-    assert addresses
-    assert all(address % 4096 == 0 for found in addresses.values() for address in found)
+
+@pytest.mark.parametrize("rows", [[0], [31], [63], [3, 17, 40], list(range(64))])
+def test_a_store_that_wants_alignment_gets_it(memory, workers, retry, rows):
+    array = ARRAY[:, :1000]  # chunks of 8000 bytes are aligned to nothing
+    parts = []
+    for rank in range(2):
+        part = Leaf("x", "float64", array.shape, (Box((32 * rank, 0), (32, 1000)),))
+        image, fragment = fragment_of(rank, 2, [part], {"x": array}, chunk_bytes=8000)
+        memory.put(data_name(rank), [image])
+        parts.append(with_ref(fragment))
+    backend = Aligned(memory)
+    wanted = [Leaf("x", "float64", array.shape, (Box((row, 0), (1, 1000)),)) for row in rows]
+    sink, _, _ = read(backend, merge(parts), wanted, workers, retry)
+    assert backend.reads
+    for row, found in zip(rows, sink.arrays, strict=True):
+        assert np.array_equal(found, array[row : row + 1])

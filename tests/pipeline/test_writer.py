@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
+from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
+from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import write_image
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
@@ -158,16 +160,30 @@ def test_a_crash_leaves_nothing_visible(memory, workers, retry, verb):
     assert list(memory.list("")) == []
 
 
+class Noted(list):
+    """Lengths of chunks that take their time, and count how often they were asked for."""
+
+    asked = 0
+
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        self.asked += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("busy", [True, False])
 @pytest.mark.parametrize("parallel", [True, False])
-def test_the_image_is_not_touched_after_a_failure_is_raised(memory, retry, workers, parallel):
+def test_the_image_is_not_read_after_the_failure_is_raised(memory, retry, parallel, busy):
     """The slot may be filled again, or freed, as soon as the error is out."""
-    faulty = FaultyBackend(memory, [Rule(verb="write", nth=1, fault=Raise(OutOfSpace))])
-    image = memoryview(bytearray(IMAGE))
-    with pytest.raises(CkptError):
-        write_image(
-            image, lengths(len(IMAGE), *range(0, len(IMAGE), 1 << 16)), backend=faulty if parallel else NotParallel(faulty),
-            key="k", workers=workers, retry=retry, on_bytes=lambda _: None,
-        )  # fmt: skip
-    assert workers._pool._work_queue.qsize() == 0
-    idle = [workers.submit(threading.Barrier(3, timeout=5).wait) for _ in range(0)]
-    assert idle == []
+    inner = FaultyBackend(memory, [Rule(verb="write", nth=1, fault=Raise(OutOfSpace))])
+    chunks = Noted(lengths(len(IMAGE), *range(0, len(IMAGE), 1 << 20)))
+    go_on = threading.Event()
+    with Workers("test", 1 if parallel or busy else 2) as workers:
+        if busy and not parallel:  # the thread that would hash has other work
+            workers.submit(go_on.wait, 10)
+        with pytest.raises(OutOfSpace):
+            write(inner if parallel else NotParallel(inner), workers, retry, chunks=chunks)
+        asked = chunks.asked
+        go_on.set()
+        time.sleep(0.05)
+    assert chunks.asked == asked
