@@ -239,7 +239,10 @@ class CheckpointManager:
             return self._skip(ref, trial)
         try:
             snapshot = prepared.snapshot(
-                slot, collected.parts, ref.step, overlap=self._config.overlap == "auto"
+                slot,
+                collected.parts,
+                ref.step,
+                overlap=self._config.overlap == "auto" and not self._fence.captured,
             )
             job = self._job(ref, trial, prepared, slot, collected)
             self._fence.guard(collected.optimizers)

@@ -37,7 +37,9 @@ class Prepared:
     leaves: tuple[Leaf, ...]
     plan: SavePlan
     by_leaf: tuple[tuple[tuple[int, tuple[slice, ...] | None], ...], ...]
-    images: dict[int, tuple[Image, dict[int, tuple[Part, Batch]]]] = field(default_factory=dict[int, Any])
+    images: dict[int, tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]]] = field(
+        default_factory=dict[int, Any]
+    )
 
     def snapshot(self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool) -> Snapshot:
         """Sources matched with their places in ``slot``. Nothing is copied yet."""
@@ -47,9 +49,9 @@ class Prepared:
         chosen: list[Batch] = []
         first = 0
         for index, part in enumerate(parts):
-            known = batches.get(index)
+            known = batches.get((index, overlap))
             if known is None or known[0] is not part or not isinstance(part, Segment):
-                known = batches[index] = (part, self._batch(image, part, first, overlap))
+                known = batches[(index, overlap)] = (part, self._batch(image, part, first, overlap))
             chosen.append(known[1])
             first += len(part.held) if isinstance(part, Segment) else 1
         return Snapshot(step, chosen)

@@ -24,6 +24,8 @@ class Fence:
         )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
+        self.captured = False
+        """Whether a step was captured in a CUDA graph, whose replays no hook will see."""
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Hook these optimizers, once each."""
@@ -51,4 +53,10 @@ class Fence:
         self._hooks.clear()
 
     def _before_step(self, *_: object) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # the replayed graph runs no hook and moves no version counter: from now on nothing may be copied late
+            self.captured = True
+            for snapshot in self._in_flight:
+                snapshot.wait_ended()
+            return
         self.wait()

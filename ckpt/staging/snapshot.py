@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ckpt.errors import CkptError, StagingError, TensorChanged
+from ckpt.model.checksum import checksum
 
 _GROUP_BYTES: Final = 64 << 20
 """Late copies are issued in groups of about this size, so that none holds up a shutdown for long."""
@@ -30,6 +31,9 @@ class Copy(NamedTuple):
     source: torch.Tensor
     target: torch.Tensor
     guarded: torch.Tensor
+
+
+_DIGEST_ROW: Final = 1021
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class Snapshot:
         self._digest(late=False)
         if self._cuda:
             self._cuda.synchronize()
-        if not self._late:
+        if not self._late and not any(check.late for check in self._checks):
             self._finish(None)
 
     def copy_late(self) -> None:
@@ -123,6 +127,10 @@ class Snapshot:
                 self._versions = []
                 self._cuda.hold_current_stream()
             return
+        self._landed.wait()
+
+    def wait_ended(self) -> None:
+        """Return when the image is complete or lost; raises nothing, and uses no stream."""
         self._landed.wait()
 
     def wait_landed(self, timeout: float | None = None) -> None:
@@ -205,11 +213,16 @@ class _CudaCopies:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Xor of a tensor's 8-byte words, on its own device: tells replicas that have drifted apart; it is no checksum of stored data."""
+    """Tells replicas that have drifted apart; it is no checksum of stored data. Large tensors are folded on their own device first: each row of words to its xor.
+    A row has an odd number of words, so that constants do not cancel out.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    rows = flat.numel() // (8 * _DIGEST_ROW)
+    if not rows:
+        return checksum(flat.cpu().numpy().data)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    words = torch.hash_tensor(flat[:whole].view(torch.int64)).item() if whole else 0
-    rest = torch.hash_tensor(flat[whole:]).item() if whole < flat.numel() else 0
-    return f"{int(words) & (2**64 - 1):x}.{int(rest) & 0xFF:x}"
+    folded = rows * 8 * _DIGEST_ROW
+    words = flat[:folded].view(torch.int64).view(rows, _DIGEST_ROW)
+    xors = torch.hash_tensor(words, dim=1).view(torch.int64)
+    return f"{checksum(xors.cpu().numpy().data)}{checksum(flat[folded:].cpu().numpy().data)}"
