@@ -93,9 +93,6 @@ def train(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
                     print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
                 if step % args.save_every == 0 or batch == len(loader):
                     state |= {"epoch": epoch, "batches": batch}
-                    # Each rank counts its own running averages until the next forward takes rank 0's: so do we.
-                    for buffer in model.buffers():
-                        dist.broadcast(buffer, 0)
                     manager.save_async(state, step=step)
             state["batches"] = 0
 

@@ -263,7 +263,8 @@ class _Walk:
             raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
         values: dict[str, Node] = {}
         tensors: list[torch.Tensor] = []
-        for entry in items.entries:
+        own = [entry for entry in items.entries if items.is_first or id(entry.value) not in items.first_only]
+        for entry in own:
             if isinstance(entry.value, torch.Tensor):
                 tensors.append(entry.value)
             else:
@@ -271,9 +272,10 @@ class _Walk:
         late = [id(tensor) in self._owned for tensor in tensors]
 
         def named() -> Iterator[Held]:
-            fqns = (entry.fqn for entry in items.entries if isinstance(entry.value, torch.Tensor))
+            fqns = (entry.fqn for entry in own if isinstance(entry.value, torch.Tensor))
             for fqn, tensor, is_late in zip(fqns, tensors, late, strict=True):
-                yield Held(f"{path}/{fqn}", tensor, is_late, items.replicas)
+                replicas = () if id(tensor) in items.first_only else items.replicas
+                yield Held(f"{path}/{fqn}", tensor, is_late, replicas)
 
         self._segment(path, (items, *late), tensors, named)
         return {"$": "module", "values": values}

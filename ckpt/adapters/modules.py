@@ -79,18 +79,30 @@ class ModuleItems:
     Attributes:
         replicas: Ranks known to hold the same *plain* tensors: a DDP group's, or the widest mesh of the module's DTensors; else none.
         paths: Identity of each parameter -> its canonical path.
+        first_only: Identity of tensors that the first of these ranks alone saves: DDP overwrites buffers with its first rank's before each forward, so a
+            BatchNorm's running statistics rightly differ between ranks after one.
+        is_first: Whether this is that rank.
     """
 
     entries: tuple[Entry, ...]
     replicas: tuple[int, ...]
     paths: Mapping[int, str]
+    first_only: frozenset[int]
+    is_first: bool
 
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
     """What the module at ``path`` of a state saves, and who holds the same."""
     found = tuple(entries(module))
+    first_only: frozenset[int] = frozenset()
+    is_first = True
     if isinstance(module, DistributedDataParallel):
         ranks = tuple(sorted(torch.distributed.get_process_group_ranks(module.process_group)))
+        if module.broadcast_buffers:
+            first_only, is_first = (
+                frozenset(map(id, module.modules_buffers)),
+                torch.distributed.get_rank() == ranks[0],
+            )
     else:
         meshes = {
             id(entry.value.device_mesh): entry.value for entry in found if isinstance(entry.value, DTensor)
@@ -101,7 +113,7 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
         for entry in reversed(found)
         if isinstance(entry.value, nn.Parameter)
     }
-    return ModuleItems(entries=found, replicas=ranks, paths=paths)
+    return ModuleItems(entries=found, replicas=ranks, paths=paths, first_only=first_only, is_first=is_first)
 
 
 class Parameters:

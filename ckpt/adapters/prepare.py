@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final
 
+from torch.distributed.tensor import DTensor
+
 from ckpt.adapters.collect import Collected
-from ckpt.adapters.layout import leaf_of, local, signature
+from ckpt.adapters.layout import leaf_of, local, replicas_of, signature
 from ckpt.adapters.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.leaf import Leaf
@@ -139,7 +141,7 @@ def _signature(held: Held) -> Hashable:
 def expected_growth(collected: Collected) -> int:
     """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
     growth = 0
-    shares = {id(held.tensor): len(held.replicas) or 1 for held in collected.held}
+    shares = {id(held.tensor): _replicas(held) for held in collected.held}
     for optimizer in collected.optimizers:
         for group in optimizer.param_groups:
             copies = (
@@ -155,3 +157,9 @@ def expected_growth(collected: Collected) -> int:
                         copies * local(parameter).nbytes // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
                     )
     return growth
+
+
+def _replicas(held: Held) -> int:
+    """How many ranks share the writing of a tensor."""
+    ranks = replicas_of(held.tensor) if isinstance(held.tensor, DTensor) else held.replicas
+    return len(ranks) or 1

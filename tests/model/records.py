@@ -27,7 +27,13 @@ def records(**options: object) -> tuple[Manifest, Fragment]:
     name = uuid.uuid4().hex
     backend = open_memory(f"memory://{name}", {})
     try:
-        settings = {"world_size": 2, "chunk_bytes": 64, "tied": {"head": "weight"}, "tree": {"step": 3}, **options}
+        settings = {
+            "world_size": 2,
+            "chunk_bytes": 64,
+            "tied": {"head": "weight"},
+            "tree": {"step": 3},
+            **options,
+        }
         written = write_checkpoint(backend, 3, ARRAYS, **settings)  # type: ignore[arg-type]
         key = written.ref.key(fragment_name(1))
         return written.manifest, unpack(read_object(backend, key, limit=1 << 30), Fragment, key=key)

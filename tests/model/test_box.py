@@ -172,7 +172,11 @@ def test_a_partition_has_no_fault(shape, count, rng):
 @given(solid_shapes, st.integers(1, 12), randoms)
 def test_a_partition_with_empty_boxes_has_no_fault(shape, count, rng):
     assume(shape)
-    boxes = [*partition(shape, count, rng), Box((0,) * len(shape), (0,) * len(shape)), Box(shape, (0,) * len(shape))]
+    boxes = [
+        *partition(shape, count, rng),
+        Box((0,) * len(shape), (0,) * len(shape)),
+        Box(shape, (0,) * len(shape)),
+    ]
     assert on_both_paths(shape, boxes) is None
 
 
@@ -214,7 +218,13 @@ def test_any_set_of_boxes_is_judged_as_numpy_counts(data):
 
 
 def test_a_pinwheel_is_accepted(path):
-    boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1))]
+    boxes = [
+        Box((0, 0), (1, 2)),
+        Box((0, 2), (2, 1)),
+        Box((2, 1), (1, 2)),
+        Box((1, 0), (2, 1)),
+        Box((1, 1), (1, 1)),
+    ]
     assert tiling_fault((3, 3), boxes) is None
     assert tiling_fault((3, 3), boxes[:-1]) == "1 of 9 elements are in no box"
 
@@ -241,7 +251,11 @@ def test_a_tensor_without_elements_needs_no_box(path):
 
 
 def test_a_mesh_of_sixteen_thousand_shards_is_checked(path):
-    boxes = [Box((row * 3, column * 5), (3, 5)) for row in range(64) for column in range(256 if path == "grid" else 16)]
+    boxes = [
+        Box((row * 3, column * 5), (3, 5))
+        for row in range(64)
+        for column in range(256 if path == "grid" else 16)
+    ]
     shape = (192, boxes[-1].offsets[1] + 5)
     assert tiling_fault(shape, boxes) is None
     assert tiling_fault(shape, boxes[:-1]) is not None

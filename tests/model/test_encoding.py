@@ -16,7 +16,9 @@ from ckpt.model.manifest import FORMAT, Fragment, Manifest
 from tests.model.records import large_record, records
 
 MANIFEST, FRAGMENT = records()
-BOTH = pytest.mark.parametrize(("record", "kind"), [(MANIFEST, Manifest), (FRAGMENT, Fragment)], ids=["manifest", "fragment"])
+BOTH = pytest.mark.parametrize(
+    ("record", "kind"), [(MANIFEST, Manifest), (FRAGMENT, Fragment)], ids=["manifest", "fragment"]
+)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,11 @@ def test_a_flipped_bit_of_a_compressed_record_never_changes_it(large):
     data = bytearray(pack(large))
     rng = random.Random(1)
     # all of the head, where the frame says how it is to be read, and a sample of the rest
-    bits = [*range(8 * 24), *(rng.randrange(8 * len(data)) for _ in range(200)), *range(8 * len(data) - 32, 8 * len(data))]
+    bits = [
+        *range(8 * 24),
+        *(rng.randrange(8 * len(data)) for _ in range(200)),
+        *range(8 * len(data) - 32, 8 * len(data)),
+    ]
     found = 0
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
@@ -125,7 +131,9 @@ def test_a_damaged_record_is_not_taken_for_a_later_one():
     assert isinstance(refused(damaged, Manifest), ManifestCorrupt)
 
 
-@pytest.mark.parametrize("body", [b"{}", b"[]", b"1", b"null", b'{"format":"1"}', b'{"format":1}', b'{"format":1.5}', b""])
+@pytest.mark.parametrize(
+    "body", [b"{}", b"[]", b"1", b"null", b'{"format":"1"}', b'{"format":1}', b'{"format":1.5}', b""]
+)
 def test_a_body_that_is_no_record_is_refused(body):
     assert isinstance(refused(sealed(body), Manifest), ManifestCorrupt)
 
@@ -180,7 +188,11 @@ def test_a_frame_that_lies_about_its_size_is_refused():
 # -- anything at all --------------------------------------------------------------------------------------------------
 
 jsons = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=10,
 )

@@ -63,7 +63,9 @@ def test_a_folder_is_ours_only_if_we_would_name_it_so(name):
     assert ref is None or ref.folder == name
 
 
-@pytest.mark.parametrize("name", ["step-1.abc123", "step-000000001", "step-000000001.ab", "step-000000001.ABC123", "tmp", ""])
+@pytest.mark.parametrize(
+    "name", ["step-1.abc123", "step-000000001", "step-000000001.ab", "step-000000001.ABC123", "tmp", ""]
+)
 def test_folders_of_others_are_not_ours(name):
     assert parse_folder(name) is None
 

@@ -23,5 +23,7 @@ def test_a_tied_name_leads_to_the_tensor_that_is_stored():
 def test_sizes_add_up():
     manifest, _ = records()
     assert manifest.nbytes == sum(file.size for file in manifest.files)
-    assert {tensor.name: tensor.nbytes for tensor in manifest.tensors} == {k: a.nbytes for k, a in ARRAYS.items()}
+    assert {tensor.name: tensor.nbytes for tensor in manifest.tensors} == {
+        k: a.nbytes for k, a in ARRAYS.items()
+    }
     assert manifest.file_map()[1] is manifest.files[1]

@@ -31,7 +31,9 @@ def file(**changes: Any) -> Break:
 def chunk(**changes: Any) -> Break:
     def broken(m: Manifest) -> Manifest:
         chunks = m.files[0].chunks
-        return replace(m, files=at(m.files, 0, replace(m.files[0], chunks=at(chunks, 1, replace(chunks[1], **changes)))))
+        return replace(
+            m, files=at(m.files, 0, replace(m.files[0], chunks=at(chunks, 1, replace(chunks[1], **changes))))
+        )
 
     return broken
 

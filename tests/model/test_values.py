@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import datetime
+import contextlib
+import datetime as dt
 import enum
 import math
 import os
@@ -16,9 +17,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckpt.errors import CkptError, ManifestCorrupt, UnsupportedValue
+from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model.values import decode, dumps, encode, join, to_json
-
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,7 +57,11 @@ def same(one, two) -> bool:
 
 
 text = st.text(st.characters(exclude_categories=("Cs",)))
-integers = st.integers() | st.integers(-(2**70), 2**70) | st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**500])
+integers = (
+    st.integers()
+    | st.integers(-(2**70), 2**70)
+    | st.sampled_from([2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**500])
+)
 numpy_scalars = st.one_of(
     st.floats(width=32).map(np.float32),
     st.floats(width=16).map(np.float16),
@@ -68,10 +72,18 @@ numpy_scalars = st.one_of(
     st.complex_numbers(allow_nan=False).map(np.complex128),
 )  # fmt: skip
 hashable_leaves = st.one_of(
-    st.none(), st.booleans(), integers, text, st.floats(allow_nan=False), st.binary(), st.complex_numbers(allow_nan=False)
+    st.none(),
+    st.booleans(),
+    integers,
+    text,
+    st.floats(allow_nan=False),
+    st.binary(),
+    st.complex_numbers(allow_nan=False),
 )
 leaves = st.one_of(hashable_leaves, st.floats(), st.binary().map(bytearray), numpy_scalars)
-hashables = st.recursive(hashable_leaves, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4)
+hashables = st.recursive(
+    hashable_leaves, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
+)
 values = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -130,7 +142,7 @@ Pair = namedtuple("Pair", "a b")
 @pytest.mark.parametrize(
     "value",
     [
-        Color.RED, Level.LOW, Text("x"), Pair(1, 2), datetime.datetime(2020, 1, 1), datetime.timedelta(1), object(), print,
+        Color.RED, Level.LOW, Text("x"), Pair(1, 2), dt.datetime(2020, 1, 1), dt.timedelta(1), object(), print,
         lambda: None, int, defaultdict(list), deque(), range(3), memoryview(b""), np.datetime64("2020-01-01"), np.str_("x"),
         np.zeros(2), iter([]), ..., slice(1),
     ],
@@ -156,7 +168,9 @@ def test_a_list_in_itself_is_refused():
         encode(loop, "loop", refuse)
 
 
-@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: frozenset({v})])
+@pytest.mark.parametrize(
+    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: frozenset({v})]
+)
 def test_a_hundred_levels_are_kept_and_many_more_are_refused(wrap):
     value = None
     for _ in range(100):
@@ -176,13 +190,21 @@ def test_a_lone_surrogate_is_refused_with_the_name(value):
 
 
 @pytest.mark.parametrize(
-    "literal", ["{1, 'a', None, 'b', 'c'}", "{frozenset({'a', 'b', 'c'}), frozenset({'a', 'd'}), ('x', frozenset({'y', 'z'}))}"]
+    "literal",
+    [
+        "{1, 'a', None, 'b', 'c'}",
+        "{frozenset({'a', 'b', 'c'}), frozenset({'a', 'd'}), ('x', frozenset({'y', 'z'}))}",
+    ],
 )
 def test_a_set_has_the_same_bytes_on_ranks_that_hash_differently(literal):
     code = f"from ckpt.model.values import to_json; print(to_json('v', {literal}))"
     ranks = [
         subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True, cwd=ROOT
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            cwd=ROOT,
         )
         for seed in "1234"
     ]
@@ -211,7 +233,21 @@ def test_parts_of_a_path_are_escaped():
 
 # -- decoding what we did not write -----------------------------------------------------------------------------------
 
-TAGS = ["tuple", "set", "frozenset", "dict", "OrderedDict", "Counter", "bytes", "bytearray", "int", "float", "complex", "numpy", "x"]
+TAGS = [
+    "tuple",
+    "set",
+    "frozenset",
+    "dict",
+    "OrderedDict",
+    "Counter",
+    "bytes",
+    "bytearray",
+    "int",
+    "float",
+    "complex",
+    "numpy",
+    "x",
+]
 scalars = st.one_of(
     st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), text,
     st.sampled_from(["AAAA", "AAAAAAAAAAA=", "<f8", "|b1", "O", "V8", "M8[s]", "f4,f4", "(2,)f4", "nan", "0x1f", "<U4", "|S1"]),
@@ -249,10 +285,8 @@ nodes = st.recursive(
 @example({"$": ["tuple"], "v": []})
 @example({"$": "bytes", "v": "é"})
 def test_nonsense_is_refused_with_our_errors_only(node):
-    try:
+    with contextlib.suppress(ManifestCorrupt):
         decode(node, unknown)
-    except CkptError as error:
-        assert isinstance(error, ManifestCorrupt)
 
 
 def test_a_tree_nested_past_all_measure_is_refused():

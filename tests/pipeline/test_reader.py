@@ -42,7 +42,9 @@ class ArraySink:
         chunk = np.frombuffer(data, dtype=read.dtype).reshape(read.box.shape)
         for target in read.targets:
             box = self.wanted[target.leaf].boxes[0]
-            self.arrays[target.leaf][target.part.relative_to(box).slices()] = chunk[target.part.relative_to(read.box).slices()]
+            self.arrays[target.leaf][target.part.relative_to(box).slices()] = chunk[
+                target.part.relative_to(read.box).slices()
+            ]
 
 
 @pytest.fixture
@@ -61,7 +63,15 @@ def read(backend, manifest, wanted, workers, retry, *, direct=True):
     sink = ArraySink(wanted, direct=direct)
     seen: list[int] = []
     plan = plan_restore(manifest, wanted)
-    read_plan(plan, sink, backend=backend, file_of=files_of(manifest), workers=workers, retry=retry, on_bytes=seen.append)
+    read_plan(
+        plan,
+        sink,
+        backend=backend,
+        file_of=files_of(manifest),
+        workers=workers,
+        retry=retry,
+        on_bytes=seen.append,
+    )
     return sink, plan, seen
 
 
@@ -79,7 +89,8 @@ ROW = Box((5, 0), (1, 1024))
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
-    "box", [Box.whole(ARRAY.shape), ROW, Box((31, 3), (2, 700)), Box((0, 1023), (64, 1)), Box((63, 0), (1, 1024))]
+    "box",
+    [Box.whole(ARRAY.shape), ROW, Box((31, 3), (2, 700)), Box((0, 1023), (64, 1)), Box((63, 0), (1, 1024))],
 )
 def test_what_is_read_is_the_slice(memory, saved, workers, retry, box, direct):
     sink, plan, seen = read(memory, saved, [leaf(box)], workers, retry, direct=direct)
@@ -101,18 +112,33 @@ def test_a_part_of_a_chunk_goes_through_a_buffer(memory, saved, workers, retry):
 def test_neighbouring_chunks_are_one_request_and_far_ones_are_not(memory, saved, workers, retry):
     faulty = FaultyBackend(memory)
     gap_rows = GAP_BYTES // 8192
-    wanted = [leaf(Box((0, 0), (3, 1024))), leaf(Box((3 + gap_rows, 0), (1, 1024))), leaf(Box((5 + 2 * gap_rows, 0), (1, 1024)))]
+    wanted = [
+        leaf(Box((0, 0), (3, 1024))),
+        leaf(Box((3 + gap_rows, 0), (1, 1024))),
+        leaf(Box((5 + 2 * gap_rows, 0), (1, 1024))),
+    ]
     sink, _, _ = read(faulty, saved, wanted, workers, retry)
     sizes = sorted(call.nbytes for call in faulty.calls)
     assert sizes == [8192, (4 + gap_rows) * 8192]
-    assert all(np.array_equal(array, ARRAY[one.boxes[0].slices()]) for array, one in zip(sink.arrays, wanted, strict=True))
+    assert all(
+        np.array_equal(array, ARRAY[one.boxes[0].slices()])
+        for array, one in zip(sink.arrays, wanted, strict=True)
+    )
     assert max(sizes) <= RUN_BYTES
 
 
 def test_nothing_wanted_is_no_request(memory, workers, retry):
     faulty = FaultyBackend(memory)
     plan = RestorePlan(reads=(), wanted_bytes=0)
-    read_plan(plan, ArraySink([], direct=True), backend=faulty, file_of=lambda rank: ("", 0), workers=workers, retry=retry, on_bytes=print)
+    read_plan(
+        plan,
+        ArraySink([], direct=True),
+        backend=faulty,
+        file_of=lambda rank: ("", 0),
+        workers=workers,
+        retry=retry,
+        on_bytes=print,
+    )
     assert faulty.calls == []
 
 
@@ -137,7 +163,15 @@ def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
     sink = ArraySink([leaf(Box((5, 0), (1, 512)))], direct=False)
     plan = plan_restore(saved, sink.wanted)
     with pytest.raises(ChecksumMismatch):
-        read_plan(plan, sink, backend=memory, file_of=files_of(saved), workers=workers, retry=retry, on_bytes=lambda _: None)
+        read_plan(
+            plan,
+            sink,
+            backend=memory,
+            file_of=files_of(saved),
+            workers=workers,
+            retry=retry,
+            on_bytes=lambda _: None,
+        )
     assert sink.placed_reads == []
 
 
@@ -158,7 +192,9 @@ def test_a_missing_file_is_named(memory, saved, workers, retry):
 
 
 def test_a_read_is_tried_again_after_a_transient_error(memory, saved, workers, retry):
-    faulty = FaultyBackend(memory, [Rule(verb="read_into", nth=n, fault=Raise(TransientStorageError)) for n in (1, 3)])
+    faulty = FaultyBackend(
+        memory, [Rule(verb="read_into", nth=n, fault=Raise(TransientStorageError)) for n in (1, 3)]
+    )
     sink, _, _ = read(faulty, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
     assert np.array_equal(sink.arrays[0], ARRAY)
 

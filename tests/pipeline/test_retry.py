@@ -45,7 +45,14 @@ def test_the_last_error_is_raised_as_it_is():
 
 @pytest.mark.parametrize(
     "error",
-    [ObjectNotFound("k"), AccessDenied("k"), OutOfSpace("k"), ChecksumMismatch("k", 0, 1), ValueError("x"), OSError(5, "io")],
+    [
+        ObjectNotFound("k"),
+        AccessDenied("k"),
+        OutOfSpace("k"),
+        ChecksumMismatch("k", 0, 1),
+        ValueError("x"),
+        OSError(5, "io"),
+    ],
 )
 def test_lasting_errors_are_not_tried_again(error):
     work = Flaky(error)

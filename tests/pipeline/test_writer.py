@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import replace
@@ -21,7 +22,7 @@ IMAGE = np.random.default_rng(3).bytes(2 * PART + 12345)
 
 def lengths(size: int, *cuts: int) -> list[int]:
     edges = [0, *sorted({cut for cut in cuts if 0 < cut < size}), size]
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(edges)]
 
 
 WHOLE = lengths(len(IMAGE), 4096, PART)
@@ -40,7 +41,9 @@ class InTurn:
 
     def __init__(self, inner: StorageBackend, part_bytes: int = PART, parallel: bool = False) -> None:
         self.inner = inner
-        self.capabilities: Capabilities = replace(inner.capabilities, part_bytes=part_bytes, parallel_parts=parallel)
+        self.capabilities: Capabilities = replace(
+            inner.capabilities, part_bytes=part_bytes, parallel_parts=parallel
+        )
         self.threads: set[int] = set()
 
     def upload(self, key: str, size: int) -> Upload:
@@ -58,9 +61,17 @@ class InTurn:
         return getattr(self.inner, name)
 
 
-def write(backend, workers, retry, *, image: bytes = IMAGE, chunks: list[int] = WHOLE, on_bytes=lambda _: None):
+def write(
+    backend, workers, retry, *, image: bytes = IMAGE, chunks: list[int] = WHOLE, on_bytes=lambda _: None
+):
     return write_image(
-        memoryview(image), chunks, backend=backend, key="step/rank", workers=workers, retry=retry, on_bytes=on_bytes
+        memoryview(image),
+        chunks,
+        backend=backend,
+        key="step/rank",
+        workers=workers,
+        retry=retry,
+        on_bytes=on_bytes,
     )
 
 
@@ -81,12 +92,16 @@ def test_the_object_is_the_image_and_the_table_its_checksums(memory, workers, re
     image, chunks = IMAGE[:size], lengths(size, *cuts)
     written: list[int] = []
     backend = InTurn(memory, 64, parallel)
-    assert write(backend, workers, retry, image=image, chunks=chunks, on_bytes=written.append) == table_of(image, chunks)
+    assert write(backend, workers, retry, image=image, chunks=chunks, on_bytes=written.append) == table_of(
+        image, chunks
+    )
     assert read_object(memory, "step/rank", limit=size) == image
     assert sum(written) == size
 
 
-@pytest.mark.parametrize("cuts", [(4096,), (4096, PART), (4096, PART + 1, 2 * PART), tuple(range(0, len(IMAGE), 1 << 20))])
+@pytest.mark.parametrize(
+    "cuts", [(4096,), (4096, PART), (4096, PART + 1, 2 * PART), tuple(range(0, len(IMAGE), 1 << 20))]
+)
 def test_parts_and_chunks_need_not_meet(memory, workers, retry, cuts):
     chunks = lengths(len(IMAGE), *cuts)
     assert write(memory, workers, retry, chunks=chunks) == table_of(IMAGE, chunks)
@@ -108,7 +123,9 @@ def test_a_part_is_tried_again_by_itself(memory, workers, retry):
     assert read_object(memory, "step/rank", limit=len(IMAGE)) == IMAGE
 
 
-@pytest.mark.parametrize("fault", [Raise(TransientStorageError), LoseReply(TransientStorageError)], ids=["raise", "lost reply"])
+@pytest.mark.parametrize(
+    "fault", [Raise(TransientStorageError), LoseReply(TransientStorageError)], ids=["raise", "lost reply"]
+)
 @pytest.mark.parametrize("verb", ["upload", "write", "finish"])
 def test_each_step_is_tried_again_after_a_transient_error(memory, workers, retry, verb, fault):
     faulty = FaultyBackend(memory, [Rule(verb=verb, nth=1, fault=fault)])
@@ -118,7 +135,9 @@ def test_each_step_is_tried_again_after_a_transient_error(memory, workers, retry
 
 @pytest.mark.parametrize("parallel", [True, False])
 @pytest.mark.parametrize(("verb", "nth"), [("write", 1), ("write", 3), ("finish", 1)])
-def test_a_lasting_error_aborts_the_upload_and_nothing_is_visible(memory, workers, retry, verb, nth, parallel):
+def test_a_lasting_error_aborts_the_upload_and_nothing_is_visible(
+    memory, workers, retry, verb, nth, parallel
+):
     memory.put("step/rank", [b"old"])
     rule = Rule(verb=verb, nth=nth, fault=Raise(OutOfSpace))
     inner = FaultyBackend(memory, [rule])

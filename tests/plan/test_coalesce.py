@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,11 +11,22 @@ from ckpt.plan.restore import ChunkRead
 
 
 def read(rank: int, offset: int, nbytes: int) -> ChunkRead:
-    return ChunkRead(rank=rank, offset=offset, nbytes=nbytes, checksum="", dtype="uint8", box=Box((0,), (nbytes,)), targets=())
+    return ChunkRead(
+        rank=rank,
+        offset=offset,
+        nbytes=nbytes,
+        checksum="",
+        dtype="uint8",
+        box=Box((0,), (nbytes,)),
+        targets=(),
+    )
 
 
 def runs_of(reads, most, gap):
-    return [(run.rank, run.offset, run.nbytes, len(run.reads)) for run in coalesce(reads, most_bytes=most, gap_bytes=gap)]
+    return [
+        (run.rank, run.offset, run.nbytes, len(run.reads))
+        for run in coalesce(reads, most_bytes=most, gap_bytes=gap)
+    ]
 
 
 @st.composite
@@ -44,7 +57,7 @@ def test_runs_hold_all_reads_in_order_within_their_bounds(reads, most, gap):
 @given(files(), st.integers(1, 80), st.integers(0, 15))
 def test_two_runs_that_could_be_one_are_one(reads, most, gap):
     runs = coalesce(reads, most_bytes=most, gap_bytes=gap)
-    for one, two in zip(runs, runs[1:], strict=False):
+    for one, two in itertools.pairwise(runs):
         first = two.reads[0]
         near = one.rank == two.rank and first.offset - (one.offset + one.nbytes) <= gap
         assert not near or first.offset + first.nbytes - one.offset > most
@@ -55,5 +68,11 @@ def test_neighbours_are_joined_until_the_run_is_full():
     assert runs_of(reads, 100, 5) == [(0, 0, 41, 4), (1, 41, 10, 1)]
     assert runs_of(reads, 100, 4) == [(0, 0, 20, 2), (0, 25, 16, 2), (1, 41, 10, 1)]
     assert runs_of(reads, 20, 5) == [(0, 0, 20, 2), (0, 25, 16, 2), (1, 41, 10, 1)]
-    assert runs_of(reads, 1, 5) == [(0, 0, 10, 1), (0, 10, 10, 1), (0, 25, 5, 1), (0, 31, 10, 1), (1, 41, 10, 1)]
+    assert runs_of(reads, 1, 5) == [
+        (0, 0, 10, 1),
+        (0, 10, 10, 1),
+        (0, 25, 5, 1),
+        (0, 31, 10, 1),
+        (1, 41, 10, 1),
+    ]
     assert runs_of([], 1, 5) == []

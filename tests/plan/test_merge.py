@@ -41,10 +41,14 @@ def merged(found):
 
 
 def test_a_merged_manifest_is_valid_and_names_all_parts():
-    found = fragments([leaf(TOP)], [leaf(BOTTOM)], metadata=raw({"run": 1}), tree=raw({"x": {"$": "tensor", "n": "x"}}))
+    found = fragments(
+        [leaf(TOP)], [leaf(BOTTOM)], metadata=raw({"run": 1}), tree=raw({"x": {"$": "tensor", "n": "x"}})
+    )
     manifest = check_manifest(merged(found), key="k")
     assert [file.rank for file in manifest.files] == [ref.rank for ref in manifest.fragments] == [0, 1]
-    assert [(t.name, t.shape, [s.box for s in t.shards]) for t in manifest.tensors] == [("x", (12, 4), [TOP, BOTTOM])]
+    assert [(t.name, t.shape, [s.box for s in t.shards]) for t in manifest.tensors] == [
+        ("x", (12, 4), [TOP, BOTTOM])
+    ]
     assert manifest.created_at == 1001.0
     assert msgspec.json.decode(manifest.metadata) == {"run": 1}
 
@@ -65,8 +69,17 @@ def test_the_order_of_fragments_does_not_change_a_byte(seed):
 
 
 def test_equal_copies_are_kept_once_from_the_lowest_rank():
-    manifest = merged(fragments([leaf(TOP)], [leaf(TOP), leaf(ALL, name="y")], [leaf(BOTTOM), leaf(ALL, name="y")], arrays={**X, "y": X["x"]}))
-    shards = {tensor.name: [(shard.rank, shard.box) for shard in tensor.shards] for tensor in manifest.tensors}
+    manifest = merged(
+        fragments(
+            [leaf(TOP)],
+            [leaf(TOP), leaf(ALL, name="y")],
+            [leaf(BOTTOM), leaf(ALL, name="y")],
+            arrays={**X, "y": X["x"]},
+        )
+    )
+    shards = {
+        tensor.name: [(shard.rank, shard.box) for shard in tensor.shards] for tensor in manifest.tensors
+    }
     assert shards == {"x": [(0, TOP), (2, BOTTOM)], "y": [(1, ALL)]}
     check_manifest(manifest, key="k")
 
@@ -140,7 +153,12 @@ def test_fragments_of_different_saves_are_refused(field):
 
 
 def test_a_tie_is_dropped_where_another_rank_stores_the_name():
-    found = fragments([leaf(ALL)], [leaf(ALL, name="head")], arrays={**X, "head": X["x"]}, tied=[{"head": "x", "deep": "x"}, {}])
+    found = fragments(
+        [leaf(ALL)],
+        [leaf(ALL, name="head")],
+        arrays={**X, "head": X["x"]},
+        tied=[{"head": "x", "deep": "x"}, {}],
+    )
     assert merged(found).tied == {"deep": "x"}
 
 
@@ -154,7 +172,12 @@ def tree_of(*trees):
 
 def test_pipeline_stages_are_joined():
     one = {"step": 3, "stage0": {"lr": 1}, "model": {"$": "module", "values": {"a.extra": 1}}}
-    two = {"step": 3, "stage1": [2], "model": {"$": "module", "values": {"b.extra": 2}}, "sched": {"$": "object", "v": {"n": 1}}}
+    two = {
+        "step": 3,
+        "stage1": [2],
+        "model": {"$": "module", "values": {"b.extra": 2}},
+        "sched": {"$": "object", "v": {"n": 1}},
+    }
     assert tree_of(one, two) == {
         "step": 3, "stage0": {"lr": 1}, "stage1": [2], "model": {"$": "module", "values": {"a.extra": 1, "b.extra": 2}},
         "sched": {"$": "object", "v": {"n": 1}},
@@ -162,11 +185,19 @@ def test_pipeline_stages_are_joined():
 
 
 def optimizer(params, state, **values):
-    return {"opt": {"$": "optimizer", "groups": [{"params": params, "values": {"lr": 0.1, **values}}], "state": state}}
+    return {
+        "opt": {
+            "$": "optimizer",
+            "groups": [{"params": params, "values": {"lr": 0.1, **values}}],
+            "state": state,
+        }
+    }
 
 
 def test_optimizers_of_stages_have_all_parameters_once():
-    joined = tree_of(optimizer(["a", "shared"], {"opt/a/step": 1}), optimizer(["shared", "b"], {"opt/b/step": 1}))
+    joined = tree_of(
+        optimizer(["a", "shared"], {"opt/a/step": 1}), optimizer(["shared", "b"], {"opt/b/step": 1})
+    )
     assert joined == optimizer(["a", "shared", "b"], {"opt/a/step": 1, "opt/b/step": 1})
 
 
@@ -199,7 +230,10 @@ def test_values_that_differ_are_refused_with_path_and_ranks(one, two, path):
 
 
 def test_dicts_that_differ_in_order_only_are_equal():
-    assert tree_of({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}) == {"a": 1, "b": {"c": 2, "d": 3}}
+    assert tree_of({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}) == {
+        "a": 1,
+        "b": {"c": 2, "d": 3},
+    }
 
 
 def test_metadata_that_differs_is_refused():
@@ -210,7 +244,10 @@ def test_metadata_that_differs_is_refused():
 
 def test_per_rank_trees_are_kept_apart():
     manifest = merged(fragments([], [], per_rank=[raw({"rng": 1}), raw({"rng": 2})]))
-    assert {rank: msgspec.json.decode(tree) for rank, tree in manifest.per_rank.items()} == {"0": {"rng": 1}, "1": {"rng": 2}}
+    assert {rank: msgspec.json.decode(tree) for rank, tree in manifest.per_rank.items()} == {
+        "0": {"rng": 1},
+        "1": {"rng": 2},
+    }
 
 
 def test_a_rank_without_a_file_has_no_part_in_the_files():

@@ -44,7 +44,9 @@ def saved_worlds(draw: st.DrawFn):
     images: dict[int, bytes] = {}
     parts = []
     for rank, leaves in enumerate(ranks):
-        images[rank], fragment = fragment_of(rank, world_size, leaves, arrays, chunk_bytes=chunk_bytes, tied={"tied": "t0"})
+        images[rank], fragment = fragment_of(
+            rank, world_size, leaves, arrays, chunk_bytes=chunk_bytes, tied={"tied": "t0"}
+        )
         parts.append(with_ref(check_fragment(fragment, key="k")))
     manifest = unpack(pack(check_manifest(merge(rng.sample(parts, len(parts))), key="k")), Manifest, key="k")
     return arrays, images, manifest
@@ -55,11 +57,19 @@ def saved_worlds(draw: st.DrawFn):
 def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
     arrays, images, manifest = saved
     wanted = [
-        Leaf(name, str(array.dtype), array.shape, tuple(data.draw(st.lists(boxes_in(array.shape), max_size=3))))
+        Leaf(
+            name, str(array.dtype), array.shape, tuple(data.draw(st.lists(boxes_in(array.shape), max_size=3)))
+        )
         for name, array in {**arrays, "tied": arrays["t0"]}.items()
         if data.draw(st.booleans())
     ]
-    found = fetch(manifest, images, wanted, most=data.draw(st.sampled_from([1, 100, 1 << 20])), gap=data.draw(st.sampled_from([0, 8, 1 << 20])))
+    found = fetch(
+        manifest,
+        images,
+        wanted,
+        most=data.draw(st.sampled_from([1, 100, 1 << 20])),
+        gap=data.draw(st.sampled_from([0, 8, 1 << 20])),
+    )
     for leaf, pieces in zip(wanted, found, strict=True):
         array = arrays["t0" if leaf.name == "tied" else leaf.name]
         for box, piece in zip(leaf.boxes, pieces, strict=True):
@@ -80,7 +90,9 @@ def test_a_plan_reads_every_chunk_at_most_once_in_file_order_and_no_more_than_is
 
 def manifest_of(array: np.ndarray, chunk_bytes: int = 16) -> Manifest:
     leaf = Leaf("x", str(array.dtype), array.shape, (Box.whole(array.shape),))
-    return merge([with_ref(fragment_of(0, 1, [leaf], {"x": array}, chunk_bytes=chunk_bytes, tied={"y": "x"})[1])])
+    return merge(
+        [with_ref(fragment_of(0, 1, [leaf], {"x": array}, chunk_bytes=chunk_bytes, tied={"y": "x"})[1])]
+    )
 
 
 def test_only_chunks_that_meet_the_wanted_box_are_read():

@@ -19,7 +19,19 @@ from tests.plan.worlds import image_of
 
 CHUNK = 1 << 12
 names = st.text(st.characters(exclude_categories=("Cs",)), max_size=6) | st.sampled_from(
-    ["a", "a@1", "a@2", "a@1@1", "layer/0/weight", "modèle", 'quo"te', "new\nline", "\x00", "__metadata__", "\\"]
+    [
+        "a",
+        "a@1",
+        "a@2",
+        "a@1@1",
+        "layer/0/weight",
+        "modèle",
+        'quo"te',
+        "new\nline",
+        "\x00",
+        "__metadata__",
+        "\\",
+    ]
 )
 
 
@@ -63,12 +75,16 @@ def test_all_ranks_together_write_every_tensor_exactly_once(ranks):
         shapes |= {leaf.name: leaf.shape for leaf in leaves}
         for item in plan.items:
             written[leaves[item.leaf].name].append(item.box)
-    assert {name: tiling_fault(shape, written[name]) for name, shape in shapes.items()} == dict.fromkeys(shapes)
+    assert {name: tiling_fault(shape, written[name]) for name, shape in shapes.items()} == dict.fromkeys(
+        shapes
+    )
 
 
 @settings(max_examples=200, deadline=None)
 @given(worlds())
-@example([[Leaf("a", "float64", (1,), (Box((0,), (1,)),)), Leaf("b", "complex128", (1,), (Box((0,), (1,)),))]])
+@example(
+    [[Leaf("a", "float64", (1,), (Box((0,), (1,)),)), Leaf("b", "complex128", (1,), (Box((0,), (1,)),))]]
+)
 @example([[Leaf("a", "float16", (1,), (Box((0,), (1,)),)), Leaf("b", "complex32", (1,), (Box((0,), (1,)),))]])
 def test_an_image_is_gapless_and_every_item_is_aligned_to_its_elements(ranks):
     for leaves, plan in zip(ranks, plans_of(ranks), strict=True):
@@ -98,8 +114,12 @@ def test_chunks_cover_the_file_and_none_reaches_over_an_item(ranks):
 @given(worlds())
 def test_the_fragment_tells_of_every_leaf_and_where_its_boxes_lie(ranks):
     for rank, (leaves, plan) in enumerate(zip(ranks, plans_of(ranks), strict=True)):
-        assert [(t.name, t.dtype, t.shape) for t in plan.tensors] == [(x.name, x.dtype, x.shape) for x in leaves]
-        told = {(i, shard.box, shard.offset) for i, tensor in enumerate(plan.tensors) for shard in tensor.shards}
+        assert [(t.name, t.dtype, t.shape) for t in plan.tensors] == [
+            (x.name, x.dtype, x.shape) for x in leaves
+        ]
+        told = {
+            (i, shard.box, shard.offset) for i, tensor in enumerate(plan.tensors) for shard in tensor.shards
+        }
         assert told == {(item.leaf, item.box, item.offset) for item in plan.items}
         assert {shard.rank for tensor in plan.tensors for shard in tensor.shards} <= {rank}
 
@@ -123,7 +143,9 @@ def test_safetensors_reads_every_image(ranks):
     for leaves, plan in zip(ranks, plans_of(ranks), strict=True):
         found = safetensors.deserialize(plan.header + bytes(plan.size - len(plan.header)))
         assert len({name for name, _ in found}) == len(found) == len(plan.items)
-        shapes = sorted((list(item.box.shape), DTYPES[leaves[item.leaf].dtype].storage) for item in plan.items)
+        shapes = sorted(
+            (list(item.box.shape), DTYPES[leaves[item.leaf].dtype].storage) for item in plan.items
+        )
         lanes = [DTYPES[leaves[item.leaf].dtype].lanes for item in plan.items]
         if set(lanes) == {1}:
             assert sorted((entry["shape"], entry["dtype"]) for _, entry in found) == shapes
@@ -168,7 +190,10 @@ def transformer(layers: int, width: int, replicas: tuple[int, ...]) -> list[Leaf
 def test_replicas_of_a_large_model_write_nearly_equal_shares(count):
     replicas = tuple(range(count))
     leaves = transformer(4, 768, replicas)
-    sizes = [sum(item.nbytes for item in plan_save(leaves, rank=rank, chunk_bytes=1 << 22).items) for rank in replicas]
+    sizes = [
+        sum(item.nbytes for item in plan_save(leaves, rank=rank, chunk_bytes=1 << 22).items)
+        for rank in replicas
+    ]
     assert sum(sizes) == sum(leaf.nbytes for leaf in leaves)
     assert max(sizes) <= 1.05 * sum(sizes) / count
 

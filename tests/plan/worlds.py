@@ -35,7 +35,13 @@ def image_of(plan: SavePlan, leaves: Sequence[Leaf], arrays: Arrays) -> bytes:
 
 
 def fragment_of(
-    rank: int, world_size: int, leaves: Sequence[Leaf], arrays: Arrays, *, chunk_bytes: int = 64, **changes: object
+    rank: int,
+    world_size: int,
+    leaves: Sequence[Leaf],
+    arrays: Arrays,
+    *,
+    chunk_bytes: int = 64,
+    **changes: object,
 ) -> tuple[bytes, Fragment]:
     """The file and the fragment of one rank."""
     plan = plan_save(leaves, rank=rank, chunk_bytes=chunk_bytes)
@@ -66,7 +72,9 @@ def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tu
     return [tuple(held) for held in owned]
 
 
-def fetch(manifest: Manifest, images: Mapping[int, bytes], wanted: Sequence[Leaf], *, most: int, gap: int) -> list[list[np.ndarray]]:
+def fetch(
+    manifest: Manifest, images: Mapping[int, bytes], wanted: Sequence[Leaf], *, most: int, gap: int
+) -> list[list[np.ndarray]]:
     """The pieces of each wanted leaf, read the way the plan says and no other."""
     plan = plan_restore(manifest, wanted)
     found = [[np.zeros(box.shape, dtype=leaf.dtype) for box in leaf.boxes] for leaf in wanted]

@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import time
+import uuid
+
+import numpy as np
+import pytest
+
+from ckpt.coordination.commit import Durable, Failed
+from ckpt.coordination.committer import Committer, put_once, rebuild, refusal
+from ckpt.coordination.single import SingleCoordinator
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    CommitTimeout,
+    OutOfSpace,
+    PeerFailed,
+    ReplicasDiverged,
+    RootInUse,
+    StepExists,
+    TensorIncomplete,
+    TransientStorageError,
+)
+from ckpt.model.box import Box, split_evenly
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.model.manifest import FragmentRef, Manifest
+from ckpt.model.validate import check_manifest
+from ckpt.plan.leaf import Leaf
+from ckpt.storage.api import read_object
+from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
+from ckpt_backends.memory import forget_memory, open_memory
+from tests.coordination.world import World
+from tests.plan.worlds import fragment_of
+
+REF = StepRef(5, "abc123")
+ARRAY = np.arange(24, dtype=np.float32).reshape(12, 2)
+TIMEOUT = 0.3
+
+
+@pytest.fixture
+def store():
+    name = uuid.uuid4().hex
+    yield open_memory(f"memory://{name}", {"shared": True})
+    forget_memory(name)
+
+
+def make_durable(
+    store, rank: int, size: int, *, array=ARRAY, boxes: tuple[Box, ...] | None = None, **changes
+) -> Durable:
+    if boxes is None:
+        boxes = (split_evenly(Box.whole(ARRAY.shape), size)[rank],)
+    image, fragment = fragment_of(
+        rank, size, [Leaf("x", "float32", ARRAY.shape, boxes)], {"x": array}, **changes
+    )
+    store.put(REF.key(data_name(rank)), [image])
+    data = pack(fragment)
+    store.put(REF.key(fragment_name(rank)), [data])
+    return Durable(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
+
+
+def committer(coordinator, store, timeout: float = TIMEOUT) -> Committer:
+    return Committer(coordinator, store, name="tier0", timeout=timeout)
+
+
+def commit_all(world: World, store, words, *, ranks=None, veto: CkptError | None = None):
+    def work(coordinator):
+        mine = veto if coordinator.rank == 0 else None
+        return committer(coordinator, store).commit(REF, words[coordinator.rank], veto=mine)
+
+    return world.run(work, ranks)
+
+
+def is_committed(store) -> bool:
+    return any(info.key == REF.manifest for info in store.list(""))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_when_all_are_durable_all_hear_the_checksum_of_the_manifest(store, size):
+    words = {rank: make_durable(store, rank, size) for rank in range(size)}
+    heard = commit_all(World(size), store, words)
+    data = read_object(store, REF.manifest, limit=1 << 20)
+    assert heard == dict.fromkeys(range(size), checksum(data))
+    manifest = check_manifest(unpack(data, Manifest, key=REF.manifest), key=REF.manifest)
+    assert [fragment.rank for fragment in manifest.fragments] == list(range(size))
+
+
+def test_a_world_of_one_commits_alone(store):
+    word = make_durable(store, 0, 1)
+    found = committer(SingleCoordinator(), store).commit(REF, word)
+    assert found == checksum(read_object(store, REF.manifest, limit=1 << 20))
+
+
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_when_one_has_failed_all_hear_which_and_why(store, failed):
+    words = {rank: make_durable(store, rank, 3) for rank in range(3)} | {failed: Failed("disk full")}
+    heard = commit_all(World(3), store, words)
+    for error in heard.values():
+        assert isinstance(error, PeerFailed)
+        assert (error.step, error.failures) == (5, {failed: "disk full"})
+    assert not is_committed(store)
+
+
+@pytest.mark.parametrize("silent", [1, 2])
+def test_when_one_is_silent_the_others_hear_its_name_within_the_bound(store, silent):
+    others = {0, 1, 2} - {silent}
+    words = {rank: make_durable(store, rank, 3) for rank in others}
+    began = time.monotonic()
+    heard = commit_all(World(3), store, words, ranks=others)
+    assert time.monotonic() - began < TIMEOUT + 2
+    assert set(heard) == others
+    for error in heard.values():
+        assert isinstance(error, CommitTimeout)
+        assert (error.missing, error.seconds) == ((silent,), TIMEOUT)
+    assert not is_committed(store)
+
+
+def test_a_silent_leader_is_named(store):
+    heard = commit_all(World(2, patience=0.02), store, {1: make_durable(store, 1, 2)}, ranks=[1])
+    assert isinstance(heard[1], CommitTimeout)
+    assert heard[1].missing == (0,)
+
+
+def test_a_word_that_comes_late_does_not_change_the_verdict(store):
+    world = World(2)
+    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    early = commit_all(world, store, words, ranks=[0])
+    late = commit_all(world, store, words, ranks=[1])
+    assert isinstance(early[0], CommitTimeout)
+    assert isinstance(late[1], CommitTimeout)
+    assert late[1].missing == (1,)
+    assert not is_committed(store)
+
+
+def test_a_verdict_given_by_another_survivor_stands(store):
+    world = World(1)
+    word = make_durable(store, 0, 1)
+    first = commit_all(world, store, {0: Failed("told before")})
+    second = commit_all(world, store, {0: word})
+    assert isinstance(first[0], PeerFailed)
+    assert isinstance(second[0], PeerFailed)
+
+
+@pytest.mark.parametrize(
+    "veto", [StepExists(5, "memory://x"), RootInUse("memory://x", "somebody"), OutOfSpace("k", "full")]
+)
+def test_a_veto_of_the_leader_reaches_all_and_nothing_is_put(store, veto):
+    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    heard = commit_all(World(2), store, words, veto=veto)
+    for error in heard.values():
+        assert isinstance(error, CommitError)
+        assert isinstance(error, type(veto)) or "OutOfSpace" in str(error)
+    assert not is_committed(store)
+
+
+def test_replicas_that_differ_are_refused_everywhere_by_name(store):
+    boxes = (Box.whole(ARRAY.shape),)
+    words = {rank: make_durable(store, rank, 3, boxes=boxes, array=ARRAY + (rank == 2)) for rank in range(3)}
+    for error in commit_all(World(3), store, words).values():
+        assert isinstance(error, ReplicasDiverged)
+        assert (error.name, error.ranks) == ("x", (0, 2))
+    assert not is_committed(store)
+
+
+def test_a_hole_is_refused_everywhere_by_name(store):
+    words = {rank: make_durable(store, rank, 2, boxes=(Box((6 * rank, 0), (5, 2)),)) for rank in range(2)}
+    for error in commit_all(World(2), store, words).values():
+        assert isinstance(error, TensorIncomplete)
+        assert error.name == "x"
+        assert "4 of 24" in str(error)
+
+
+def test_a_fragment_that_was_damaged_on_its_way_is_refused_everywhere(store):
+    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    flip_byte(store, REF.key(fragment_name(1)), 100)
+    for error in commit_all(World(2), store, words).values():
+        assert isinstance(error, CommitError)
+        assert "rank-00001.json" in str(error)
+    assert not is_committed(store)
+
+
+def test_a_fragment_that_is_gone_is_refused_everywhere(store):
+    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    store.delete(REF.key(fragment_name(1)))
+    heard = commit_all(World(2), store, words)
+    assert all(isinstance(error, CommitError) and "rank-00001.json" in str(error) for error in heard.values())
+
+
+def test_a_word_that_is_nonsense_is_a_verdict_too(store):
+    world = World(2)
+    make_durable(store, 1, 2)
+    world.coordinator(1).tell(f"tier0/{REF.folder}", b"garbage")
+    heard = commit_all(world, store, {0: make_durable(store, 0, 2)}, ranks=[0])
+    assert isinstance(heard[0], CommitError)
+    assert "leader failed" in str(heard[0])
+
+
+# -- put_once ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_put_stands():
+    name = uuid.uuid4().hex
+    store = open_memory(f"memory://{name}", {})
+    put_once(store, "m", b"one")
+    put_once(store, "m", b"one")  # two survivors merged the same
+    for other in (b"two", b"", b"one and a lot more", b"onf"):
+        with pytest.raises(CommitError, match="other content"):
+            put_once(store, "m", other)
+    assert read_object(store, "m", limit=99) == b"one"
+    forget_memory(name)
+
+
+@pytest.mark.parametrize("there", [b"short", b"x" * 1000])
+def test_other_bytes_of_any_length_are_another_job(store, there):
+    store.put("m", [there])
+    with pytest.raises(CommitError, match="other content"):
+        put_once(store, "m", b"mine")
+
+
+def test_a_lost_reply_is_no_failure(store):
+    faulty = FaultyBackend(store, [Rule(verb="put", nth=1, fault=LoseReply(TransientStorageError))])
+    put_once(faulty, "m", b"mine")
+    assert read_object(store, "m", limit=99) == b"mine"
+
+
+def test_a_put_that_did_not_happen_is_its_own_error(store):
+    error = TransientStorageError("m", "503")
+    faulty = FaultyBackend(store, [Rule(verb="put", fault=Raise(error))])
+    with pytest.raises(TransientStorageError) as caught:
+        put_once(faulty, "m", b"mine")
+    assert caught.value is error
+
+
+def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
+    store.put("m", [b"mine"])
+    rules = [Rule(verb="put", fault=Raise(OutOfSpace)), Rule(verb="head", fault=Raise(TransientStorageError))]
+    with pytest.raises(OutOfSpace):
+        put_once(FaultyBackend(store, rules), "m", b"mine")
+
+
+# -- errors on the wire -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerFailed(5, {1: "full", 3: "gone"}),
+        CommitTimeout(5, [1, 2], 12.5, "the part"),
+        ReplicasDiverged("x", [0, 3]),
+        TensorIncomplete("x", "a hole"),
+        StepExists(5, "s3://b"),
+        RootInUse("s3://b", "attempt x"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_refusal_carries_its_error_to_the_other_ranks(error):
+    again = rebuild(refusal(error), 5)
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_any_other_error_becomes_a_commit_error_with_its_name():
+    again = rebuild(refusal(OutOfSpace("k", "full")), 5)
+    assert type(again) is CommitError
+    assert "OutOfSpace" in str(again)
+    assert "full" in str(again)

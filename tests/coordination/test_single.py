@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import re
+
+from ckpt.coordination.single import SingleCoordinator, new_attempt
+
+
+def test_attempts_are_new_each_time_and_fit_a_folder():
+    attempts = {new_attempt() for _ in range(100)}
+    assert len(attempts) == 100
+    assert all(re.fullmatch(r"[0-9a-z]{6,32}", attempt) for attempt in attempts)
+    assert SingleCoordinator().attempt != SingleCoordinator().attempt
+
+
+def test_it_hears_its_own_word():
+    alone = SingleCoordinator()
+    assert (alone.rank, alone.world_size) == (0, 1)
+    assert alone.hear("s", {0}, timeout=0) == {}
+    alone.tell("s", b"word")
+    assert alone.hear("s", {0}, timeout=0) == {0: b"word"}
+    assert alone.hear("s", {1}, timeout=0) == {}
+    assert alone.hear("other", {0}, timeout=0) == {}
+
+
+def test_the_first_verdict_stands():
+    alone = SingleCoordinator()
+    assert alone.verdict("s", timeout=0) is None
+    assert alone.decide("s", b"one") == b"one"
+    assert alone.decide("s", b"two") == b"one"
+    assert alone.verdict("s", timeout=0) == b"one"

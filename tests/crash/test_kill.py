@@ -1,0 +1,47 @@
+"""A process that is killed at any moment leaves every listed checkpoint whole, loses none, and the next one goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY, LARGE = 100, (64 << 20) // 8
+
+
+def nursery(*args: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "nursery.py"), *map(str, args)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "ALL WELL" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(("numbers", "times"), [(TINY, 5), (LARGE, 3)], ids=["tiny", "64 MiB"])
+def test_a_saver_killed_at_a_random_moment_leaves_only_whole_checkpoints(
+    tmp_path: Path, numbers: int, times: int
+) -> None:
+    assert f"{times} deaths" in nursery("random", tmp_path / "run", times, numbers, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("numbers", "times"), [(TINY, 25), (LARGE, 25)], ids=["tiny", "64 MiB"])
+def test_a_saver_killed_again_and_again_leaves_only_whole_checkpoints(
+    tmp_path: Path, numbers: int, times: int
+) -> None:
+    assert f"{times} deaths" in nursery("random", tmp_path / "run", times, numbers, 2)
+
+
+def test_a_saver_may_die_before_and_after_every_call_to_the_store(tmp_path: Path) -> None:
+    assert "died before and after" in nursery("steps", tmp_path / "runs", 1 << 20)

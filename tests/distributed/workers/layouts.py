@@ -1,0 +1,89 @@
+"""save|load FOLDER MODE...: train and save under each mode, or restore each mode's checkpoint under others.
+
+A load argument is SAVED_MODE:MODE.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from nets import assert_same, build, full, state_of, step
+
+from ckpt import CheckpointManager, PerRank
+from ckpt.errors import ConfigError
+
+
+def save(folder: Path, mode: str) -> None:
+    net, optimizer = build(mode, seed=0)
+    for number in range(3):
+        step(net, optimizer, number)
+    expected = full(net, optimizer)
+    torch.manual_seed(1000 + dist.get_rank())
+    with CheckpointManager(folder / mode) as manager:
+        pending = manager.save_async(state_of(net, optimizer, 3) | {"strict": PerRank(1, on_resize="same_rank")})
+        drawn = torch.rand(3)
+        for number in range(3, 5):  # training goes on while it streams
+            step(net, optimizer, number)
+        pending.result(60)
+    after = full(net, optimizer)
+    if dist.get_rank() == 0:
+        torch.save({"expected": expected, "after": after}, folder / f"{mode}.pt")
+    torch.save(drawn, folder / f"{mode}.{dist.get_rank()}.drawn")
+
+
+def load(folder: Path, saved: str, mode: str) -> None:
+    kept = torch.load(folder / f"{saved}.pt")
+    for already in (0, 2) if saved == mode else (0,):
+        net, optimizer = build(mode, seed=9)
+        for number in range(70, 70 + already):
+            step(net, optimizer, number)
+        state = state_of(net, optimizer, -1) | {"history": None, "common": torch.zeros(7)}
+        state["who"].value = state["last"].value = None
+        with CheckpointManager(folder / saved) as manager:
+            state["strict"] = PerRank(0, on_resize="first")
+            report = manager.restore(state)
+            assert report is not None
+            if report.saved_world_size != dist.get_world_size():
+                before = full(net, optimizer)
+                try:
+                    manager.restore(state | {"strict": PerRank(0)})
+                except ConfigError as error:
+                    assert "strict" in str(error), error
+                else:
+                    raise AssertionError("a PerRank value came back to another world without a policy")
+                assert_same(full(net, optimizer), before)
+                manager.restore(state)
+        assert_same(full(net, optimizer), kept["expected"])
+        assert state["history"] == [0.5, {"loss": (1, 2)}]
+        assert torch.equal(state["common"], torch.arange(7.0))
+        rank, world = dist.get_rank(), report.saved_world_size
+        if rank < world:
+            assert torch.equal(torch.rand(3), torch.load(folder / f"{saved}.{rank}.drawn"))
+        same = world == dist.get_world_size()
+        assert state["who"].value == (rank if same else 0), state["who"].value
+        assert state["last"].value["rank"] == (rank if same else world - 1)
+        if saved == mode and same:
+            for number in range(3, 5):
+                step(net, optimizer, number)
+            assert_same(full(net, optimizer), kept["after"])
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    dist.init_process_group("gloo")
+    for task in sys.argv[2:]:
+        saved, _, mode = task.partition(":")
+        if mode:
+            load(folder, saved, mode)
+        else:
+            save(folder, saved)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        print("ALL WELL")
+    dist.destroy_process_group()
+
+
+main()

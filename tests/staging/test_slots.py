@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt.errors import HostMemoryExhausted
+from ckpt.staging import slots as slots_module
+from ckpt.staging.slots import SlotPool
+
+MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def pools():
+    made: list[SlotPool] = []
+
+    def build(count: int) -> SlotPool:
+        made.append(SlotPool(count))
+        return made[-1]
+
+    yield build
+    for pool in made:
+        pool.close()
+
+
+def own_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")}
+
+
+def take(pool: SlotPool, nbytes: int):
+    slot = pool.acquire(nbytes, wait=False)
+    assert slot is not None
+    return slot
+
+
+def test_a_released_slot_is_the_same_memory_again(pools):
+    pool = pools(1)
+    slot = take(pool, MIB)
+    address, generation = slot.tensor.data_ptr(), slot.generation
+    slot.view[:5] = b"image"
+    pool.release(slot)
+    again = take(pool, MIB)
+    assert again is slot
+    assert (again.tensor.data_ptr(), again.generation) == (address, generation + 1)
+    assert bytes(again.view[:5]) == b"image"
+
+
+def test_view_and_tensor_are_the_same_bytes_with_room_for_a_padded_block(pools):
+    slot = take(pools(1), 3 * MIB + 1)
+    assert slot.capacity >= 3 * MIB + 4096
+    assert len(slot.view) == slot.tensor.numel() == slot.capacity
+    assert slot.tensor.data_ptr() % 4096 == 0
+    slot.tensor[slot.capacity - 1] = 7
+    assert slot.view[-1] == 7
+    slot.view[0] = 9
+    assert slot.tensor[0] == 9
+
+
+def test_a_larger_image_gets_a_new_slot_and_the_small_one_is_dropped(pools):
+    pool = pools(1)
+    small = take(pool, MIB)
+    pool.release(small)
+    large = take(pool, 9 * MIB)
+    assert large.capacity >= 9 * MIB
+    assert not os.path.exists(small.path)
+    assert own_files() == {os.path.basename(large.path)}
+
+
+def test_a_smaller_image_takes_the_large_slot(pools):
+    pool = pools(1)
+    large = take(pool, 9 * MIB)
+    pool.release(large)
+    assert take(pool, MIB) is large
+
+
+def test_when_all_slots_are_taken_there_is_none_or_one_waits(pools):
+    pool = pools(2)
+    one, two = take(pool, MIB), take(pool, MIB)
+    assert one is not two
+    assert pool.acquire(MIB, wait=False) is None
+    threading.Timer(0.1, pool.release, [two]).start()
+    began = time.monotonic()
+    assert pool.acquire(MIB, wait=True) is two
+    assert time.monotonic() - began >= 0.05
+
+
+def test_two_slots_share_no_memory(pools):
+    pool = pools(2)
+    one, two = take(pool, MIB), take(pool, MIB)
+    one.tensor.fill_(1)
+    two.tensor.fill_(2)
+    assert bool((one.tensor == 1).all())
+
+
+def test_a_slot_is_a_private_file_with_its_pages_reserved(pools):
+    slot = take(pools(1), 5 * MIB)
+    status = os.stat(slot.path)
+    assert slot.shared
+    assert slot.path.startswith("/dev/shm/")
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_blocks * 512 >= 5 * MIB
+    slot.view[:3] = b"abc"
+    assert Path(slot.path).read_bytes()[:3] == b"abc"
+
+
+def test_no_file_is_left_after_close():
+    before = own_files()
+    pool = SlotPool(2)
+    held, free = take(pool, MIB), take(pool, MIB)
+    pool.release(free)
+    assert len(own_files()) == len(before) + 2
+    pool.close()
+    assert own_files() == before
+    held.view[0] = 1  # memory that is still looked at stays
+
+
+def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
+    pool = pools(2)
+    take(pool, MIB)
+    pool.release(take(pool, MIB))
+    files, descriptors = len(own_files()), len(os.listdir("/proc/self/fd"))
+    for _ in range(200):
+        pool.release(take(pool, MIB))
+    assert len(own_files()) == files
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def child() -> subprocess.Popen:
+    """A process that holds a slot, and has said where it is."""
+    script = (
+        "from ckpt.staging.slots import SlotPool; import sys; s = SlotPool(1).acquire(1 << 20, wait=False); "
+        "print(s.path, flush=True); sys.stdin.read()"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_live_one_is_kept(pools):
+    with child() as one, child() as two:
+        paths = [one.stdout.readline().strip(), two.stdout.readline().strip()]
+        pools(1)
+        assert [os.path.exists(path) for path in paths] == [True, True]
+        one.kill()
+        one.wait()
+        pools(1)
+        assert [os.path.exists(path) for path in paths] == [False, True]
+        two.kill()
+        pools(1)  # it is dead, though nobody has reaped it yet
+        two.wait()
+        pools(1)
+        assert not os.path.exists(paths[1])
+
+
+def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
+    stale = f"/dev/shm/ckpt-slot-{os.getpid()}-1-1-abc"  # our pid, but another start
+    Path(stale).touch()
+    pools(1)
+    assert not os.path.exists(stale)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ckpt-slot-note", "ckpt-slot-1-2-3", "ckpt-slot-x-1-1-a", "ckpt-slots-1-1-1-a", "other-slot-1-1-1-a"],
+)
+def test_files_that_are_not_ours_are_left_alone(pools, name):
+    foreign = Path("/dev/shm", name)
+    foreign.touch()
+    try:
+        pools(1)
+        assert foreign.exists()
+    finally:
+        foreign.unlink()
+
+
+def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(pools, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    with caplog.at_level(logging.WARNING, logger="ckpt"):
+        slot = take(pools(1), MIB)
+    assert not slot.shared
+    assert "anonymous memory" in caplog.text
+    assert "lost with the process" in caplog.text
+    slot.tensor.fill_(3)
+    assert bytes(slot.view[:2]) == b"\x03\x03"
+
+
+@pytest.fixture
+def tiny_shm(tmp_path):
+    """A /dev/shm of 4 MiB."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield tmp_path
+    subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(pools, monkeypatch, tiny_shm):
+    monkeypatch.setattr(slots_module, "_SHM", str(tiny_shm))
+    pool = pools(2)
+    slot = take(pool, 16 * MIB)
+    slot.tensor.fill_(1)  # would be a SIGBUS if the pages were not there
+    assert not slot.shared
+    assert list(tiny_shm.iterdir()) == []
+
+
+def test_an_image_larger_than_memory_is_refused_with_the_numbers(pools):
+    with pytest.raises(HostMemoryExhausted, match="MiB are free") as caught:
+        pools(1).acquire(1 << 50, wait=True)
+    assert caught.value.needed == 1 << 50
+
+
+def test_a_pool_that_refused_goes_on(pools):
+    pool = pools(1)
+    with pytest.raises(HostMemoryExhausted):
+        pool.acquire(1 << 50, wait=False)
+    assert take(pool, MIB).capacity >= MIB
+
+
+def test_slots_made_ahead_are_those_that_are_taken(pools):
+    pool = pools(2)
+    pool.reserve(MIB)
+    ready = own_files()
+    assert len(ready) == 2
+    taken = {os.path.basename(take(pool, MIB).path) for _ in range(2)}
+    assert taken == ready
+
+
+def test_a_slot_that_is_still_being_made_ahead_is_waited_for(pools):
+    pool = pools(1)
+    maker = threading.Thread(target=pool.reserve, args=[64 * MIB])
+    maker.start()
+    slot = take(pool, 64 * MIB)
+    maker.join()
+    assert slot.capacity >= 64 * MIB
+    assert len(own_files()) == 1
+
+
+def test_a_slot_is_prefaulted(pools):
+    def faults() -> int:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    slot = take(pools(1), 64 * MIB)
+    source = torch.ones(64 * MIB, dtype=torch.uint8)
+    before = faults()
+    slot.tensor[: 64 * MIB].copy_(source)
+    assert faults() - before < 64 * MIB // 4096 // 4
