@@ -57,7 +57,13 @@ def blank() -> dict[str, Any]:
     with torch.no_grad():
         for parameter in state["model"].parameters():
             parameter.fill_(-1)
-    state |= {"a": torch.full((4,), -1.0), "array": np.full(3, -1.0), "n": -1, "per_rank": PerRank(-1), "list": [-1]}
+    state |= {
+        "a": torch.full((4,), -1.0),
+        "array": np.full(3, -1.0),
+        "n": -1,
+        "per_rank": PerRank(-1),
+        "list": [-1],
+    }
     return state
 
 
@@ -107,7 +113,12 @@ CASES: list[tuple[str, Any, type[RestoreError], str]] = [
     ("optimizer", torch.optim.SGD([torch.zeros(1)], 0.1), EntryMissing, "optimizer/~param/0/0"),
     ("scheduler", 3, KindMismatch, "'scheduler'"),
     ("per_rank", 3, KindMismatch, "'per_rank'"),
-    ("deep", {"list": [torch.zeros(2), {"t": torch.zeros(1)}], "n": 1, "more": 2}, EntryMissing, "'deep/more'"),
+    (
+        "deep",
+        {"list": [torch.zeros(2), {"t": torch.zeros(1)}], "n": 1, "more": 2},
+        EntryMissing,
+        "'deep/more'",
+    ),
     ("deep", {"list": [torch.zeros(2), {"t": torch.zeros(1)}]}, EntryUnexpected, "'deep/n'"),
     ("deep", {"list": [torch.zeros(2)], "n": 1}, KindMismatch, "'deep/list'"),
     ("deep", {"list": [torch.zeros(2), {"t": torch.zeros(2)}], "n": 1}, ShapeMismatch, "'deep/list/1/t'"),

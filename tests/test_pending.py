@@ -78,7 +78,9 @@ def test_a_time_out_is_no_end_and_may_be_asked_again(memory: str, gate: threadin
 def test_a_failed_save_says_so_to_everyone_who_asks(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     denied = [Rule(verb="upload", fault=Raise(AccessDenied))]
     monkeypatch.setattr(
-        ckpt.storage.tiers, "open_backend", lambda url, options: FaultyBackend(open_backend(url, options), denied)
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), denied),
     )
     with CheckpointManager(memory) as manager:
         pending = manager.save_async({"x": torch.ones(3)})

@@ -49,7 +49,11 @@ def root(tmp_path: Path) -> Path:
 
 def files(root: Path, step: int) -> dict[str, Path]:
     (folder,) = (path for path in root.iterdir() if (ref := parse_folder(path.name)) and ref.step == step)
-    return {"data": folder / "rank-00000.safetensors", "manifest": folder / "manifest.json", "fragment": folder / "rank-00000.json"}
+    return {
+        "data": folder / "rank-00000.safetensors",
+        "manifest": folder / "manifest.json",
+        "fragment": folder / "rank-00000.json",
+    }
 
 
 def flip(path: Path, position: int = -100) -> None:
@@ -115,7 +119,10 @@ def test_a_damaged_newest_step_gives_way_to_the_one_before(
     harm(files(root, 3)[what])
     told: list[Event] = []
     target = blank()
-    with CheckpointManager(root, observers=[told.append]) as manager, caplog.at_level(logging.WARNING, "ckpt"):
+    with (
+        CheckpointManager(root, observers=[told.append]) as manager,
+        caplog.at_level(logging.WARNING, "ckpt"),
+    ):
         report = manager.restore(target)
         assert report is not None
         assert_is(target, 2)
@@ -207,20 +214,26 @@ def test_a_tier_that_cannot_be_listed_is_an_error_not_an_empty_one(monkeypatch: 
     """A training that starts from nothing because a store was down for a minute is a lost one."""
     rules = [Rule(verb="folders", fault=Raise(OutOfSpace))]
     monkeypatch.setattr(
-        ckpt.storage.tiers, "open_backend", lambda url, options: FaultyBackend(open_backend(url, options), rules)
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), rules),
     )
     with CheckpointManager(f"memory://{uuid.uuid4().hex}") as manager, pytest.raises(StorageError):
         manager.restore(blank())
 
 
-def test_a_store_that_stumbles_while_it_is_read_is_asked_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stumbles_while_it_is_read_is_asked_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rules = [
         Rule(verb="read_into", key="manifest", nth=1, fault=Raise(TransientStorageError)),
         Rule(verb="read_into", key="safetensors", nth=1, fault=Raise(TransientStorageError)),
         Rule(verb="folders", nth=1, fault=Raise(TransientStorageError)),
     ]
     monkeypatch.setattr(
-        ckpt.storage.tiers, "open_backend", lambda url, options: FaultyBackend(open_backend(url, options), rules)
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), rules),
     )
     target = blank()
     with CheckpointManager(root) as manager:
@@ -230,7 +243,9 @@ def test_a_store_that_stumbles_while_it_is_read_is_asked_again(root: Path, monke
     assert_is(target, 3)
 
 
-def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_ever_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def job(seed: int) -> dict[str, Any]:
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -238,14 +253,26 @@ def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
         scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5])
-        return {"m": model, "o": optimizer, "s": scheduler, "rng": PerRank(RngState()), "misc": [1, (2, b"x")]}
+        return {
+            "m": model,
+            "o": optimizer,
+            "s": scheduler,
+            "rng": PerRank(RngState()),
+            "misc": [1, (2, b"x")],
+        }
 
     def refuse(*args: object, **kwargs: object) -> Any:
         raise AssertionError("something was unpickled")
 
     root = tmp_path / "run"
     state = job(0)
-    for module, name in [(pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load"), (torch.serialization, "load")]:
+    for module, name in [
+        (pickle, "load"),
+        (pickle, "loads"),
+        (pickle, "Unpickler"),
+        (torch, "load"),
+        (torch.serialization, "load"),
+    ]:
         monkeypatch.setattr(module, name, refuse)
     with CheckpointManager(root) as manager:
         manager.save(state, 1)
@@ -253,7 +280,12 @@ def test_nothing_is_ever_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with CheckpointManager(root) as manager:
         manager.restore(target)
     assert torch.equal(target["m"][0].weight, state["m"][0].weight)
-    for command in (["ls"], ["show", "1"], ["verify"], ["restore", "--latest", "--to", str(tmp_path / "there")]):
+    for command in (
+        ["ls"],
+        ["show", "1"],
+        ["verify"],
+        ["restore", "--latest", "--to", str(tmp_path / "there")],
+    ):
         monkeypatch.setattr("sys.argv", ["ckpt", *command, "--root", str(root)])
         code = main()
         assert code == 0, (command, capsys.readouterr())

@@ -14,15 +14,19 @@ from torch import nn
 import ckpt.storage.tiers
 from ckpt import CheckpointManager
 from ckpt.catalog.verify import verify_step
+from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.dtype import DTYPES
 from ckpt.model.layout import OWNER, parse_folder
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
-from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from tests.adapters.saving import bits
 
-KNOWN = [name for name, dtype in DTYPES.items() if dtype.lanes == 1 and dtype.storage != "U8" and "bits" not in name]
+KNOWN = [
+    name
+    for name, dtype in DTYPES.items()
+    if dtype.lanes == 1 and dtype.storage != "U8" and "bits" not in name
+]
 
 
 def folder_of(root: Path) -> Path:
@@ -45,7 +49,12 @@ def test_a_rank_file_is_a_safetensors_file_with_the_same_tensors(tmp_path: Path,
     with CheckpointManager(tmp_path, chunk_bytes=chunk_bytes) as manager:
         manager.save({**state, "model": model, "turned": torch.arange(12).reshape(3, 4).t(), "step": 4})
     path = folder_of(tmp_path) / "rank-00000.safetensors"
-    expected = {**state, "model/weight": model.weight, "model/bias": model.bias, "turned": torch.arange(12).reshape(3, 4).t()}
+    expected = {
+        **state,
+        "model/weight": model.weight,
+        "model/bias": model.bias,
+        "turned": torch.arange(12).reshape(3, 4).t(),
+    }
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == set(expected)
         assert file.metadata()["format"] == "pt"
@@ -100,12 +109,19 @@ def test_the_engine_verifies_what_it_has_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("verb", ["put", "upload", "write", "finish"])
 @pytest.mark.parametrize("lost", [False, True], ids=["refused", "reply-lost"])
-def test_a_store_that_stumbles_once_costs_nothing_but_a_moment(verb: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_stumbles_once_costs_nothing_but_a_moment(
+    verb: str, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = f"memory://{uuid.uuid4().hex}"
     fault = LoseReply(TransientStorageError) if lost else Raise(TransientStorageError)
-    rules = [Rule(verb=verb, key=key, nth=1, fault=fault) for key in ("writer", "safetensors", "rank-.*json", "manifest")]  # type: ignore[arg-type]
+    rules = [
+        Rule(verb=verb, key=key, nth=1, fault=fault)
+        for key in ("writer", "safetensors", "rank-.*json", "manifest")
+    ]  # type: ignore[arg-type]
     monkeypatch.setattr(
-        ckpt.storage.tiers, "open_backend", lambda url, options: FaultyBackend(open_backend(url, options), rules)
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), rules),
     )
     with CheckpointManager(root) as manager:
         manager.save({"x": torch.arange(9)}, 1)

@@ -109,6 +109,8 @@ class PlanCache:
         for item in held:
             if item.name in names:
                 raise UnsupportedValue(item.name, "name that two values share", "rename one of them")
+            if not _is_text(item.name):
+                raise UnsupportedValue(item.name, "name that is no text", "rename it")
             names.add(item.name)
         leaves = tuple(leaf_of(item.name, item.tensor, item.replicas) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
@@ -157,6 +159,14 @@ def expected_growth(collected: Collected) -> int:
                         copies * local(parameter).nbytes // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
                     )
     return growth
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 def _replicas(held: Held) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 
 # A grid over the boxes' own coordinates has as many cells as a regular mesh has boxes; beyond this it is not regular.
 _MOST_CELLS = 1 << 26
+_EVEN = 1.05  # the largest slab against the mean
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -88,11 +89,12 @@ def split_rows(box: Box, most: int) -> list[Box]:
 def split_evenly(box: Box, count: int) -> list[Box | None]:
     """Cut a box into ``count`` nearly equal slabs for ``count`` replicas; None if no dimension is that long.
 
-    The first dimension that is long enough is cut, so that slabs stay as contiguous as can be.
+    The first dimension that gives slabs within 5 % of each other is cut, so that slabs stay as contiguous as can be; where there is none, the one that comes nearest.
     """
-    dim = next((d for d, n in enumerate(box.shape) if n >= count), None)
-    if dim is None:
+    excess = {d: -(-n // count) * count / n for d, n in enumerate(box.shape) if n >= count}
+    if not excess:
         return [None] * count
+    dim = next((d for d in excess if excess[d] <= _EVEN), min(excess, key=lambda d: (excess[d], d)))
     size = box.shape[dim]
     cuts = [size * k // count for k in range(count + 1)]
     return [

@@ -1,7 +1,8 @@
 """Manifest and fragment <-> bytes: JSON that carries the checksum of itself, compressed with zstd past 1 MiB.
 
 ``{"checksum":"<32 hex digits>","body":{...}}``: the checksum is over the exact bytes of the body, and there is no byte of the file outside of
-body, checksum and fixed punctuation; so any flipped, missing or added byte is found before the body is looked at.
+body, checksum and fixed punctuation; so any flipped, missing or added byte is found before the body is looked at. The compressed form is a line ``ckpt-zstd <32 hex digits>``, the checksum of the
+zstd frame that follows: a frame has bits of no meaning, which no reader would miss.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ MAX_RECORD_BYTES: Final = 4 << 30
 """No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
 
 _COMPRESS_FROM: Final = 1 << 20
-_ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_COMPRESSED: Final = b"ckpt-zstd "
+_PREFIX_BYTES: Final = len(_COMPRESSED) + 33
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,7 +47,8 @@ def pack(record: Manifest | Fragment) -> bytes:
         return packed
     import zstandard  # only large runs pay for the import
 
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(packed)
+    frame = zstandard.ZstdCompressor(level=3).compress(packed)
+    return _COMPRESSED + checksum(frame).encode() + b"\n" + frame
 
 
 def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
@@ -55,7 +58,7 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
         ManifestCorrupt: Truncated, damaged, not JSON, or not of this kind.
         FormatTooNew: Written by a later version.
     """
-    raw = _decompress(data, key) if data[:4] == _ZSTD_MAGIC else data
+    raw = _decompress(data, key) if data.startswith(_COMPRESSED) else data
     try:
         envelope = _envelope.decode(raw)
         if checksum(bytes(envelope.body)) != envelope.checksum:
@@ -75,14 +78,15 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
 def _decompress(data: bytes, key: str) -> bytes:
     import zstandard
 
-    if len(data) > 4 and data[4] & 0x10:
-        raise ManifestCorrupt(key, "a bit is set that zstd leaves unused")  # and would forgive
+    frame = data[_PREFIX_BYTES:]
+    if data[:_PREFIX_BYTES] != _COMPRESSED + checksum(frame).encode() + b"\n":
+        raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
     try:
-        size = zstandard.frame_content_size(data)
+        size = zstandard.frame_content_size(frame)
         if not 0 <= size <= MAX_RECORD_BYTES:
             raise ManifestCorrupt(key, f"claims {size} bytes")
         reader = zstandard.ZstdDecompressor()
-        unpacked = reader.decompress(data, max_output_size=size, allow_extra_data=False)
+        unpacked = reader.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ManifestCorrupt(key, str(error)) from None
     return unpacked

@@ -228,7 +228,7 @@ class SlotPool:
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:
             self._serial += 1
-            path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{time.monotonic_ns():x}"
+            path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{_namespace()}.{time.monotonic_ns():x}"
             try:
                 return Slot(nbytes, path)
             except OSError as error:  # filled up since it was measured
@@ -257,8 +257,19 @@ def _slot_files() -> Iterator[tuple[str, int, int]]:
         return
     for name in names:
         parts = name.split("-")
-        if name.startswith(f"{_PREFIX}-") and len(parts) == 6 and parts[2].isdigit() and parts[3].isdigit():
+        ours = (
+            name.startswith(f"{_PREFIX}-") and len(parts) == 6 and parts[2].isdigit() and parts[3].isdigit()
+        )
+        if ours and ("." not in parts[5] or parts[5].partition(".")[0] == _namespace()):
             yield name, int(parts[2]), int(parts[3])
+
+
+def _namespace() -> str:
+    """The process namespace: containers may share /dev/shm, but not the meaning of a pid."""
+    try:
+        return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
+    except OSError:
+        return "0"
 
 
 def _started(pid: int) -> int:

@@ -25,7 +25,6 @@ from tests.adapters.saving import (
     tree_of,
 )
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")  # of torch, once a process
 
 
@@ -39,7 +38,11 @@ def some(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def blank(dtype: str, *shape: int) -> torch.Tensor:
-    return torch.zeros((*shape, DTYPES[dtype].itemsize), dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+    return (
+        torch.zeros((*shape, DTYPES[dtype].itemsize), dtype=torch.uint8)
+        .view(getattr(torch, dtype))
+        .reshape(shape)
+    )
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -148,7 +151,12 @@ def test_memory_met_twice_is_stored_once_and_fills_both_names() -> None:
     manifest = manifest_of(root)
     assert manifest.tied == {"b/c": "a", "weight": "model/weight"}
     assert manifest.nbytes < 4096 + 1000 * 4 + 15 * 4 + 64
-    target = {"a": torch.zeros(1000), "b": {"c": torch.zeros(1000)}, "model": nn.Linear(4, 3), "weight": torch.zeros(3, 4)}
+    target = {
+        "a": torch.zeros(1000),
+        "b": {"c": torch.zeros(1000)},
+        "model": nn.Linear(4, 3),
+        "weight": torch.zeros(3, 4),
+    }
     restored(root, target)
     assert torch.equal(target["a"], shared)
     assert torch.equal(target["b"]["c"], shared)  # type: ignore[index]
@@ -171,7 +179,13 @@ def test_tied_parameters_stay_tied() -> None:
 
 def test_different_slices_of_one_memory_are_not_taken_for_the_same() -> None:
     base = torch.randn(12)
-    state = {"all": base, "head": base[:6], "tail": base[6:], "square": base[:4].view(2, 2), "t": base[:4].view(2, 2).t()}
+    state = {
+        "all": base,
+        "head": base[:6],
+        "tail": base[6:],
+        "square": base[:4].view(2, 2),
+        "t": base[:4].view(2, 2).t(),
+    }
     target = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
     round_trip(state, target)
     for name, tensor in state.items():
@@ -184,7 +198,12 @@ def test_names_that_look_like_paths_do_not_meet() -> None:
         "a": {"b": torch.tensor(2.0), "": torch.tensor(3.0), "/": torch.tensor(4.0)},
         "a~1b": torch.tensor(5.0),
         "ключ": torch.tensor(6.0),
-        "d": {1: torch.tensor(7.0), "1": torch.tensor(8.0), (1, "x"): torch.tensor(9.0), None: torch.tensor(10.0)},
+        "d": {
+            1: torch.tensor(7.0),
+            "1": torch.tensor(8.0),
+            (1, "x"): torch.tensor(9.0),
+            None: torch.tensor(10.0),
+        },
     }
     target: dict[str, Any] = {
         key: {k: torch.tensor(0.0) for k in value} if isinstance(value, dict) else torch.tensor(0.0)
@@ -203,9 +222,20 @@ def test_numpy_arrays_of_every_numeric_dtype_come_back(code: str) -> None:
     generator = np.random.default_rng(0)
 
     def make(*shape: int) -> np.ndarray[Any, Any]:
-        return (generator.standard_normal(shape) * 50).astype(np.float64).astype(code) if code[0] not in "u" else generator.integers(0, 200, shape).astype(code)
+        return (
+            (generator.standard_normal(shape) * 50).astype(np.float64).astype(code)
+            if code[0] not in "u"
+            else generator.integers(0, 200, shape).astype(code)
+        )
 
-    state = {"flat": make(7), "deep": make(3, 4), "none": make(0, 3), "single": np.array(make(1)[0]), "turned": make(4, 5).T, "back": make(9)[::-2]}
+    state = {
+        "flat": make(7),
+        "deep": make(3, 4),
+        "none": make(0, 3),
+        "single": np.array(make(1)[0]),
+        "turned": make(4, 5).T,
+        "back": make(9)[::-2],
+    }
     target = {name: np.zeros(array.shape, array.dtype) for name, array in state.items()}
     held = dict(target)
     round_trip(state, target)
@@ -280,7 +310,7 @@ def test_plain_values_of_all_kinds_come_back_as_they_were() -> None:
         "sets": ({1, 2}, frozenset({"a"})),
         "ordered": collections.OrderedDict([("b", 1), ("a", 2)]),
         "counter": collections.Counter("hello"),
-        "keys": {1: "a", (2, 3): "b", None: "c", 1.5: "d", True: "e", "$x": "f"},
+        "keys": {1: "a", (2, 3): "b", None: "c", 1.5: "d", False: "e", "$x": "f"},
         "dtype": torch.bfloat16,
         "device": torch.device("cpu", 0),
         "size": torch.Size([2, 3]),
@@ -295,7 +325,7 @@ class Opaque:
     pass
 
 
-class Point(collections.namedtuple("Point", "x y")):  # noqa: PYI024
+class Point(collections.namedtuple("Point", "x y")):
     pass
 
 
@@ -347,7 +377,10 @@ def test_a_dict_in_itself_is_refused_too() -> None:
 
 
 def test_a_value_is_per_rank_once() -> None:
-    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="PerRank inside a PerRank"):
+    with (
+        CheckpointManager(new_root()) as manager,
+        pytest.raises(UnsupportedValue, match="PerRank inside a PerRank"),
+    ):
         manager.save_async({"a": PerRank(PerRank(1))}, 0)
 
 
@@ -376,13 +409,17 @@ _arrays = st.builds(
 )
 _values = st.recursive(
     _scalars | _tensors | _arrays,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=3).map(tuple)
-    | st.dictionaries(_keys, inner, max_size=4)
-    | st.dictionaries(st.integers() | st.tuples(_keys, st.booleans()), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(_keys, inner, max_size=4)
+        | st.dictionaries(st.integers() | st.tuples(_keys, st.booleans()), inner, max_size=3)
+    ),
     max_leaves=12,
 )
-_states = st.dictionaries(_keys.filter(lambda key: bool(key) and not key.startswith("$")), _values, max_size=5)
+_states = st.dictionaries(
+    _keys.filter(lambda key: bool(key) and not key.startswith("$")), _values, max_size=5
+)
 
 
 def emptied(value: Any) -> Any:
@@ -406,7 +443,9 @@ def test_any_nested_state_comes_back_into_the_same_structure(state: dict[str, An
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_states)
-def test_any_nested_state_comes_back_into_an_object_that_takes_what_it_is_given(state: dict[str, Any]) -> None:
+def test_any_nested_state_comes_back_into_an_object_that_takes_what_it_is_given(
+    state: dict[str, Any],
+) -> None:
     class Box:
         def __init__(self, held: Any) -> None:
             self.held = held

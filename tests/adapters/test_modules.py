@@ -61,7 +61,8 @@ class Counts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "extra", [{"seen": 3, "scale": torch.arange(4.0), "names": ["a"]}, torch.arange(5), [1, (2, None)], None, 7]
+    "extra",
+    [{"seen": 3, "scale": torch.arange(4.0), "names": ["a"]}, torch.arange(5), [1, (2, None)], None, 7],
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_extra_state_comes_back(extra: Any, nested: bool) -> None:
@@ -127,9 +128,13 @@ def test_modules_in_lists_and_dicts_are_found() -> None:
     sum(p.sum() for group in state["o"].param_groups for p in group["params"]).backward()
     state["o"].step()
     round_trip(state, target)
-    for one, two in zip(state["o"].param_groups[0]["params"], target["o"].param_groups[0]["params"], strict=True):
+    for one, two in zip(
+        state["o"].param_groups[0]["params"], target["o"].param_groups[0]["params"], strict=True
+    ):
         assert torch.equal(one, two)
-        assert torch.equal(state["o"].state[one]["momentum_buffer"], target["o"].state[two]["momentum_buffer"])
+        assert torch.equal(
+            state["o"].state[one]["momentum_buffer"], target["o"].state[two]["momentum_buffer"]
+        )
 
 
 def test_a_module_that_lacks_or_has_more_than_was_saved_is_told_which() -> None:
@@ -183,8 +188,12 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "OneCycleLR": lambda o: lrs.OneCycleLR(o, 0.1, total_steps=50),
     "Cosine": lambda o: lrs.CosineAnnealingLR(o, 9),
     "CosineWarmRestarts": lambda o: lrs.CosineAnnealingWarmRestarts(o, 3),
-    "Sequential": lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o, 0.1, total_iters=3), lrs.ExponentialLR(o, 0.9)], [3]),
-    "Chained": lambda o: lrs.ChainedScheduler([lrs.LinearLR(o, 0.1, total_iters=3), lrs.ExponentialLR(o, 0.9)]),
+    "Sequential": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, total_iters=3), lrs.ExponentialLR(o, 0.9)], [3]
+    ),
+    "Chained": lambda o: lrs.ChainedScheduler(
+        [lrs.LinearLR(o, 0.1, total_iters=3), lrs.ExponentialLR(o, 0.9)]
+    ),
     "Plateau": lambda o: lrs.ReduceLROnPlateau(o, patience=1),
     "Lambda": lambda o: lrs.LambdaLR(o, lambda epoch: 0.9**epoch),
     "Cyclic": lambda o: lrs.CyclicLR(o, 0.001, 0.1, step_size_up=3, cycle_momentum=False),
@@ -288,7 +297,10 @@ def test_groups_with_different_settings_cannot_be_joined() -> None:
     job = Job(OPTIMIZERS["AdamW-groups"], SCHEDULERS["none"], 0)
     other = Job(lambda m: torch.optim.AdamW(m.parameters()), SCHEDULERS["none"], 1)
     before = copy.deepcopy(other.model.state_dict())
-    with CheckpointManager(saved(job.state)) as manager, pytest.raises(RestoreError, match="optimizer/param_groups"):
+    with (
+        CheckpointManager(saved(job.state)) as manager,
+        pytest.raises(RestoreError, match="optimizer/param_groups"),
+    ):
         manager.restore(other.state)
     assert_same(dict(other.model.state_dict()), dict(before))
 
@@ -344,7 +356,10 @@ def test_an_optimizer_held_by_another_object_is_saved_through_it() -> None:
 
     job, other = (Job(OPTIMIZERS["Adam"], SCHEDULERS["none"], seed) for seed in (0, 1))
     job.run(0, 2)
-    round_trip({"m": job.model, "o": Accelerated(job.optimizer)}, {"m": other.model, "o": Accelerated(other.optimizer)})
+    round_trip(
+        {"m": job.model, "o": Accelerated(job.optimizer)},
+        {"m": other.model, "o": Accelerated(other.optimizer)},
+    )
     assert_same(job.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"])
 
 
@@ -354,7 +369,10 @@ def test_an_optimizer_with_other_parameters_is_told_which() -> None:
     root = saved(job.state)
     fewer = net(1)
     optimizer = torch.optim.Adam(fewer[0].parameters())
-    with CheckpointManager(root) as manager, pytest.raises(EntryUnexpected, match=r"optimizer/model/3\.weight"):
+    with (
+        CheckpointManager(root) as manager,
+        pytest.raises(EntryUnexpected, match=r"optimizer/model/3\.weight"),
+    ):
         manager.restore({"model": fewer, "optimizer": optimizer})
 
 

@@ -39,7 +39,11 @@ def test_an_object_in_it_is_loaded() -> None:
             self.position, self.order = 0, torch.zeros(5, dtype=torch.int64)
 
         def state_dict(self) -> dict[str, Any]:
-            return {"position": self.position, "buffers": [{"order": self.order}], "key": {("a", 1): np.arange(3)}}
+            return {
+                "position": self.position,
+                "buffers": [{"order": self.order}],
+                "key": {("a", 1): np.arange(3)},
+            }
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.position, self.order = state["position"], state["buffers"][0]["order"]
@@ -56,7 +60,13 @@ def test_an_object_in_it_is_loaded() -> None:
 @pytest.mark.parametrize("rng", [RngState(), PerRank(RngState())], ids=["common", "per rank"])
 def test_the_random_numbers_go_on_where_they_were(rng: Any) -> None:
     def draw() -> list[Any]:
-        return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist()]
+        return [
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.rand(2).tolist(),
+        ]
 
     draw()
     root = saved({"rng": rng})
@@ -66,7 +76,9 @@ def test_the_random_numbers_go_on_where_they_were(rng: Any) -> None:
     assert_same(draw(), expected)
 
 
-@pytest.mark.parametrize("value", [nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], 0.1)], ids=["module", "optimizer"])
+@pytest.mark.parametrize(
+    "value", [nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], 0.1)], ids=["module", "optimizer"]
+)
 def test_a_module_or_optimizer_in_it_is_refused_with_the_way_out(value: Any) -> None:
     with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="name of its own"):
         manager.save_async({"x": PerRank(value)}, 0)

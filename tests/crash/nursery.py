@@ -32,18 +32,33 @@ Content = dict[str, Any]
 
 def content(step: int, numbers: int) -> Content:
     """What step ``step`` must hold."""
-    return {"x": torch.arange(numbers, dtype=torch.int64) * 31 + step, "small": torch.tensor(step), "step": step}
+    return {
+        "x": torch.arange(numbers, dtype=torch.int64) * 31 + step,
+        "small": torch.tensor(step),
+        "step": step,
+    }
 
 
 class Killer:
     """A store in which the process dies of its own hand at the n-th call, before or after it did its work."""
 
-    def __init__(self, inner: Any, die: Callable[[str], None], prefix: str = "") -> None:
-        self._inner, self._die, self._prefix = inner, die, prefix
+    def __init__(self, inner: Any, die: Callable[[str], None]) -> None:
+        self._inner, self._die = inner, die
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
-        if name not in ("put", "upload", "write", "finish", "abort", "read_into", "head", "list", "folders", "delete"):
+        if name not in (
+            "put",
+            "upload",
+            "write",
+            "finish",
+            "abort",
+            "read_into",
+            "head",
+            "list",
+            "folders",
+            "delete",
+        ):
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +188,9 @@ def at_every_step(root: Path, numbers: int) -> None:
             shutil.copytree(base, place)
             shutil.copy(log, its_log)
 
-            def doomed(place: Path = place, its_log: Path = its_log, when: str = when, nth: int = nth) -> None:
+            def doomed(
+                place: Path = place, its_log: Path = its_log, when: str = when, nth: int = nth
+            ) -> None:
                 lock, count = threading.Lock(), 0
 
                 def count_and_die(moment: str) -> None:
@@ -183,7 +200,9 @@ def at_every_step(root: Path, numbers: int) -> None:
                         if moment == when and count == nth:
                             die()
 
-                ckpt.storage.tiers.open_backend = lambda url, options: Killer(open_backend(url, options), count_and_die)
+                ckpt.storage.tiers.open_backend = lambda url, options: Killer(
+                    open_backend(url, options), count_and_die
+                )
                 saver(place, its_log, numbers, 2, 3)
 
             code = os.waitstatus_to_exitcode(os.waitpid(fork(doomed), 0)[1])
@@ -195,8 +214,8 @@ def at_every_step(root: Path, numbers: int) -> None:
             calls[when] = nth
         else:
             raise AssertionError("the save never ended")
-    assert calls["before"] == calls["after"] > 10, calls
-    print(f"died before and after each of {calls['before']} calls")
+    assert calls["before"] >= calls["after"] > 10, calls  # a call that raises has no after
+    print(f"died before each of {calls['before']} calls and after each of {calls['after']}")
 
 
 def main() -> None:

@@ -14,7 +14,14 @@ WORKERS = Path(__file__).resolve().parent / "workers"
 def torchrun(ranks: int, worker: str, *args: object, timeout: float = 150) -> str:
     """What the ranks printed. Fails with all of it if one of them did."""
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(WORKERS / worker)]
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            str(WORKERS / worker),
+        ]
         + [str(arg) for arg in args],
         env={
             **os.environ,

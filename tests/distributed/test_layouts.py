@@ -38,7 +38,9 @@ def test_two_ranks_read_what_four_have_saved(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp", "fsdp+tp", "hsdp"])
-def test_one_process_reads_what_many_have_saved(folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_reads_what_many_have_saved(
+    folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(WORKERS))
     sys.modules.pop("nets", None)
     import nets

@@ -47,7 +47,7 @@ def test_a_record_comes_back(record, kind):
 
 def test_a_large_record_is_compressed_and_comes_back(large):
     packed = pack(large)
-    assert packed[:4] == b"\x28\xb5\x2f\xfd"
+    assert packed.startswith(b"ckpt-zstd ")
     assert len(packed) < 0.7 * len(large.metadata)
     assert unpack(packed, Manifest, key="k") == large
 
@@ -87,24 +87,19 @@ def test_the_other_kind_of_record_is_refused():
     refused(pack(FRAGMENT), Manifest)
 
 
-def test_a_flipped_bit_of_a_compressed_record_never_changes_it(large):
+def test_a_flipped_bit_of_a_compressed_record_is_found(large):
     data = bytearray(pack(large))
     rng = random.Random(1)
     # all of the head, where the frame says how it is to be read, and a sample of the rest
     bits = [
-        *range(8 * 24),
+        *range(8 * 80),
         *(rng.randrange(8 * len(data)) for _ in range(200)),
         *range(8 * len(data) - 32, 8 * len(data)),
     ]
-    found = 0
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
-        try:
-            assert unpack(bytes(data), Manifest, key="k") == large  # zstd has bits without a meaning
-        except ManifestCorrupt:
-            found += 1
+        refused(bytes(data), Manifest)
         data[bit // 8] ^= 1 << bit % 8
-    assert found > 0.95 * len(bits)
 
 
 def test_a_compressed_record_cut_or_lengthened_is_refused(large):
@@ -157,13 +152,18 @@ def frame(claimed: int) -> bytes:
     return b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + claimed.to_bytes(8, "little") + b"\x01\x00\x00"
 
 
+def sealed(frame: bytes) -> bytes:
+    """A frame with the line that vouches for it, as somebody who can write the store would make it."""
+    return b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame
+
+
 @pytest.mark.parametrize("claimed", [MAX_RECORD_BYTES + 1, 1 << 40, (1 << 63) - 1, (1 << 64) - 3])
 def test_a_claim_of_giant_size_is_refused_before_memory_is_taken(claimed):
     data = frame(claimed)
     assert zstandard.frame_content_size(data) == claimed
     tracemalloc.start()
     try:
-        refused(data, Manifest)
+        refused(sealed(data), Manifest)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -171,7 +171,7 @@ def test_a_claim_of_giant_size_is_refused_before_memory_is_taken(claimed):
 
 def test_a_frame_that_does_not_tell_its_size_is_refused():
     data = zstandard.ZstdCompressor(write_content_size=False).compress(pack(MANIFEST))
-    assert "-1 bytes" in str(refused(data, Manifest))
+    assert "-1 bytes" in str(refused(sealed(data), Manifest))
 
 
 def test_a_frame_that_lies_about_its_size_is_refused():
@@ -182,7 +182,7 @@ def test_a_frame_that_lies_about_its_size_is_refused():
             packed[place : place + 2] = (claimed - 256 + 1).to_bytes(2, "little")
             break
     assert zstandard.frame_content_size(bytes(packed)) == claimed + 1
-    refused(bytes(packed), Manifest)
+    refused(sealed(bytes(packed)), Manifest)
 
 
 # -- anything at all --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ jsons = st.recursive(
 @given(
     st.one_of(
         st.binary(),
-        st.binary().map(b"\x28\xb5\x2f\xfd".__add__),
+        st.binary().map(sealed),
         st.binary().map(zstandard.compress),
         st.binary().map(sealed),
         st.binary().map(sealed).map(zstandard.compress),

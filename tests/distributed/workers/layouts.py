@@ -1,3 +1,4 @@
+# ruff: noqa: PT017 - a worker has no pytest
 """save|load FOLDER MODE...: train and save under each mode, or restore each mode's checkpoint under others.
 
 A load argument is SAVED_MODE:MODE.
@@ -23,7 +24,9 @@ def save(folder: Path, mode: str) -> None:
     expected = full(net, optimizer)
     torch.manual_seed(1000 + dist.get_rank())
     with CheckpointManager(folder / mode) as manager:
-        pending = manager.save_async(state_of(net, optimizer, 3) | {"strict": PerRank(1, on_resize="same_rank")})
+        pending = manager.save_async(
+            state_of(net, optimizer, 3) | {"strict": PerRank(1, on_resize="same_rank")}
+        )
         drawn = torch.rand(3)
         for number in range(3, 5):  # training goes on while it streams
             step(net, optimizer, number)
