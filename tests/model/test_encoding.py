@@ -152,7 +152,7 @@ def frame(claimed: int) -> bytes:
     return b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + claimed.to_bytes(8, "little") + b"\x01\x00\x00"
 
 
-def sealed(frame: bytes) -> bytes:
+def framed(frame: bytes) -> bytes:
     """A frame with the line that vouches for it, as somebody who can write the store would make it."""
     return b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame
 
@@ -163,7 +163,7 @@ def test_a_claim_of_giant_size_is_refused_before_memory_is_taken(claimed):
     assert zstandard.frame_content_size(data) == claimed
     tracemalloc.start()
     try:
-        refused(sealed(data), Manifest)
+        refused(framed(data), Manifest)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -171,7 +171,7 @@ def test_a_claim_of_giant_size_is_refused_before_memory_is_taken(claimed):
 
 def test_a_frame_that_does_not_tell_its_size_is_refused():
     data = zstandard.ZstdCompressor(write_content_size=False).compress(pack(MANIFEST))
-    assert "-1 bytes" in str(refused(sealed(data), Manifest))
+    assert "-1 bytes" in str(refused(framed(data), Manifest))
 
 
 def test_a_frame_that_lies_about_its_size_is_refused():
@@ -182,7 +182,7 @@ def test_a_frame_that_lies_about_its_size_is_refused():
             packed[place : place + 2] = (claimed - 256 + 1).to_bytes(2, "little")
             break
     assert zstandard.frame_content_size(bytes(packed)) == claimed + 1
-    refused(sealed(bytes(packed)), Manifest)
+    refused(framed(bytes(packed)), Manifest)
 
 
 # -- anything at all --------------------------------------------------------------------------------------------------
@@ -202,10 +202,10 @@ jsons = st.recursive(
 @given(
     st.one_of(
         st.binary(),
-        st.binary().map(sealed),
+        st.binary().map(framed),
         st.binary().map(zstandard.compress),
-        st.binary().map(sealed),
-        st.binary().map(sealed).map(zstandard.compress),
+        st.binary().map(framed),
+        st.binary().map(framed).map(zstandard.compress),
         jsons.map(msgspec.json.encode).map(sealed),
         jsons.map(lambda node: sealed(msgspec.json.encode({"format": 1, "step": node}))),
     )
