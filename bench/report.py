@@ -238,6 +238,7 @@ def _panel(axis: Any, rows: Sequence[dict[str, Any]], key: str, title: str, subt
     else:
         axis.set_xlim(min(0.0, *lows) * 1.1, max(max(highs), 1e-3) * 1.3)
         axis.axvline(0, color=_SOFT, linewidth=0.8)
+        axis.locator_params(axis="x", nbins=4)
     axis.set_ylim(-0.95, len(rows) - 0.45)  # a strip below the bars for what the floor is called
     axis.xaxis.set_major_formatter(lambda value, _: _tick(value))
     axis.set_title(f"{title}\n", loc="left", fontsize=13, weight="bold", pad=4)

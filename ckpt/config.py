@@ -80,7 +80,7 @@ class SaveConfig:
         commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
         slots: Images held in host memory at most; with two, one streams while the next fills.
         threads: That write and checksum, per rank.
-        nice: Added to their niceness, 0 to 19, so that training wins the core.
+        nice: Added to their niceness, 0 to 19. Not by default: see docs/decisions/0006-no-nice-by-default.md.
         cpus: Cores they may use; None for all of the process'.
     """
 
@@ -90,7 +90,7 @@ class SaveConfig:
     commit_timeout_seconds: float = 600.0
     slots: int = 2
     threads: int = 2
-    nice: int = 10
+    nice: int = 0
     cpus: frozenset[int] | None = None
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class SaveFailed:
     """The save is lost; older checkpoints are whole."""
 
     step: int
-    error: Exception
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class StepDamaged:
 
     step: int
     tier: str
-    error: Exception
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

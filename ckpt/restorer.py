@@ -1,6 +1,7 @@
 """The newest step that is whole -> the state, on all ranks the same one.
 
-The leader lists and proposes; every rank matches and reads; only when all have succeeded is anything but tensor memory touched. A rank that meets damage makes all
+The leader lists and proposes; every rank matches; when all fit, every rank reads; only when all have
+read is anything but tensor memory touched. A rank that meets damage makes all
 go to the next best: another tier, then the step before.
 """
 
@@ -10,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -19,17 +20,28 @@ from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.index import find, read_manifest
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
-from ckpt.errors import CkptError, CommitTimeout, IntegrityError, NoCheckpoint, RestoreError, StorageError
+from ckpt.errors import (
+    CkptError,
+    CommitTimeout,
+    EntryUnexpected,
+    IntegrityError,
+    NoCheckpoint,
+    RestoreError,
+    StorageError,
+)
 from ckpt.events import Event, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
+from ckpt.model.manifest import Manifest
 from ckpt.pipeline.reader import read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.restore import plan_restore
+from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore: reading may take that long on slow storage."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger("ckpt")
 
@@ -60,10 +72,11 @@ class _Proposal(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """``ok``, ``damaged`` (try the next) or ``stop`` (the target does not fit)."""
+    """``ok``, ``damaged`` (try the next) or ``stop`` (the target does not fit). ``names`` of the checkpoint that have no place on the rank."""
 
     outcome: str
     reason: str = ""
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,10 @@ class _Landed:
     nbytes: int
     read_bytes: int
     world_size: int
+
+
+class _Damaged(Exception):
+    """Some rank could not use this candidate."""
 
 
 class Restorer:
@@ -103,27 +120,22 @@ class Restorer:
         candidates = self._candidates(step) if self._coordinator.rank == LEADER else iter(())
         while (proposal := self._agree(candidates)) is not None:
             tier, ref = self._tiers[proposal.tier], _ref(proposal)
-            error, landed = self._attempt(state, tier, ref)
-            answer = self._poll(ref, _answer(error))
-            if answer.outcome == "ok" and landed is not None:
-                landed.matched.apply()
-                report = RestoreReport(
-                    step=ref.step, attempt=ref.attempt, tier=tier.url, nbytes=landed.nbytes, read_bytes=landed.read_bytes,
-                    seconds=time.perf_counter() - began, saved_world_size=landed.world_size, skipped=tuple(skipped),
-                )  # fmt: skip
-                self._notify(
-                    Restored(step=ref.step, tier=tier.url, nbytes=landed.nbytes, seconds=report.seconds)
+            try:
+                landed = self._land(state, tier, ref)
+            except _Damaged as damage:
+                _log.warning(
+                    "ckpt: step %d on %s is damaged, taking the next best: %s", ref.step, tier.url, damage
                 )
-                return report
-            if answer.outcome == "stop":
-                raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
-            _log.warning(
-                "ckpt: step %d on %s is damaged, taking the next best: %s", ref.step, tier.url, answer.reason
-            )
-            self._notify(
-                StepDamaged(step=ref.step, tier=tier.url, error=error or IntegrityError(answer.reason))
-            )
-            skipped.append((ref.step, answer.reason))
+                self._notify(StepDamaged(step=ref.step, tier=tier.url, error=damage.__cause__ or damage))
+                skipped.append((ref.step, str(damage)))
+                continue
+            landed.matched.apply()
+            report = RestoreReport(
+                step=ref.step, attempt=ref.attempt, tier=tier.url, nbytes=landed.nbytes, read_bytes=landed.read_bytes,
+                seconds=time.perf_counter() - began, saved_world_size=landed.world_size, skipped=tuple(skipped),
+            )  # fmt: skip
+            self._notify(Restored(step=ref.step, tier=tier.url, nbytes=landed.nbytes, seconds=report.seconds))
+            return report
         if not skipped and step is None:
             return None
         raise NoCheckpoint(", ".join(tier.url for tier in self._tiers), _told(step, skipped))
@@ -174,32 +186,61 @@ class Restorer:
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
-    def _attempt(
-        self, state: MutableMapping[str, Any], tier: OpenTier, ref: StepRef
-    ) -> tuple[Exception | None, _Landed | None]:
-        try:
-            manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
-            matched = match(
-                state, manifest, rank=self._coordinator.rank, world_size=self._coordinator.world_size
-            )
-            plan = plan_restore(manifest, matched.wanted)
-            files = manifest.file_map()
-            read_plan(
-                plan,
-                TensorSink(matched.wanted, matched.targets),
-                backend=tier.backend,
-                file_of=lambda rank: (ref.key(files[rank].name), files[rank].size),
-                workers=self._workers,
-                retry=self._retry,
-                on_bytes=lambda _: None,
-            )
-        except Exception as error:  # noqa: BLE001 - the others must hear of it before it is raised
-            return error, None
-        return None, _Landed(matched, plan.wanted_bytes, plan.read_bytes, manifest.world_size)
+    def _land(self, state: MutableMapping[str, Any], tier: OpenTier, ref: StepRef) -> _Landed:
+        """Match on all ranks, and only then read on all.
 
-    def _poll(self, ref: StepRef, mine: _Answer) -> _Answer:
+        Raises:
+            _Damaged: Some rank met damage; all shall take the next best.
+            RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
+        """
+        rank, world = self._coordinator.rank, self._coordinator.world_size
+
+        def fit() -> tuple[Manifest, Matched]:
+            manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
+            return manifest, match(state, manifest, rank=rank, world_size=world)
+
+        (manifest, matched), unexpected = self._together("match", ref, fit, lambda found: found[1].unexpected)
+        if unexpected:
+            raise EntryUnexpected(unexpected, ref.step)
+        plan, _ = self._together("read", ref, lambda: self._read(tier, ref, manifest, matched), lambda _: ())
+        return _Landed(matched, plan.wanted_bytes, plan.read_bytes, manifest.world_size)
+
+    def _read(self, tier: OpenTier, ref: StepRef, manifest: Manifest, matched: Matched) -> RestorePlan:
+        plan = plan_restore(manifest, matched.wanted)
+        files = manifest.file_map()
+        read_plan(
+            plan,
+            TensorSink(matched.wanted, matched.targets),
+            backend=tier.backend,
+            file_of=lambda rank: (ref.key(files[rank].name), files[rank].size),
+            workers=self._workers,
+            retry=self._retry,
+            on_bytes=lambda _: None,
+        )
+        return plan
+
+    def _together(
+        self, what: str, ref: StepRef, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
+    ) -> tuple[T, tuple[str, ...]]:
+        """Do ``work`` on all ranks; returns its result and the ``names`` that all ranks gave, or raises on all what failed on one."""
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = work()
+            mine = _Answer("ok", names=names(result))
+        except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
+            error = failed
+            outcome = "damaged" if isinstance(failed, IntegrityError | StorageError) else "stop"
+            mine = _Answer(outcome, str(failed) or repr(failed))
+        answer = self._poll(f"restore/{self._serial}/{self._round}/{what}", ref, mine)
+        if answer.outcome == "damaged":
+            raise _Damaged(answer.reason) from error
+        if answer.outcome == "stop" or result is None:
+            raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
+        return result, answer.names
+
+    def _poll(self, subject: str, ref: StepRef, mine: _Answer) -> _Answer:
         """The worst answer of all ranks, on all ranks."""
-        subject = f"restore/{self._serial}/{self._round}/done"
         self._coordinator.tell(subject, msgspec.json.encode(mine))
         if self._coordinator.rank == LEADER:
             worst = self._worst(subject, ref)
@@ -214,6 +255,7 @@ class Restorer:
         missing = set(range(self._coordinator.world_size))
         deadline = time.monotonic() + _PATIENCE_SECONDS
         worst = _Answer("ok")
+        shared: set[str] | None = None
         while missing:
             words = self._coordinator.hear(subject, missing, timeout=max(0.0, deadline - time.monotonic()))
             if not words:
@@ -225,28 +267,17 @@ class Restorer:
             for rank, data in words.items():
                 missing.discard(rank)
                 answer = msgspec.json.decode(data, type=_Answer)
+                shared = set(answer.names) if shared is None else shared & set(answer.names)
                 if answer.outcome == "stop" or (answer.outcome == "damaged" and worst.outcome == "ok"):
-                    worst = _Answer(
-                        answer.outcome,
-                        f"rank {rank}: {answer.reason}"
-                        if self._coordinator.world_size > 1
-                        else answer.reason,
-                    )
-        return worst
+                    where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
+                    worst = _Answer(answer.outcome, where + answer.reason)
+        return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
 
 
 def _ref(proposal: _Proposal) -> StepRef:
     ref = parse_folder(proposal.folder)
     assert ref is not None, proposal.folder
     return ref
-
-
-def _answer(error: Exception | None) -> _Answer:
-    if error is None:
-        return _Answer("ok")
-    return _Answer(
-        "damaged" if isinstance(error, IntegrityError | StorageError) else "stop", str(error) or repr(error)
-    )
 
 
 def _told(step: int | None, skipped: Sequence[tuple[int, str]]) -> str:

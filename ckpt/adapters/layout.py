@@ -74,21 +74,35 @@ def check(name: str, tensor: torch.Tensor) -> str:
 
 
 def replicas_of(tensor: DTensor) -> tuple[int, ...]:
-    """Global ranks that hold the same boxes: those that differ from this one only along replicated mesh dimensions."""
+    """Global ranks that hold the same boxes: those that differ from this one only along replicated mesh dimensions.
+
+    On a sub-mesh (``mesh["dp"]`` of a 2-D one) the dimensions left out count as replicated: whatever is held there goes by the same name.
+    """
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if here is None:
         return ()
-    index = tuple(
-        slice(None) if isinstance(placement, Replicate) else at
-        for placement, at in zip(tensor.placements, here, strict=True)
-    )
-    ranks = sorted(mesh.mesh[index].flatten().tolist())
+    kept = {
+        dim: at
+        for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True))
+        if not isinstance(placement, Replicate)
+    }
+    root = mesh._get_root_mesh()
+    names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    if root is not mesh and names and set(names) <= set(root_names):
+        index = tuple(
+            kept.get(names.index(name), slice(None)) if name in names else slice(None) for name in root_names
+        )
+        ranks = sorted(root.mesh[index].flatten().tolist())
+    else:
+        ranks = sorted(
+            mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
+        )
     return tuple(ranks) if len(ranks) > 1 else ()
 
 
 def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """All ranks of a DTensor's mesh, ascending."""
-    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+    """All ranks of the mesh that a DTensor's mesh is cut from, ascending."""
+    return tuple(sorted(tensor.device_mesh._get_root_mesh().mesh.flatten().tolist()))
 
 
 def _check_placements(name: str, tensor: DTensor) -> None:

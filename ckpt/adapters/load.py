@@ -25,7 +25,6 @@ from ckpt.adapters.per_rank import PerRank
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
-    EntryUnexpected,
     KindMismatch,
     ManifestCorrupt,
     RestoreError,
@@ -39,11 +38,15 @@ _LIVE = {"tensor", "array", "module", "optimizer", "object", "per_rank"}
 
 @dataclass(slots=True)
 class Matched:
-    """What a restore will do: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the rest."""
+    """What a restore will do: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the rest.
+
+    ``unexpected`` names have no place in this rank's state; whether they have one on another rank (a pipeline's other stages) only all can tell.
+    """
 
     wanted: list[Leaf] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
+    unexpected: tuple[str, ...] = ()
 
     def apply(self) -> None:
         """Set plain values and load objects. Call once all bytes are in place."""
@@ -55,7 +58,7 @@ def match(state: MutableMapping[str, Any], manifest: Manifest, *, rank: int, wor
     """Fit ``manifest`` to ``state``; changes neither.
 
     Raises:
-        EntryMissing, EntryUnexpected, ShapeMismatch, DtypeMismatch, KindMismatch: They do not fit.
+        EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch: They do not fit.
         ConfigError: A ``PerRank`` value under another world size, without a policy.
     """
     return _Match(state, manifest, rank, world_size).run()
@@ -82,8 +85,7 @@ class _Match:
         self._mapping(self._target, tree, "")
         if self._missing:
             raise EntryMissing(self._missing, self._manifest.step)
-        if self._unexpected:
-            raise EntryUnexpected(self._unexpected, self._manifest.step)
+        self.out.unexpected = tuple(self._unexpected)
         return self.out
 
     # -- containers ---------------------------------------------------------------------------------------------------------
@@ -235,7 +237,7 @@ class _Match:
         wanted = [name for group in names for name in group]
         self._missing += [f"{path}/{name}" for name in wanted if name not in by_parameter]
         self._unexpected += [f"{path}/{name}" for name in by_parameter if name not in set(wanted)]
-        if self._missing or self._unexpected:
+        if self._missing:
             return
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             self._group(group, [by_parameter[name] for name in group_names], f"{path}/param_groups")

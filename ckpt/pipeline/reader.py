@@ -73,10 +73,12 @@ class _Job:
         self._on_bytes(run.nbytes)
 
     def _read_direct(self, run: Run, key: str) -> bool:
-        if len(run.reads) > 1 or (memory := self._sink.direct(run.reads[0])) is None:
+        read = run.reads[0]
+        memory = self._sink.direct(read) if len(run.reads) == 1 else None
+        if memory is None:
             return False
-        self._retry.call(lambda: self._backend.read_into(key, run.offset, memory))
-        verify(memory, run.reads[0].checksum, key=key, offset=run.offset)
+        self._retry.call(lambda: self._backend.read_into(key, read.offset, memory))
+        verify(memory, read.checksum, key=key, offset=read.offset)
         return True
 
     def _read_buffered(self, run: Run, key: str, size: int) -> None:

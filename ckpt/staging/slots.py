@@ -209,21 +209,21 @@ class SlotPool:
 
     def _make(self, nbytes: int, *, free: bool) -> Slot:
         """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes its time."""
-        slot: Slot | None = None
+        made: list[Slot] = []
         try:
-            slot = self._new(nbytes)
-            slot.prefault()
+            made.append(self._new(nbytes))
+            made[0].prefault()
         finally:
             with self._changed:
                 self._making -= 1
-                if slot is not None:
-                    self._made.append(slot)
+                self._made += made
+                for slot in made:
                     if self._closed:
                         self._drop(slot)
                     elif free:
                         self._free.append(slot)
                 self._changed.notify_all()
-        return slot
+        return made[0]
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:

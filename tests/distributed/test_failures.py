@@ -43,6 +43,5 @@ def test_what_lives_on_one_rank_only_is_in_the_checkpoint_of_all(told: str, fold
         assert float(optimizer.state[stage.weight]["step"]) == 1
 
 
-@pytest.mark.xfail(reason="a rank is refused what only other ranks have a place for")
 def test_what_lives_on_one_rank_only_comes_back_to_it(told: str) -> None:
     assert told.count("has its stage back") == 2
