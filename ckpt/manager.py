@@ -89,6 +89,7 @@ class CheckpointManager:
         self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
         self._saver = Saver(self._tiers, self._coordinator, self._config)
         self._copier = Workers("copy", 1)
+        self._reserver = Workers("slots", 1, nice=self._config.nice, cpus=self._config.cpus)
         self._streamer = Workers("save", 1, nice=self._config.nice, cpus=self._config.cpus)
         self._pending: list[PendingSave] = []
         self._saved: set[int] = set()
@@ -120,7 +121,7 @@ class CheckpointManager:
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         nbytes = self._plans.prepare(collected).plan.size + expected_growth(collected)
         self._slots.plan(nbytes)
-        self._copier.submit(self._slots.reserve, nbytes)
+        self._reserver.submit(self._slots.reserve, nbytes)
 
     # -- saving -------------------------------------------------------------------------------------------------------------
 
@@ -206,6 +207,7 @@ class CheckpointManager:
         self._closed = True
         self._fence.remove()
         self._copier.close()
+        self._reserver.close(cancel=True)
         self._streamer.close()
         self._saver.close()
         self._plans.forget()
@@ -258,6 +260,8 @@ class CheckpointManager:
             self._fence.watch(snapshot)
             self._copier.submit(snapshot.copy_late)
         pending.stall_seconds = pending.age
+        if self._config.slots > 1:  # the next slot is made before it is asked for
+            self._reserver.submit(self._slots.reserve, prepared.plan.size)
         self._streamer.submit(self._stream, job, snapshot, pending, slot)
         self._last_step = ref.step
         return pending

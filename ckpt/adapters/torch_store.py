@@ -6,6 +6,7 @@ up the trainer's own use of the store.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -70,6 +71,11 @@ class TorchStoreCoordinator:
         """The verdict, or None after ``timeout`` seconds."""
         key = f"{subject}/verdict"
         return self._get(key) if self._wait([key], timeout) else None
+
+    def forget(self, subject: str) -> None:
+        """Words are a few hundred bytes for each rank, tier and save: too much to keep for a month of training. Verdicts, one a save, stay."""
+        with contextlib.suppress(dist.DistError, RuntimeError, NotImplementedError):
+            self._store.delete_key(f"{subject}/{self.rank}")
 
     def close(self) -> None:
         """Nothing to do: the connection goes with the last reference."""

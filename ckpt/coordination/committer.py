@@ -93,6 +93,7 @@ class Committer:
             if heard is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "the verdict")
             verdict = decode_verdict(heard)
+        self._coordinator.forget(subject)
         if isinstance(verdict, Refused):
             raise rebuild(verdict, ref.step)
         return verdict.checksum

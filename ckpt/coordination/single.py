@@ -28,11 +28,13 @@ class SingleCoordinator:
         return {0: self._words[subject]} if 0 in ranks and subject in self._words else {}
 
     def decide(self, subject: str, verdict: bytes) -> bytes:
-        self._words.pop(subject, None)
         return self._verdicts.setdefault(subject, verdict)
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:  # noqa: ARG002 - nobody to wait for
         return self._verdicts.get(subject)
+
+    def forget(self, subject: str) -> None:
+        self._words.pop(subject, None)
 
     def close(self) -> None:
         self._words.clear()

@@ -65,6 +65,10 @@ class WorldCoordinator:
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         return self._wait(lambda: self.world.verdicts.get(subject), min(timeout, 10 * self.world.patience))
 
+    def forget(self, subject: str) -> None:
+        with self.world.changed:
+            self.world.words.pop((subject, self.rank), None)
+
     def close(self) -> None:
         pass
 
