@@ -24,9 +24,9 @@ from ckpt.events import Event, Observer, SaveCommitted, SaveFailed, SaveStaged
 from ckpt.model.layout import StepRef
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
-from ckpt.pipeline.workers import Workers
+from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restorer import Restorer, RestoreReport
-from ckpt.saver import SKIPPED, SaveJob, Saver
+from ckpt.saver import SKIPPED, UNHEARD, SaveJob, Saver
 from ckpt.staging.fence import Fence
 from ckpt.staging.slots import Slot, SlotPool
 from ckpt.staging.snapshot import Snapshot
@@ -97,6 +97,7 @@ class CheckpointManager:
         self._last_step: int | None = None
         self._restores = 0
         self._closed = False
+        close_at_exit(self)
         self._pid = os.getpid()
         self.skipped = 0
         """Saves that were not made because no slot was free (``on_busy="skip"``)."""
@@ -140,19 +141,24 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         self._check_open()
-        step = self._resolve(state, step)
+        step = self._last_step = self._resolve(state, step)
         trial = self._trials.get(step, 0)
-        ref = StepRef(step, self._coordinator.attempt)
+        self._trials[step] = trial + 1
+        # another try at a step has a folder of its own: nothing that may be committed is ever written again
+        ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
+        reason = UNHEARD
         try:
             self._raise_unheard()
-            pending = self._save(state, ref, trial, began)
+            reason = ""
+            if step in self._saved:
+                raise StepExists(step, self._tiers[0].url)
+            return self._save(state, ref, trial, began)
         except BaseException as error:
-            self._trials[step] = trial + 1
             if self._coordinator.world_size > 1:  # the others shall not wait for this rank
-                self._streamer.submit(self._saver.give_up, ref, trial, f"{type(error).__name__}: {error}")
+                self._streamer.submit(
+                    self._saver.give_up, ref, trial, reason or f"{type(error).__name__}: {error}"
+                )
             raise
-        self._trials[step] = trial + 1
-        return pending
 
     def save(
         self, state: Mapping[str, Any], step: int | None = None, *, timeout: float | None = None
@@ -180,12 +186,15 @@ class CheckpointManager:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
         """
         self._check_open()
+        self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(self._tiers, self._coordinator, workers, self._notify, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
             self._last_step = self._saver.restored_step = report.step
+            self._memory.forget()  # objects that were loaded may hold other tensors now
+            self._plans.forget()
         return report
 
     def steps(self) -> list[int]:
@@ -252,7 +261,7 @@ class CheckpointManager:
         except BaseException:
             self._slots.release(slot)
             raise
-        pending = PendingSave(ref.step, prepared.plan.size * len(self._tiers), snapshot, began=began)
+        pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=len(self._tiers))
         self._pending = [other for other in self._pending if not other.done() or other.unheard]
         self._pending.append(pending)
         self._saved.add(ref.step)
@@ -263,7 +272,6 @@ class CheckpointManager:
         if self._config.slots > 1:  # the next slot is made before it is asked for
             self._reserver.submit(self._slots.reserve, prepared.plan.size)
         self._streamer.submit(self._stream, job, snapshot, pending, slot)
-        self._last_step = ref.step
         return pending
 
     def _job(self, ref: StepRef, trial: int, prepared: Prepared, slot: Slot, collected: Collected) -> SaveJob:
@@ -294,6 +302,7 @@ class CheckpointManager:
             )
             self._saver.run(
                 replace(job, replicas=snapshot.digests),
+                intact=snapshot.settle,
                 on_bytes=pending.add_written,
                 on_committed=lambda url: self._notify(
                     SaveCommitted(
@@ -303,7 +312,7 @@ class CheckpointManager:
             )
         except CkptError as failed:
             error = failed
-        except Exception as failed:  # noqa: BLE001 - it must reach the caller, whatever it is
+        except BaseException as failed:  # noqa: BLE001 - it must reach the caller, whatever it is
             error = CkptError(f"step {job.ref.step} failed: {failed!r}")
             error.__cause__ = failed
         finally:
@@ -311,8 +320,10 @@ class CheckpointManager:
         self._end(pending, error)
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
-        if isinstance(error, PeerFailed) and set(error.failures.values()) == {SKIPPED}:
-            error = SaveSkipped(pending.step)  # a slot was free here, but not on another rank: a skip for all
+        if isinstance(error, PeerFailed) and set(error.failures.values()) <= {SKIPPED, UNHEARD}:
+            error = SaveSkipped(
+                pending.step
+            )  # another rank did not begin it, for a reason that is known already
         skipped = isinstance(error, SaveSkipped)
         if error is not None:
             self._saved.discard(pending.step)
@@ -334,8 +345,6 @@ class CheckpointManager:
             step = told if type(told) is int else 0 if self._last_step is None else self._last_step + 1
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
             raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
-        if step in self._saved:
-            raise StepExists(step, self._tiers[0].url)
         return step
 
     def _check_open(self) -> None:
@@ -357,7 +366,7 @@ class CheckpointManager:
         for observer in self._observers:
             try:
                 observer(event)
-            except Exception:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
+            except BaseException:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
                 _log.exception("ckpt: an observer failed on %s", type(event).__name__)
 
 

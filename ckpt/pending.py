@@ -25,13 +25,15 @@ class PendingSave:
         durable_seconds: From the call to the commit; None until then.
     """
 
-    def __init__(self, step: int, nbytes: int, snapshot: Snapshot | None, *, began: float) -> None:
-        """``began``: ``time.perf_counter()`` at the call."""
+    def __init__(
+        self, step: int, nbytes: int, snapshot: Snapshot | None, *, began: float, tiers: int = 1
+    ) -> None:
+        """``began``: ``time.perf_counter()`` at the call. ``tiers``: how many times the image is written."""
         self.step, self.nbytes = step, nbytes
         self.stall_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
-        self._began = began
+        self._began, self._total = began, nbytes * tiers
         self._written = 0
         self._lock = threading.Lock()
         self._finished = threading.Event()
@@ -41,7 +43,7 @@ class PendingSave:
     @property
     def progress(self) -> float:
         """Part of this rank's bytes that have been written, 0 to 1."""
-        return min(1.0, self._written / self.nbytes) if self.nbytes else 1.0
+        return min(1.0, self._written / self._total) if self._total else 1.0
 
     @property
     def age(self) -> float:
@@ -57,6 +59,7 @@ class PendingSave:
         """
         if self._snapshot is not None:
             self._snapshot.wait_landed(timeout)
+            self._snapshot.settle()
 
     def result(self, timeout: float | None = None) -> PendingSave:
         """Return this when the checkpoint is committed, or raise why it never will be.

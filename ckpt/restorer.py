@@ -17,15 +17,17 @@ import msgspec
 
 from ckpt.adapters.load import Matched, match
 from ckpt.adapters.sink import TensorSink
-from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.index import born, find, read_manifest
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
 from ckpt.errors import (
     CkptError,
     CommitTimeout,
     EntryUnexpected,
+    FormatTooNew,
     IntegrityError,
     NoCheckpoint,
+    ObjectNotFound,
     RestoreError,
     StorageError,
 )
@@ -107,6 +109,7 @@ class Restorer:
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry = RetryPolicy()
         self._serial, self._round = serial, 0
+        self._overwritten = False
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state``. None if there is no checkpoint and none was asked for by number.
@@ -122,6 +125,10 @@ class Restorer:
             tier, ref = self._tiers[proposal.tier], _ref(proposal)
             try:
                 landed = self._land(state, tier, ref)
+            except RestoreError as misfit:
+                if skipped and self._overwritten:
+                    raise RestoreError(f"{misfit} ({_told(step, skipped)})") from misfit
+                raise
             except _Damaged as damage:
                 _log.warning(
                     "ckpt: step %d on %s is damaged, taking the next best: %s", ref.step, tier.url, damage
@@ -129,7 +136,7 @@ class Restorer:
                 self._notify(StepDamaged(step=ref.step, tier=tier.url, error=damage.__cause__ or damage))
                 skipped.append((ref.step, str(damage)))
                 continue
-            landed.matched.apply()
+            _apply(landed.matched, ref)
             report = RestoreReport(
                 step=ref.step, attempt=ref.attempt, tier=tier.url, nbytes=landed.nbytes, read_bytes=landed.read_bytes,
                 seconds=time.perf_counter() - began, saved_world_size=landed.world_size, skipped=tuple(skipped),
@@ -157,9 +164,18 @@ class Restorer:
             found += [(-ref.step, tier.index, ref) for ref in refs]
         if not found and failure is not None:
             raise failure
-        for _, index, ref in sorted(
-            found, key=lambda item: item[:2]
-        ):  # newest first, then nearest; `find` has ordered attempts
+        yield from self._ordered(found)
+
+    def _ordered(self, found: list[tuple[int, int, StepRef]]) -> Iterator[_Proposal]:
+        """Newest step first; of attempts at one step the youngest; of tiers that hold it the nearest."""
+        tried: dict[int, set[str]] = {}
+        for _, _, ref in found:
+            tried.setdefault(ref.step, set()).add(ref.attempt)
+        age = {
+            ref: -born(self._tiers[index].backend, ref) if len(tried[ref.step]) > 1 else 0.0
+            for _, index, ref in found
+        }
+        for _, index, ref in sorted(found, key=lambda item: (item[0], age[item[2]], item[1])):
             yield _Proposal(index, ref.folder)
 
     def _agree(self, candidates: Iterator[_Proposal]) -> _Proposal | None:
@@ -168,12 +184,12 @@ class Restorer:
         subject = f"restore/{self._serial}/{self._round}/proposal"
         if self._coordinator.rank == LEADER:
             try:
-                proposal: _Proposal | CkptError | None = next(candidates, None)
-            except CkptError as error:
+                proposal: _Proposal | Exception | None = next(candidates, None)
+            except Exception as error:  # noqa: BLE001 - the others wait for it
                 proposal = error
-            told = {"error": str(proposal)} if isinstance(proposal, CkptError) else proposal
+            told = {"error": str(proposal)} if isinstance(proposal, Exception) else proposal
             self._coordinator.decide(subject, msgspec.json.encode(told))
-            if isinstance(proposal, CkptError):
+            if isinstance(proposal, Exception):
                 raise proposal
             return proposal
         heard = self._coordinator.verdict(subject, timeout=_PATIENCE_SECONDS)
@@ -195,18 +211,23 @@ class Restorer:
         """
         rank, world = self._coordinator.rank, self._coordinator.world_size
 
-        def fit() -> tuple[Manifest, Matched]:
+        def fit() -> tuple[Manifest, Matched, RestorePlan]:
             manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
-            return manifest, match(state, manifest, rank=rank, world_size=world)
+            matched = match(state, manifest, rank=rank, world_size=world)
+            return manifest, matched, plan_restore(manifest, matched.wanted)
 
-        (manifest, matched), unexpected = self._together("match", ref, fit, lambda found: found[1].unexpected)
+        (manifest, matched, plan), unexpected = self._together(
+            "match", ref, fit, lambda found: found[1].unexpected
+        )
         if unexpected:
             raise EntryUnexpected(unexpected, ref.step)
-        plan, _ = self._together("read", ref, lambda: self._read(tier, ref, manifest, matched), lambda _: ())
+        self._overwritten = True
+        self._together("read", ref, lambda: self._read(tier, ref, manifest, matched, plan), lambda _: ())
         return _Landed(matched, plan.wanted_bytes, plan.read_bytes, manifest.world_size)
 
-    def _read(self, tier: OpenTier, ref: StepRef, manifest: Manifest, matched: Matched) -> RestorePlan:
-        plan = plan_restore(manifest, matched.wanted)
+    def _read(
+        self, tier: OpenTier, ref: StepRef, manifest: Manifest, matched: Matched, plan: RestorePlan
+    ) -> bool:
         files = manifest.file_map()
         read_plan(
             plan,
@@ -217,7 +238,7 @@ class Restorer:
             retry=self._retry,
             on_bytes=lambda _: None,
         )
-        return plan
+        return True
 
     def _together(
         self, what: str, ref: StepRef, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
@@ -230,7 +251,7 @@ class Restorer:
             mine = _Answer("ok", names=names(result))
         except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
             error = failed
-            outcome = "damaged" if isinstance(failed, IntegrityError | StorageError) else "stop"
+            outcome = "damaged" if _is_damage(failed) else "stop"
             mine = _Answer(outcome, str(failed) or repr(failed))
         answer = self._poll(f"restore/{self._serial}/{self._round}/{what}", ref, mine)
         if answer.outcome == "damaged":
@@ -274,10 +295,28 @@ class Restorer:
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
 
 
+def _apply(matched: Matched, ref: StepRef) -> None:
+    try:
+        matched.apply()
+    except CkptError:
+        raise
+    except Exception as error:
+        raise RestoreError(
+            f"step {ref.step} was read, but an object of the state did not take its part: {error!r}"
+        ) from error
+
+
 def _ref(proposal: _Proposal) -> StepRef:
     ref = parse_folder(proposal.folder)
     assert ref is not None, proposal.folder
     return ref
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether the data is bad or gone. A store that forbids or does not answer, or a later format, says nothing about the data: going back in history would hide it."""
+    if isinstance(error, IntegrityError):
+        return not isinstance(error, FormatTooNew)
+    return isinstance(error, ObjectNotFound) or type(error) is StorageError
 
 
 def _told(step: int | None, skipped: Sequence[tuple[int, str]]) -> str:

@@ -17,10 +17,10 @@ import msgspec
 from ckpt.catalog.index import committed
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Durable, Failed
-from ckpt.coordination.committer import LEADER, Committer
+from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
+from ckpt.coordination.committer import LEADER, Committer, rebuild
 from ckpt.coordination.owner import Owner, claim, confirm, release
-from ckpt.errors import CkptError, CommitTimeout, PeerFailed, StepExists, StorageError
+from ckpt.errors import CkptError, CommitError, ObjectNotFound, PeerFailed, StepExists, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
@@ -34,6 +34,8 @@ from ckpt.storage.tiers import OpenTier
 _log = logging.getLogger("ckpt")
 SKIPPED: Final = "skipped: no slot was free"
 """The reason a rank gives for a save it had no slot for."""
+UNHEARD: Final = "an earlier save had failed there"
+"""The reason a rank gives for a save that it did not begin, because the call raised the error of an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +66,23 @@ class Saver:
         self._taken: dict[int, set[int]] = {}
         self.restored_step: int | None = None
 
-    def run(self, job: SaveJob, *, on_bytes: OnBytes, on_committed: Callable[[str], None]) -> None:
-        """Commit ``job`` to all tiers. ``on_committed`` is told the URL of each.
+    def run(
+        self,
+        job: SaveJob,
+        *,
+        on_bytes: OnBytes,
+        on_committed: Callable[[str], None],
+        intact: Callable[[], None],
+    ) -> None:
+        """Commit ``job`` to all tiers. ``on_committed`` is told the URL of each. ``intact`` is asked last, and raises if the image is not what it should be.
 
         Raises:
             CkptError: It did not become a checkpoint on some tier; those before it stand.
         """
         for position, tier in enumerate(self._tiers):
             try:
-                self._run_on(tier, job, on_bytes)
-            except CkptError as error:
+                self._run_on(tier, job, on_bytes, intact)
+            except Exception as error:
                 for later in self._tiers[position + 1 :]:
                     self._refuse(later, job.ref, job.trial, f"tier {tier.url}: {error}")
                 raise
@@ -94,23 +103,28 @@ class Saver:
 
     # -- one tier -----------------------------------------------------------------------------------------------------------
 
-    def _run_on(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes) -> None:
+    def _run_on(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> None:
         committer = self._committer(tier, job.trial)
         if veto := self._veto(tier, job.ref):
             committer.commit(job.ref, Failed(str(veto)), veto=veto)
+            raise veto
         try:
             word = Durable(self._make_durable(tier, job, on_bytes))
-        except CkptError as error:
-            self._refuse(tier, job.ref, job.trial, str(error))
+            intact()
+        except Exception as error:
+            self._refuse(tier, job.ref, job.trial, str(error) or repr(error))
             self._clean_up(tier, job.ref)
             raise
-        try:
-            committer.commit(job.ref, word)
-        except CommitTimeout:
-            raise  # no verdict: the files may yet become a checkpoint
-        except CkptError:
+        verdict = committer.commit(
+            job.ref, word
+        )  # raises if there is none: the files may yet become a checkpoint
+        if isinstance(verdict, Unknown):
+            raise CommitError(
+                f"step {job.ref.step}: whether it was committed on {tier.url} cannot be seen ({verdict.reason})"
+            )
+        if isinstance(verdict, Refused):
             self._clean_up(tier, job.ref)
-            raise
+            raise rebuild(verdict, job.ref.step)
 
     def _committer(self, tier: OpenTier, trial: int) -> Committer:
         name = f"save/{tier.index}/{trial}"
@@ -185,7 +199,15 @@ class Saver:
             _log.debug("ckpt: step %d on %s: %s", ref.step, tier.url, error)
 
     def _clean_up(self, tier: OpenTier, ref: StepRef) -> None:
-        """Remove this rank's files of a save that was refused for good."""
+        """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
+        try:
+            tier.backend.head(ref.manifest)
+        except ObjectNotFound:
+            pass
+        except StorageError:
+            return
+        else:
+            return
         for name in (fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)):
             with contextlib.suppress(StorageError):
                 tier.backend.delete(ref.key(name))

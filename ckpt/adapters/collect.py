@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckpt.adapters.modules import (
     ModuleItems,
     Parameters,
+    check_optimizer,
     items_of,
     name_groups,
     raw_state,
@@ -67,15 +69,15 @@ class Memory:
 
     def __init__(self) -> None:
         self.segments: dict[str, Segment] = {}
-        self.modules: dict[str, tuple[int, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
+        self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
         """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
         raw = raw_state(module)
         keys, values = tuple(raw), tuple(raw.values())
         known = self.modules.get(path)
-        if known is None or known[0] != id(module) or known[1] != keys or not _same_tensors(known[2], values):
-            known = self.modules[path] = (id(module), keys, values, items_of(path, module))
+        if known is None or known[0] is not module or known[1] != keys or not _same_tensors(known[2], values):
+            known = self.modules[path] = (module, keys, values, items_of(path, module))
         return known[3]
 
     def forget(self) -> None:
@@ -147,6 +149,7 @@ class _Walk:
         self._parameters, self._owned, self._rank, self._memory = parameters, owned, rank, memory
         self._seen: dict[int, str] = {}
         self._at: At = {}
+        self._inside = 0  # how many state_dict()s deep
         self._alone = False  # inside a PerRank value: never shared
 
     def other(self, value: object, path: str) -> Node:
@@ -169,15 +172,27 @@ class _Walk:
             case _:
                 pass
         if is_stateful(value):
-            return {"$": "object", "v": encode(value.state_dict(), path, self.other)}  # type: ignore[attr-defined]
+            self._inside += 1
+            try:
+                return {"$": "object", "v": encode(value.state_dict(), path, self.other)}  # type: ignore[attr-defined]
+            finally:
+                self._inside -= 1
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
     # -- tensors alone ------------------------------------------------------------------------------------------------------
 
     def _tensor(self, name: str, tensor: torch.Tensor) -> str:
         """Register a tensor that belongs to no module or optimizer; returns the name its bytes are stored under."""
-        if self._alone:
+        if self._inside and isinstance(tensor, DTensor):
+            raise UnsupportedValue(
+                name,
+                "DTensor in a state_dict()",
+                "put the module or optimizer that it belongs to into the state itself",
+            )
+        if self._alone:  # its own bytes: what ranks share must not hang on what they do not
             name = f"{name}@{self._rank}"
+            self.out.parts.append(Held(name, tensor, late=False, replicas=()))
+            return name
         stored = self._stored(name, tensor, self._seen, self._at)
         if stored == name:
             self.out.parts.append(Held(name, tensor, late=False, replicas=()))
@@ -283,6 +298,7 @@ class _Walk:
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
         if self._alone:
             raise UnsupportedValue(path, "optimizer in a PerRank", "give it a name of its own on each rank")
+        check_optimizer(path, optimizer)
         self.out.optimizers.append(optimizer)
         names = name_groups(optimizer, self._parameters)
         state: dict[str, Node] = {}
@@ -307,7 +323,8 @@ class _Walk:
                     replicas=self._parameters.replicas_of(parameter),
                 )
 
-        self._segment(path, [(name, key) for name, key, _ in owners], tensors, named)
+        key = [*self._parameters.items, *((name, key) for name, key, _ in owners)]
+        self._segment(path, key, tensors, named)
         return {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
 
     def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:

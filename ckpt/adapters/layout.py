@@ -28,7 +28,7 @@ def signature(tensor: torch.Tensor) -> Hashable:
     """Equal if and only if ``leaf_of`` and the memory format would be equal."""
     if isinstance(tensor, DTensor):
         return (tensor._spec, tensor._local_tensor.shape)
-    return (tensor.dtype, tensor.shape, tensor.device)
+    return (tensor.dtype, tensor.shape, tensor.device, tensor.layout)
 
 
 def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
@@ -50,7 +50,7 @@ def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     box = Box(tuple(offset), tuple(shape))
     held = (box,) if box.numel or not tensor.numel() else ()
-    return Leaf(name, dtype, tuple(tensor.shape), held, replicas_of(tensor))
+    return Leaf(name, dtype, tuple(tensor.shape), held, replicas_of(tensor, replicas))
 
 
 def check(name: str, tensor: torch.Tensor) -> str:
@@ -73,10 +73,12 @@ def check(name: str, tensor: torch.Tensor) -> str:
     return dtype
 
 
-def replicas_of(tensor: DTensor) -> tuple[int, ...]:
+def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Global ranks that hold the same boxes: those that differ from this one only along replicated mesh dimensions.
 
-    On a sub-mesh (``mesh["dp"]`` of a 2-D one) the dimensions left out count as replicated: whatever is held there goes by the same name.
+    Args:
+        around: The ranks of the widest mesh in the same module. If the tensor's mesh is cut from that one (``mesh["dp"]`` of a 2-D mesh), the dimensions left out count as
+            replicated, since the module has one tensor of that name on all its ranks. Without it only the tensor's own mesh counts.
     """
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if here is None:
@@ -86,23 +88,24 @@ def replicas_of(tensor: DTensor) -> tuple[int, ...]:
         for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True))
         if not isinstance(placement, Replicate)
     }
+    ranks = sorted(
+        mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
+    )
     root = mesh._get_root_mesh()
     names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and names and set(names) <= set(root_names):
         index = tuple(
             kept.get(names.index(name), slice(None)) if name in names else slice(None) for name in root_names
         )
-        ranks = sorted(root.mesh[index].flatten().tolist())
-    else:
-        ranks = sorted(
-            mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
-        )
+        wider = sorted(root.mesh[index].flatten().tolist())
+        if set(wider) <= set(around):
+            ranks = wider
     return tuple(ranks) if len(ranks) > 1 else ()
 
 
 def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """All ranks of the mesh that a DTensor's mesh is cut from, ascending."""
-    return tuple(sorted(tensor.device_mesh._get_root_mesh().mesh.flatten().tolist()))
+    """All ranks of a DTensor's mesh, ascending."""
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
 
 
 def _check_placements(name: str, tensor: DTensor) -> None:

@@ -7,7 +7,7 @@ what is there; objects get ``load_state_dict``.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
-from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.layout import leaf_of, local
 from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.errors import (
@@ -29,6 +29,7 @@ from ckpt.errors import (
     ManifestCorrupt,
     RestoreError,
 )
+from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, decode, join
 from ckpt.plan.leaf import Leaf
@@ -76,6 +77,7 @@ class _Match:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._made: dict[str, torch.Tensor] = {}
+        self._filled: dict[Hashable, str] = {}
         self.out = Matched()
 
     def run(self) -> Matched:
@@ -311,6 +313,11 @@ class _Match:
         if name not in self._tensors:
             self._missing.append(name)
             return
+        stored = self._manifest.tied.get(name, name)
+        if self._filled.setdefault(_memory_of(target), stored) != stored:
+            raise RestoreError(
+                f"{name!r} and {self._filled[_memory_of(target)]!r} share their memory in the target, but were saved apart: untie them first"
+            )
         self.out.wanted.append(leaf_of(name, target, ()))
         self.out.targets.append(target)
 
@@ -332,8 +339,10 @@ class _Match:
                 raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
             self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
             self._want(name, self._made[name])
-        if tag == "object":
+        elif tag == "object":
             decode(node["v"], partial(self._order, path))
+        elif tag not in ("tensor", "array"):
+            self._make(tag, node)  # what cannot be made is found now, not when half is set
         return None
 
     def _make(self, tag: str, node: Mapping[str, Node]) -> object:
@@ -348,10 +357,19 @@ class _Match:
                 return torch.Size(node["v"])
             case "device":
                 return torch.device(node["v"])
-            case "dtype" if isinstance(found := getattr(torch, node["v"], None), torch.dtype):
-                return found
+            case "dtype" if node["v"] in DTYPES:
+                return getattr(torch, node["v"])
             case _:
                 raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")
+
+
+def _memory_of(target: torch.Tensor) -> Hashable:
+    memory = local(target)
+    return (
+        (memory.data_ptr(), memory.shape, memory.stride())
+        if memory.numel() and not memory.is_meta
+        else id(target)
+    )
 
 
 def _has_live(value: Any, depth: int = 0) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.adapters.layout import mesh_ranks
-from ckpt.errors import RestoreError
+from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
 
@@ -36,9 +36,25 @@ class Entry:
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer whose ``step`` does the work: Accelerate and others hold it as ``.optimizer``."""
     found: Optimizer = optimizer
-    while isinstance(inner := found.__dict__.get("optimizer"), Optimizer):
+    while isinstance(inner := found.__dict__.get("optimizer"), Optimizer) and (
+        found.state is inner.state and found.param_groups is inner.param_groups
+    ):
         found = inner
     return found
+
+
+def check_optimizer(path: str, optimizer: Optimizer) -> None:
+    """Raises ``UnsupportedValue`` for an optimizer that keeps state where nobody but itself finds it: it would be lost without a word."""
+    kind = type(optimizer).__qualname__
+    way = "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
+    if (
+        isinstance(optimizer.__dict__.get("optimizer"), Optimizer)
+        or type(optimizer).state_dict is not Optimizer.state_dict
+    ):
+        raise UnsupportedValue(path, f"{kind}, an optimizer with a state_dict() of its own", way)
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(id(key) not in known for key in optimizer.state):
+        raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", way)
 
 
 def raw_state(module: nn.Module) -> dict[str, Any]:
@@ -121,6 +137,7 @@ class Parameters:
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
         self._items = {id(module): items for module, items in modules}
+        self.items = tuple(self._items.values())
 
     def of(self, module: nn.Module) -> ModuleItems | None:
         """The items of a module of the state; None for one that lies hidden in an object."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Final
 
 from torch.distributed.tensor import DTensor
@@ -52,8 +51,10 @@ class Prepared:
         first = 0
         for index, part in enumerate(parts):
             known = batches.get((index, overlap))
-            if known is None or known[0] is not part or not isinstance(part, Segment):
-                known = batches[(index, overlap)] = (part, self._batch(image, part, first, overlap))
+            if known is None or known[0] is not part:
+                known = (part, self._batch(image, part, first, overlap))
+                if isinstance(part, Segment):  # a tensor alone may be a passing one: it is not kept alive
+                    batches[(index, overlap)] = known
             chosen.append(known[1])
             first += len(part.held) if isinstance(part, Segment) else 1
         return Snapshot(step, chosen)
@@ -65,15 +66,16 @@ class Prepared:
         for offset, held in enumerate(part.held if isinstance(part, Segment) else (part,)):
             leaf = self.leaves[first + offset]
             memory = local(held.tensor)
+            is_late = overlap and held.late and not memory.is_inference()  # those have no version to watch
             for item, region in self.by_leaf[first + offset]:
                 source = copyable(memory, leaf.dtype)
                 copy = Copy(
-                    held.name, source if region is None else source[region], image.views[item], held.tensor
+                    held.name, source if region is None else source[region], image.views[item], memory
                 )
-                (late if overlap and held.late else eager).append(copy)
+                (late if is_late else eager).append(copy)
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
-                checks.append(Check(leaf.name, boxes, memory, overlap and held.late))
+                checks.append(Check(leaf.name, boxes, memory, is_late))
         return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks))
 
 
@@ -85,7 +87,7 @@ class PlanCache:
 
     def __init__(self, rank: int, chunk_bytes: int) -> None:
         self._rank, self._chunk_bytes = rank, chunk_bytes
-        self._parts: list[Part] = []
+        self._known: list[Segment | Hashable] = []
         self._prepared: Prepared | None = None
 
     def prepare(self, collected: Collected) -> Prepared:
@@ -94,15 +96,16 @@ class PlanCache:
         Raises:
             UnsupportedValue: A tensor that cannot be saved, with its name.
         """
-        if self._prepared is None or not _same_structure(self._parts, collected.parts):
+        found = [part if isinstance(part, Segment) else _signature(part) for part in collected.parts]
+        if self._prepared is None or not _same_structure(self._known, found):
             self._prepared = self._new(collected.held)
-        self._parts = collected.parts
+        self._known = found
         return self._prepared
 
     def forget(self) -> None:
         """Let go of slots and tensors."""
         self._prepared = None
-        self._parts = []
+        self._known = []
 
     def _new(self, held: Sequence[Held]) -> Prepared:
         names: set[str] = set()
@@ -123,17 +126,19 @@ class PlanCache:
         return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)))
 
 
-def _same_structure(before: Sequence[Part], now: Sequence[Part]) -> bool:
+def _same_structure(before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]) -> bool:
     if len(before) == len(now) and all(
-        one is two or (isinstance(one, Held) and isinstance(two, Held) and _signature(one) == _signature(two))
-        for one, two in zip(before, now, strict=True)
+        one is two or one == two for one, two in zip(before, now, strict=True)
     ):
         return True
-    return [_signature(held) for held in _flat(before)] == [_signature(held) for held in _flat(now)]
+    return _flat(before) == _flat(now)
 
 
-def _flat(parts: Sequence[Part]) -> chain[Held]:
-    return chain.from_iterable(part.held if isinstance(part, Segment) else (part,) for part in parts)
+def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
+    found: list[Hashable] = []
+    for part in parts:
+        found += [_signature(held) for held in part.held] if isinstance(part, Segment) else [part]
+    return found
 
 
 def _signature(held: Held) -> Hashable:
@@ -171,5 +176,5 @@ def _is_text(name: str) -> bool:
 
 def _replicas(held: Held) -> int:
     """How many ranks share the writing of a tensor."""
-    ranks = replicas_of(held.tensor) if isinstance(held.tensor, DTensor) else held.replicas
+    ranks = replicas_of(held.tensor, held.replicas) if isinstance(held.tensor, DTensor) else held.replicas
     return len(ranks) or 1

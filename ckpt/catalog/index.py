@@ -103,8 +103,8 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     if not refs:
         raise NoCheckpoint(backend.url, _instead(backend, everything, step))
     twice = {ref.step for ref in refs if sum(other.step == ref.step for other in refs) > 1}
-    born = {ref: _born(backend, ref) if ref.step in twice else 0.0 for ref in refs}
-    return sorted(refs, key=lambda ref: (ref.step, born[ref]), reverse=True)
+    ages = {ref: born(backend, ref) if ref.step in twice else 0.0 for ref in refs}
+    return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
 
 
 def survey(backend: StorageBackend) -> list[Entry]:
@@ -135,7 +135,7 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}"))
 
 
-def _born(backend: StorageBackend, ref: StepRef) -> float:
+def born(backend: StorageBackend, ref: StepRef) -> float:
     """When a manifest was made. One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why."""
     try:
         return read_manifest(backend, ref).created_at

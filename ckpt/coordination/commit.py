@@ -48,7 +48,13 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     ranks: tuple[int, ...] = ()
 
 
-Verdict = Committed | Refused
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """The manifest was sent, and what became of it cannot be seen. Nobody may remove anything."""
+
+    reason: str
+
+
+Verdict = Committed | Refused | Unknown
 
 _word: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Word)
 _verdict: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Verdict)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import (
@@ -16,6 +15,7 @@ from ckpt.coordination.commit import (
     Refuse,
     Refused,
     TimedOut,
+    Unknown,
     Verdict,
     Word,
     decode_verdict,
@@ -28,6 +28,7 @@ from ckpt.errors import (
     CommitTimeout,
     ManifestCorrupt,
     ObjectExists,
+    ObjectNotFound,
     PeerFailed,
     ReplicasDiverged,
     RootInUse,
@@ -43,9 +44,21 @@ from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend, read_object
 
+T = TypeVar("T")
+
 LEADER: Final = 0
 _VERDICT_GRACE_SECONDS: Final = 30.0
 """How much longer than the leader the others wait: the leader's own time-out must reach them as a verdict."""
+
+
+class Retry(Protocol):
+    """Calls ``work``, again where the store only stumbled."""
+
+    def __call__(self, work: Callable[[], T], /) -> T: ...
+
+
+def _at_once(work: Callable[[], T], /) -> T:
+    return work()
 
 
 class Committer:
@@ -66,20 +79,20 @@ class Committer:
         *,
         name: str,
         timeout: float,
-        retry: Callable[[Callable[[], str]], str] = lambda work: work(),
+        retry: Retry = _at_once,
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
         self._retry = retry
 
-    def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> str:
-        """Say this rank's word and wait for the verdict; returns the checksum of the manifest.
+    def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
+        """Say this rank's word and return the verdict.
 
         Args:
             veto: On the leader, a reason to refuse whatever the words are.
 
         Raises:
-            CommitError: The verdict is against it; the class tells why.
             CommitTimeout: No verdict in time.
+            CommitError: The verdict cannot be had: the store is gone.
         """
         subject = f"{self._name}/{ref.folder}"
         self._coordinator.tell(subject, encode(word))
@@ -94,9 +107,7 @@ class Committer:
                 raise CommitTimeout(ref.step, [LEADER], wait, "the verdict")
             verdict = decode_verdict(heard)
         self._coordinator.forget(subject)
-        if isinstance(verdict, Refused):
-            raise rebuild(verdict, ref.step)
-        return verdict.checksum
+        return verdict
 
     def _lead(self, subject: str, ref: StepRef, veto: CkptError | None) -> Verdict:
         if veto is not None:
@@ -107,11 +118,28 @@ class Committer:
                 if action.failures:
                     raise PeerFailed(ref.step, action.failures)
                 raise CommitTimeout(ref.step, action.missing, self._timeout, "the part")
-            return Committed(self._retry(partial(self._put_manifest, ref, action.fragments)))
+            data = self._merged(ref, action.fragments)
         except CkptError as error:
             return refusal(error)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
             return Refused(reason=f"the leader failed: {error!r}", failures={})
+        try:
+            self._retry(lambda: put_once(self._backend, ref.manifest, data))
+        except Exception as error:  # noqa: BLE001 - it may have arrived all the same
+            return self._outcome(ref, error)
+        return Committed(checksum(data))
+
+    def _outcome(self, ref: StepRef, error: Exception) -> Verdict:
+        """After a put that failed: refused only if the manifest is seen not to be there."""
+        try:
+            self._backend.head(ref.manifest)
+        except ObjectNotFound:
+            return (
+                refusal(error) if isinstance(error, CkptError) else Refused(reason=repr(error), failures={})
+            )
+        except Exception as blind:  # noqa: BLE001 - not even that can be seen
+            return Unknown(f"{type(error).__name__}: {error}; then {blind!r}")
+        return Unknown(f"{type(error).__name__}: {error}")
 
     def _listen(self, subject: str) -> Merge | Refuse:
         machine = CommitMachine(range(self._coordinator.world_size))
@@ -125,14 +153,12 @@ class Committer:
             if left <= 0 and (action := machine.handle(TimedOut())):
                 return action
 
-    def _put_manifest(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> str:
-        data = pack(merge((self._read(ref, fragment), fragment) for fragment in fragments))
-        put_once(self._backend, ref.manifest, data)
-        return checksum(data)
+    def _merged(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> bytes:
+        return pack(merge((self._read(ref, fragment), fragment) for fragment in fragments))
 
     def _read(self, ref: StepRef, fragment: FragmentRef) -> Fragment:
         key = ref.key(fragment.name)
-        data = read_object(self._backend, key, limit=fragment.size)
+        data = self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
         return check_fragment(unpack(data, Fragment, key=key), key=key)
@@ -152,9 +178,9 @@ def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
         except StorageError:
             raise error from None
         if not same:
-            raise CommitError(
-                f"{key!r} was already there with other content: another job writes to this root"
-            ) from (None if isinstance(error, ObjectExists) else error)
+            raise CommitError(f"{key!r} was already there with other content") from (
+                None if isinstance(error, ObjectExists) else error
+            )
 
 
 def refusal(error: CkptError) -> Refused:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Final, ParamSpec, Self, TypeVar
+from typing import Final, ParamSpec, Protocol, Self, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _PR_SET_NAME: Final = 15
+_log = logging.getLogger("ckpt")
 
 
 class Workers:
     """A few threads that run what is submitted, first come first served.
 
-    Threads: ``submit`` from any thread; ``close`` from the owner, once. Threads start with the first work and are joined by ``close``, and by
-    the interpreter's exit: a save under way when the script ends is finished, not lost.
+    Threads: ``submit`` from any thread; ``close`` from the owner, once. Threads start with the first work and are joined by ``close``.
 
     Args:
         name: Shown by ``ps -eT`` and in stack dumps, at most 12 characters.
@@ -77,3 +79,26 @@ def _set_os_name(name: str) -> None:
 
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"ckpt-{name}"[:15].encode(), 0, 0, 0)
+
+
+class Closes(Protocol):
+    """Something that owns threads, and ends their work properly."""
+
+    def close(self) -> None: ...
+
+
+def close_at_exit(owner: Closes) -> None:
+    """Close ``owner``, if it still lives, when the script ends: what is under way is finished. Later no thread could be started any more.
+
+    An error there is only logged: nobody is left to catch it.
+    """
+    alive = weakref.ref(owner)
+
+    def close() -> None:
+        if (found := alive()) is not None:
+            try:
+                found.close()
+            except Exception as error:  # noqa: BLE001 - see above
+                _log.error("ckpt: %s", error)
+
+    threading._register_atexit(close)  # type: ignore[attr-defined]  # as concurrent.futures does, for the same end

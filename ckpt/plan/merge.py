@@ -119,7 +119,13 @@ class _Checksums:
 
 def _merge_tied(fragments: Sequence[Fragment], stored: set[str]) -> dict[str, str]:
     """A name that some rank stores under its own name needs no tie."""
-    tied = {name: target for fragment in reversed(fragments) for name, target in fragment.tied.items()}
+    tied: dict[str, str] = {}
+    holder: dict[str, int] = {}
+    for fragment in fragments:
+        for name, target in fragment.tied.items():
+            rank = holder.setdefault(name, fragment.rank)
+            if tied.setdefault(name, target) != target and name not in stored:
+                raise ReplicasDiverged(name, [rank, fragment.rank])
     return {name: target for name, target in sorted(tied.items()) if name not in stored}
 
 

@@ -151,7 +151,7 @@ class SlotPool:
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
         """A free slot of at least ``nbytes``; with ``wait`` until one is free, else None if none is.
 
-        Slots being made are waited for in any case.
+        The first slot is waited for in any case.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
@@ -163,7 +163,7 @@ class SlotPool:
                 if self._may_make(nbytes):
                     self._making += 1
                     break
-                if not wait and not self._making:
+                if not wait and (self._made or not self._making):
                     return None
                 self._changed.wait()
         slot = self._make(nbytes, free=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -68,7 +68,8 @@ class Snapshot:
         self._eager = [copy for batch in batches for copy in batch.eager]
         self._late = [copy for batch in batches for copy in batch.late]
         self._checks = [check for batch in batches for check in batch.checks]
-        self._versions = [copy.guarded._version for copy in self._late]
+        self._guards = [(copy.name, copy.guarded, copy.guarded._version) for copy in self._late]
+        self._settling = threading.Lock()
         self._landed = threading.Event()
         self._launched = threading.Event()
         self._error: CkptError | None = None
@@ -108,7 +109,7 @@ class Snapshot:
             self._launched.set()
             if self._cuda:
                 self._cuda.synchronize()
-            self._finish(self._changed())
+            self._finish(self._changed())  # what is seen now need not wait; `settle` has the last word
         except Exception as error:  # noqa: BLE001 - a source freed or moved under the copy; the waiter gets it
             self._finish(
                 error
@@ -118,16 +119,28 @@ class Snapshot:
 
     def fence(self) -> None:
         """Return when late sources may change: the copy is done, or (CUDA) the current stream will wait for it."""
-        if self._landed.is_set():
-            return
-        if self._cuda and self._cuda.has_work:
+        if self._cuda and self._cuda.has_work and not self._landed.is_set():
             self._launched.wait()
             if not self._landed.is_set():
-                self._error = self._error or self._changed()
-                self._versions = []
                 self._cuda.hold_current_stream()
-            return
-        self._landed.wait()
+        else:
+            self._landed.wait()
+        with suppress(TensorChanged):
+            self.settle()
+
+    def settle(self) -> None:
+        """Compare versions for the last time; whatever changes from then on is none of this snapshot's business.
+
+        An operation moves a version counter only when it has ended, so a thread that has called one sees it for sure when it asks here itself: the fence does, on the training thread.
+
+        Raises:
+            TensorChanged: A late source was written to since the call.
+        """
+        with self._settling:
+            self._error = self._error or self._changed()
+            self._guards = []
+        if isinstance(self._error, TensorChanged):
+            raise self._error
 
     def wait_ended(self) -> None:
         """Return when the image is complete or lost; raises nothing, and uses no stream."""
@@ -147,12 +160,10 @@ class Snapshot:
                     self.digests[check.name] = f"{check.boxes}={digest(check.source)}"
 
     def _changed(self) -> CkptError | None:
-        for copy, version in zip(
-            self._late, self._versions, strict=False
-        ):  # none left once a CUDA fence has looked
-            if copy.guarded._version != version:
-                return TensorChanged(copy.name, self.step)
-        return None
+        return next(
+            (TensorChanged(name, self.step) for name, tensor, was in self._guards if tensor._version != was),
+            None,
+        )
 
     def _finish(self, error: CkptError | None) -> None:
         self._error = self._error or error

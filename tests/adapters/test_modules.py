@@ -354,6 +354,9 @@ def test_an_optimizer_held_by_another_object_is_saved_through_it() -> None:
         def __init__(self, inner: Optimizer) -> None:
             self.optimizer = inner
 
+        state = property(lambda self: self.optimizer.state)
+        param_groups = property(lambda self: self.optimizer.param_groups)
+
     job, other = (Job(OPTIMIZERS["Adam"], SCHEDULERS["none"], seed) for seed in (0, 1))
     job.run(0, 2)
     round_trip(

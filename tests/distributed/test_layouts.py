@@ -55,8 +55,6 @@ def test_one_process_reads_what_many_have_saved(
     assert state["step"] == 3
 
 
-
-
 @pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp", "fsdp+tp", "hsdp"])
 def test_every_byte_is_written_once_and_large_tensors_are_shared_evenly(folder: Path, mode: str) -> None:
     sizes = [path.stat().st_size for path in sorted((folder / mode).rglob("*.safetensors"))]

@@ -113,6 +113,7 @@ def test_sources_are_let_go_when_all_has_landed():
     )
     snapshot.copy_eager()
     snapshot.copy_late()
+    snapshot.settle()
     del source
     gc.collect()
     assert alive() is None
