@@ -236,11 +236,11 @@ class TensorChanged(StagingError):
 
 
 class SaveSkipped(StagingError):
-    """No slot was free and ``on_busy="skip"``. Nothing was copied."""
+    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank. Nothing was written."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        super().__init__(f'step {step} was skipped: the save before still streams and on_busy="skip"')
+    def __init__(self, step: int, reason: str = 'the save before still streams and on_busy="skip"') -> None:
+        self.step, self.reason = step, reason
+        super().__init__(f"step {step} was skipped: {reason}")
 
 
 class RestoreError(CkptError):

@@ -321,9 +321,10 @@ class CheckpointManager:
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
         if isinstance(error, PeerFailed) and set(error.failures.values()) <= {SKIPPED, UNHEARD}:
+            # another rank did not begin it, for a reason that was told there
             error = SaveSkipped(
-                pending.step
-            )  # another rank did not begin it, for a reason that is known already
+                pending.step, "; ".join(f"rank {r}: {why}" for r, why in error.failures.items())
+            )
         skipped = isinstance(error, SaveSkipped)
         if error is not None:
             self._saved.discard(pending.step)
