@@ -23,7 +23,7 @@ help: ## print this list
 		printf '%-18s %s\n' "$$target" "$$words"; done
 
 demo: $(STAMP) ## train on two ranks, be killed while a save streams, resume, compare
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(STAMP) ## all tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -39,7 +39,7 @@ check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
 
 bench: $(STAMP) ## stall, drag and durable against torch.save and DCP: a table and a plot in bench/results
-	$(BIN)/python -m bench save --out bench/results
+	$(BIN)/python -m bench save --out bench/results $(ARGS)
 
 build: $(STAMP) ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist

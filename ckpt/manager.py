@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from operator import index
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, Unpack
 
@@ -30,7 +31,7 @@ from ckpt.saver import SKIPPED, UNHEARD, SaveJob, Saver
 from ckpt.staging.fence import Fence
 from ckpt.staging.slots import Slot, SlotPool
 from ckpt.staging.snapshot import Snapshot
-from ckpt.storage.tiers import open_tiers
+from ckpt.storage.tiers import as_tiers, open_tiers
 
 _log = logging.getLogger("ckpt")
 _READERS: Final = 4  # a restore has the machine to itself: more threads than a save takes
@@ -78,9 +79,13 @@ class CheckpointManager:
         coordinator: Coordinator | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
+            raise ConfigError(
+                f"unknown setting {unknown[0]!r}; there are {', '.join(Settings.__annotations__)}"
+            )
         self._config = replace(config or SaveConfig(), **settings)
         self._metadata = to_json("metadata", dict(metadata or {}))
-        self._tiers = open_tiers(_tiers(tiers))
+        self._tiers = open_tiers(as_tiers(tiers))
         self._observers = tuple(observers)
         self._coordinator = coordinator or _coordinator()
         self._fence = Fence()
@@ -344,9 +349,13 @@ class CheckpointManager:
         if step is None:
             told = state.get("step") if isinstance(state, Mapping) else None
             step = told if type(told) is int else 0 if self._last_step is None else self._last_step + 1
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+        try:
+            number = -1 if isinstance(step, bool) else index(step)  # NumPy's and torch's integers too
+        except TypeError:
+            number = -1
+        if not 0 <= number < 10**18:
             raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
-        return step
+        return number
 
     def _check_open(self) -> None:
         if self._closed:
@@ -369,13 +378,6 @@ class CheckpointManager:
                 observer(event)
             except BaseException:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
                 _log.exception("ckpt: an observer failed on %s", type(event).__name__)
-
-
-def _tiers(
-    given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
-) -> tuple[Tier, ...]:
-    items = [given] if isinstance(given, str | os.PathLike | Tier) else list(given)
-    return tuple(item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in items)
 
 
 def _coordinator() -> Coordinator:

@@ -127,11 +127,14 @@ class Restorer:
                 landed = self._land(state, tier, ref)
             except RestoreError as misfit:
                 if skipped and self._overwritten:
-                    raise RestoreError(f"{misfit} ({_told(step, skipped)})") from misfit
+                    raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
                 raise
             except _Damaged as damage:
                 _log.warning(
-                    "ckpt: step %d on %s is damaged, taking the next best: %s", ref.step, tier.url, damage
+                    "ckpt: step %d on %s is damaged, looking for the next best: %s",
+                    ref.step,
+                    tier.url,
+                    damage,
                 )
                 self._notify(StepDamaged(step=ref.step, tier=tier.url, error=damage.__cause__ or damage))
                 skipped.append((ref.step, str(damage)))
@@ -145,7 +148,9 @@ class Restorer:
             return report
         if not skipped and step is None:
             return None
-        raise NoCheckpoint(", ".join(tier.url for tier in self._tiers), _told(step, skipped))
+        raise NoCheckpoint(
+            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
+        )
 
     # -- the leader's list --------------------------------------------------------------------------------------------------
 
@@ -319,8 +324,9 @@ def _is_damage(error: Exception) -> bool:
     return isinstance(error, ObjectNotFound) or type(error) is StorageError
 
 
-def _told(step: int | None, skipped: Sequence[tuple[int, str]]) -> str:
+def _told(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
     if not skipped:
         return f"step {step} is not there"
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])
-    return f"none is intact ({reasons}). Tensors of the state may have been overwritten in part: do not train on with it"
+    torn = ". Tensors of the state may have been overwritten in part: do not train on with it"
+    return f"none is intact ({reasons}){torn if overwritten else '; nothing in the state was changed'}"

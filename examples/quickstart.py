@@ -3,7 +3,7 @@
 python examples/quickstart.py [folder or URL]
 """
 
-import sys
+import argparse
 from typing import Any
 
 import torch
@@ -35,4 +35,6 @@ def main(root: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/quickstart")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", nargs="?", default="runs/quickstart", help="folder or URL")
+    main(parser.parse_args().root)

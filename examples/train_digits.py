@@ -69,7 +69,7 @@ def train(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
-        "rng": PerRank(RngState()),
+        "rng": PerRank(RngState(), on_resize="same_rank"),
         "epoch": 0,
         "batches": 0,  # of this epoch: the sampler's order follows from the epoch, this is the place in it
     }

@@ -130,7 +130,7 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
     torch.manual_seed(SEED + 1 + rank)  # other dropout on every rank, so the generator's state is PerRank
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # ckpt
-    state |= {"data": excerpts, "rng": PerRank(RngState()), "step": 0}  # ckpt
+    state |= {"data": excerpts, "rng": PerRank(RngState(), on_resize="same_rank"), "step": 0}  # ckpt
     saves: deque[PendingSave] = deque()
     with CheckpointManager(args.root) as manager:  # ckpt: on leaving, every save is durable, or it raises
         report = manager.restore(state)  # ckpt: None if there is nothing to go on from

@@ -66,7 +66,7 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
 def missing_extra(url: str, error: ImportError) -> MissingExtra:
     """The error that names our extra, or the package that fsspec asks for."""
     scheme = url.partition("://")[0].rpartition("::")[2]
-    package = error.name or ""
+    package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
     if not package:  # fsspec: "Please install adlfs to access ...", "Install s3fs to access S3"
         words = [word.strip("\"'.,`") for word in str(error).split()]
         lowered = [word.lower() for word in words]

@@ -16,7 +16,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import StepRef, parse_folder
+from ckpt.model.layout import OWNER, StepRef, parse_folder
 from ckpt.model.manifest import Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
@@ -152,7 +152,7 @@ def _instead(backend: StorageBackend, refs: list[StepRef], step: int | None) -> 
         return f"step {step} is not there"
     if refs:
         return f"{len(refs)} save(s) were begun, none was committed"
-    stranger = next(iter(backend.list("")), None)
+    stranger = next((info for info in backend.list("") if info.key != OWNER), None)
     if stranger is None:
         return "it is empty, or does not exist"
     return f"it holds no steps, but other files, such as {stranger.key!r}: is this the right place?"

@@ -22,6 +22,7 @@ from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
     CkptError,
+    FormatTooNew,
     IntegrityError,
     ManifestCorrupt,
     ObjectNotFound,
@@ -97,12 +98,14 @@ def verify_step(
     Host memory: 16 MiB per worker, or its largest chunk if that is larger.
 
     Raises:
-        AccessDenied, TransientStorageError: The store could not be asked; that says nothing about the checkpoint.
+        AccessDenied, TransientStorageError, FormatTooNew: The store could not be asked, or its answer not be read; that says nothing about the checkpoint.
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
     try:
         manifest = read_manifest(backend, ref, retry=retry)
+    except FormatTooNew:
+        raise
     except (IntegrityError, StorageError) as error:
         fault = fault_of(error)
         return VerifyReport(ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start)

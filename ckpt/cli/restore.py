@@ -136,7 +136,7 @@ def _try(
 ) -> _Found | IntegrityError:
     from ckpt.catalog.transfer import fetch_step
     from ckpt.catalog.verify import verify_step
-    from ckpt.errors import IntegrityError
+    from ckpt.errors import FormatTooNew, IntegrityError
 
     if destination is None:
         checked = verify_step(source, ref, workers=workers, on_progress=bar)
@@ -148,6 +148,8 @@ def _try(
         )
     try:
         fetched = fetch_step(source, ref, destination, workers=workers, on_progress=bar)
+    except FormatTooNew:
+        raise  # not damage: an older step would hide it
     except IntegrityError as error:
         return error
     place = f"{destination.url.rstrip('/')}/{ref.folder}"

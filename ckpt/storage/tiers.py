@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,18 @@ class OpenTier:
     def url(self) -> str:
         """Without credentials."""
         return self.backend.url
+
+
+def as_tiers(
+    given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+) -> tuple[Tier, ...]:
+    """What a user gave, as tiers. Raises ``ConfigError`` for what is none."""
+    if not isinstance(given, str | os.PathLike | Tier | Sequence):
+        raise ConfigError(
+            f"{given!r} is no place for checkpoints: give a folder, a URL, a Tier, or a list of these"
+        )
+    items = [given] if isinstance(given, str | os.PathLike | Tier) else list(given)
+    return tuple(item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in items)
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
