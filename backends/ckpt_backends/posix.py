@@ -211,7 +211,9 @@ class PosixBackend:
         for path in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-            if not os.path.isdir(path):
+            if not stat.S_ISDIR(
+                os.stat(path).st_mode
+            ):  # FileNotFoundError: removed again by another thread; once more
                 raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder")
         if not self._root_synced or missing:
             self._sync_root([os.path.dirname(path) for path in missing])
@@ -378,7 +380,7 @@ def _sync_folder(folder: str) -> None:
         os.close(fd)
 
 
-def _insist(attempt: Callable[[], T], times: int = 8) -> T:
+def _insist(attempt: Callable[[], T], times: int = 32) -> T:
     for _ in range(times - 1):
         with suppress(FileNotFoundError):
             return attempt()
