@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStaged:
-    """The state is in host memory. ``stall_seconds`` is what the call cost the training thread."""
+    """The state is in host memory. ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence if there was one."""
 
     step: int
     nbytes: int

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from ckpt.adapters.collect import Collected, Memory, collect
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.background import Background
 from ckpt.catalog.index import committed
-from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config, ranks_on_this_node
+from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, PeerFailed, SaveSkipped, StepExists
-from ckpt.events import Event, Observer, SaveCommitted, SaveFailed, SaveStaged
+from ckpt.events import Observer, SaveFailed
 from ckpt.model.layout import StepRef
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restorer import Restorer, RestoreReport
-from ckpt.saver import SKIPPED, UNHEARD, SaveJob, Saver
+from ckpt.saver import SKIPPED, UNHEARD, SaveJob
 from ckpt.staging.fence import Fence
-from ckpt.staging.slots import Slot, SlotPool
 from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import as_tiers, open_tiers
 
@@ -45,6 +45,7 @@ class Settings(TypedDict, total=False):
     chunk_bytes: int
     commit_timeout_seconds: float
     slots: int
+    staging_bytes: int | None
     threads: int
     nice: int
     cpus: frozenset[int] | None
@@ -86,16 +87,13 @@ class CheckpointManager:
         self._config = replace(config or SaveConfig(), **settings)
         self._metadata = to_json("metadata", dict(metadata or {}))
         self._tiers = open_tiers(as_tiers(tiers))
-        self._observers = tuple(observers)
         self._coordinator = coordinator or _coordinator()
         self._fence = Fence()
-        self._slots = SlotPool(self._config.slots, ranks=ranks_on_this_node())
         self._memory = Memory()
         self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
-        self._saver = Saver(self._tiers, self._coordinator, self._config)
-        self._copier = Workers("copy", 1)
-        self._reserver = Workers("slots", 1, nice=self._config.nice, cpus=self._config.cpus)
-        self._streamer = Workers("save", 1, nice=self._config.nice, cpus=self._config.cpus)
+        self._background = Background(
+            self._tiers, self._coordinator, self._config, observers=observers, on_end=self._end
+        )
         self._pending: list[PendingSave] = []
         self._saved: set[int] = set()
         self._trials: dict[int, int] = {}
@@ -126,8 +124,8 @@ class CheckpointManager:
         self._check_open()
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         nbytes = self._plans.prepare(collected).plan.size + expected_growth(collected)
-        self._slots.plan(nbytes)
-        self._reserver.submit(self._slots.reserve, nbytes)
+        self._background.slots.plan(nbytes)
+        self._background.reserve(nbytes)
 
     # -- saving -------------------------------------------------------------------------------------------------------------
 
@@ -160,9 +158,7 @@ class CheckpointManager:
             return self._save(state, ref, trial, began)
         except BaseException as error:
             if self._coordinator.world_size > 1:  # the others shall not wait for this rank
-                self._streamer.submit(
-                    self._saver.give_up, ref, trial, reason or f"{type(error).__name__}: {error}"
-                )
+                self._background.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             raise
 
     def save(
@@ -193,11 +189,13 @@ class CheckpointManager:
         self._check_open()
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
-            restorer = Restorer(self._tiers, self._coordinator, workers, self._notify, serial=self._restores)
+            restorer = Restorer(
+                self._tiers, self._coordinator, workers, self._background.notify, serial=self._restores
+            )
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
-            self._last_step = self._saver.restored_step = report.step
+            self._last_step = self._background.saver.restored_step = report.step
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         return report
@@ -220,13 +218,10 @@ class CheckpointManager:
             return
         self._closed = True
         self._fence.remove()
-        self._copier.close()
-        self._reserver.close(cancel=True)
-        self._streamer.close()
-        self._saver.close()
+        self._background.finish()
         self._plans.forget()
         self._memory.forget()
-        self._slots.close()
+        self._background.slots.close()
         self._coordinator.close()
         for tier in self._tiers:
             tier.backend.close()
@@ -250,7 +245,7 @@ class CheckpointManager:
     def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         prepared = self._plans.prepare(collected)
-        slot = self._slots.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
+        slot = self._background.slots.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
         if slot is None:
             return self._skip(ref, trial)
         try:
@@ -260,11 +255,11 @@ class CheckpointManager:
                 ref.step,
                 overlap=self._config.overlap == "auto" and not self._fence.captured,
             )
-            job = self._job(ref, trial, prepared, slot, collected)
+            job = self._job(ref, trial, prepared, snapshot, collected)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
         except BaseException:
-            self._slots.release(slot)
+            self._background.slots.release(slot)
             raise
         pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=len(self._tiers))
         self._pending = [other for other in self._pending if not other.done() or other.unheard]
@@ -272,57 +267,27 @@ class CheckpointManager:
         self._saved.add(ref.step)
         if not snapshot.landed:
             self._fence.watch(snapshot)
-            self._copier.submit(snapshot.copy_late)
-        pending.stall_seconds = pending.age
+        self._background.begin(job, snapshot, pending, slot)
+        pending.call_seconds = pending.age
         if self._config.slots > 1:  # the next slot is made before it is asked for
-            self._reserver.submit(self._slots.reserve, prepared.plan.size)
-        self._streamer.submit(self._stream, job, snapshot, pending, slot)
+            self._background.reserve(prepared.plan.size)
         return pending
 
-    def _job(self, ref: StepRef, trial: int, prepared: Prepared, slot: Slot, collected: Collected) -> SaveJob:
+    def _job(
+        self, ref: StepRef, trial: int, prepared: Prepared, snapshot: Snapshot, collected: Collected
+    ) -> SaveJob:
         return SaveJob(
             ref=ref,
             trial=trial,
             plan=prepared.plan,
-            image=slot.view[: prepared.plan.size],
+            image=snapshot.window,
             tied=collected.tied,
             tree=dumps(collected.tree, "state"),
             per_rank=dumps(collected.per_rank, "state"),
-            replicas={},
+            replicas=snapshot.replicas,
             metadata=self._metadata,
             created_at=time.time(),
         )
-
-    def _stream(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> None:
-        """The background half of a save; on the streaming thread."""
-        error: CkptError | None = None
-        try:
-            try:
-                snapshot.wait_landed()
-            except CkptError as failed:
-                self._saver.give_up(job.ref, job.trial, str(failed))
-                raise
-            self._notify(
-                SaveStaged(step=job.ref.step, nbytes=job.plan.size, stall_seconds=pending.stall_seconds)
-            )
-            self._saver.run(
-                replace(job, replicas=snapshot.digests),
-                intact=snapshot.settle,
-                on_bytes=pending.add_written,
-                on_committed=lambda url: self._notify(
-                    SaveCommitted(
-                        step=job.ref.step, tier=url, nbytes=job.plan.size, durable_seconds=pending.age
-                    )
-                ),
-            )
-        except CkptError as failed:
-            error = failed
-        except BaseException as failed:  # noqa: BLE001 - it must reach the caller, whatever it is
-            error = CkptError(f"step {job.ref.step} failed: {failed!r}")
-            error.__cause__ = failed
-        finally:
-            self._slots.release(slot)
-        self._end(pending, error)
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
         if isinstance(error, PeerFailed) and set(error.failures.values()) <= {SKIPPED, UNHEARD}:
@@ -335,14 +300,14 @@ class CheckpointManager:
             self._saved.discard(pending.step)
             self.skipped += skipped
             _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
-            self._notify(SaveFailed(step=pending.step, error=error))
+            self._background.notify(SaveFailed(step=pending.step, error=error))
         pending.finish(error, heard=skipped)  # skipping is what was asked for: no later call raises it
 
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
         pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
         self._end(pending, SaveSkipped(ref.step))
         if self._coordinator.world_size > 1:
-            self._streamer.submit(self._saver.give_up, ref, trial, SKIPPED)
+            self._background.give_up(ref, trial, SKIPPED)
         return pending
 
     def _resolve(self, state: Mapping[str, Any], step: int | None) -> int:
@@ -371,13 +336,6 @@ class CheckpointManager:
                 pending.exception()
                 self._pending.remove(pending)
                 raise error
-
-    def _notify(self, event: Event) -> None:
-        for observer in self._observers:
-            try:
-                observer(event)
-            except BaseException:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
-                _log.exception("ckpt: an observer failed on %s", type(event).__name__)
 
 
 def _coordinator() -> Coordinator:

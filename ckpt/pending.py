@@ -20,7 +20,7 @@ class PendingSave:
 
     Attributes:
         step: What is saved.
-        stall_seconds: What ``save_async`` cost the calling thread.
+        call_seconds: What ``save_async`` cost the calling thread.
         nbytes: Bytes of this rank's image.
         durable_seconds: From the call to the commit; None until then.
     """
@@ -30,9 +30,10 @@ class PendingSave:
     ) -> None:
         """``began``: ``time.perf_counter()`` at the call. ``tiers``: how many times the image is written."""
         self.step, self.nbytes = step, nbytes
-        self.stall_seconds = 0.0
+        self.call_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
+        self._held = snapshot.held_seconds if snapshot else []
         self._began, self._total = began, nbytes * tiers
         self._written = 0
         self._lock = threading.Lock()
@@ -44,6 +45,11 @@ class PendingSave:
     def progress(self) -> float:
         """Part of this rank's bytes that have been written, 0 to 1."""
         return min(1.0, self._written / self._total) if self._total else 1.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """What the save has cost the training thread so far: the call, and the wait of the optimizer's step for the copy."""
+        return self.call_seconds + sum(self._held)
 
     @property
     def age(self) -> float:

@@ -1,6 +1,6 @@
-"""An image that has landed -> a checkpoint on every tier. The background half of a save.
+"""An image that is landing -> a checkpoint on every tier. The background half of a save.
 
-What comes in is a value (`SaveJob`): no live object of the trainer. For each tier, nearest first: make the image durable, then the fragment, then
+What comes in is a value (`SaveJob`): no live object of the trainer. Writing follows the copying as it goes. For each tier, nearest first: make the image durable, then the fragment, then
 say so and wait for the verdict. A rank that fails says that too, so that nobody waits for it.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import msgspec
@@ -20,14 +20,23 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
 from ckpt.coordination.committer import LEADER, Committer, rebuild
 from ckpt.coordination.owner import Owner, claim, confirm, release
-from ckpt.errors import CkptError, CommitError, ObjectNotFound, PeerFailed, StepExists, StorageError
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    IntegrityError,
+    ObjectNotFound,
+    PeerFailed,
+    StepExists,
+    StorageError,
+)
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes, write_image
+from ckpt.pipeline.writer import OnBytes, Source, write_image
 from ckpt.plan.save import SavePlan
 from ckpt.storage.tiers import OpenTier
 
@@ -40,18 +49,26 @@ UNHEARD: Final = "an earlier save had failed there"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """All that streaming needs to know. ``image`` is lent until the job is done; ``trial`` counts the tries at one step."""
+    """All that streaming needs to know.
+
+    Attributes:
+        trial: Counts the tries at one step.
+        image: Lent until the job is done.
+        replicas: Gives the digests of replicas, once all of the image has landed; raises if it never does.
+        known: The chunk table, once the image has been written.
+    """
 
     ref: StepRef
     trial: int
     plan: SavePlan
-    image: memoryview
+    image: Source
     tied: Mapping[str, str]
     tree: bytes
     per_rank: bytes
-    replicas: Mapping[str, str]
+    replicas: Callable[[], Mapping[str, str]]
     metadata: bytes
     created_at: float
+    known: tuple[Chunk, ...] = ()
 
 
 class Saver:
@@ -81,12 +98,18 @@ class Saver:
         """
         for position, tier in enumerate(self._tiers):
             try:
-                self._run_on(tier, job, on_bytes, intact)
+                chunks = self._run_on(tier, job, on_bytes, intact)
             except Exception as error:
                 for later in self._tiers[position + 1 :]:
                     self._refuse(later, job.ref, job.trial, f"tier {tier.url}: {error}")
                 raise
             on_committed(tier.url)
+            if (
+                job.image.capacity < job.image.size
+            ):  # it has passed through memory; from here on it is on this tier
+                key = job.ref.key(data_name(self._coordinator.rank))
+                stored = StoredImage(tier.backend, key, job.plan.size, self._retry)
+                job = replace(job, image=stored, known=chunks)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         """Tell the others that this rank has no part in a save, so that they need not wait."""
@@ -103,13 +126,16 @@ class Saver:
 
     # -- one tier -----------------------------------------------------------------------------------------------------------
 
-    def _run_on(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> None:
+    def _run_on(
+        self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]
+    ) -> tuple[Chunk, ...]:
         committer = self._committer(tier, job.trial)
         if veto := self._veto(tier, job.ref):
             committer.commit(job.ref, Failed(str(veto)), veto=veto)
             raise veto
         try:
-            word = Durable(self._make_durable(tier, job, on_bytes))
+            chunks = self._write(tier, job, on_bytes)
+            word = Durable(self._put_fragment(tier, job, chunks))
             intact()
         except Exception as error:
             self._refuse(tier, job.ref, job.trial, str(error) or repr(error))
@@ -125,6 +151,7 @@ class Saver:
         if isinstance(verdict, Refused):
             self._clean_up(tier, job.ref)
             raise rebuild(verdict, job.ref.step)
+        return chunks
 
     def _committer(self, tier: OpenTier, trial: int) -> Committer:
         name = f"save/{tier.index}/{trial}"
@@ -155,17 +182,25 @@ class Saver:
             return error
         return StepExists(ref.step, tier.url) if ref.step in self._taken[tier.index] else None
 
-    def _make_durable(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes) -> FragmentRef:
-        rank = self._coordinator.rank
+    def _write(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+        key = job.ref.key(data_name(self._coordinator.rank))
         chunks = write_image(
             job.image,
             job.plan.chunks,
             backend=tier.backend,
-            key=job.ref.key(data_name(rank)),
+            key=key,
             workers=self._workers,
             retry=self._retry,
             on_bytes=on_bytes,
         )
+        if job.known not in ((), chunks):
+            raise IntegrityError(
+                f"{key} was read back from the nearer tier, and is not what was written there"
+            )
+        return chunks
+
+    def _put_fragment(self, tier: OpenTier, job: SaveJob, chunks: tuple[Chunk, ...]) -> FragmentRef:
+        rank = self._coordinator.rank
         name = fragment_name(rank)
         data = pack(self._fragment(job, chunks))
         self._retry.call(lambda: tier.backend.put(job.ref.key(name), [data]))
@@ -186,7 +221,7 @@ class Saver:
             tied=dict(job.tied),
             tree=msgspec.Raw(job.tree),
             per_rank=msgspec.Raw(job.per_rank),
-            replicas=dict(job.replicas),
+            replicas=dict(job.replicas()),
             metadata=msgspec.Raw(job.metadata),
         )
 

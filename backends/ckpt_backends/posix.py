@@ -96,6 +96,7 @@ class PosixBackend:
             part_bytes=_PART_BYTES,
             alignment=ALIGNMENT,
             max_concurrency=8,
+            takes_parts=True,
         )
         self._root_synced = False
 

@@ -95,7 +95,11 @@ class S3Backend(StorageBackendOnFsspec):
         self, fs: Any, bucket: str, prefix: str, url: str, *, secrets: Sequence[str], put_if_absent: bool
     ) -> None:
         capabilities = Capabilities(
-            put_if_absent=put_if_absent, shared=True, part_bytes=PART_BYTES, max_concurrency=_CONCURRENCY
+            put_if_absent=put_if_absent,
+            shared=True,
+            part_bytes=PART_BYTES,
+            max_concurrency=_CONCURRENCY,
+            takes_parts=True,
         )
         super().__init__(fs, f"{bucket}/{prefix}", url, secrets=secrets, capabilities=capabilities)
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Final
 
 from torch.distributed.tensor import DTensor
@@ -18,9 +19,10 @@ from ckpt.adapters.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
+from ckpt.staging.copies import Copy
 from ckpt.staging.image import Image, copyable
 from ckpt.staging.slots import Slot
-from ckpt.staging.snapshot import Batch, Check, Copy, Snapshot
+from ckpt.staging.snapshot import Batch, Check, Snapshot
 
 Part = Segment | Held
 
@@ -57,7 +59,7 @@ class Prepared:
                     batches[(index, overlap)] = known
             chosen.append(known[1])
             first += len(part.held) if isinstance(part, Segment) else 1
-        return Snapshot(step, chosen)
+        return Snapshot(step, chosen, image.window())
 
     def _batch(self, image: Image, part: Part, first: int, overlap: bool) -> Batch:
         eager: list[Copy] = []
@@ -69,13 +71,15 @@ class Prepared:
             is_late = overlap and held.late and not memory.is_inference()  # those have no version to watch
             for item, region in self.by_leaf[first + offset]:
                 source = copyable(memory, leaf.dtype)
-                copy = Copy(
-                    held.name, source if region is None else source[region], image.views[item], memory
+                source = source if region is None else source[region]
+                (late if is_late else eager).extend(
+                    Copy(held.name, source, view, memory, end, part)
+                    for view, end, part in image.targets(item, flat=source.is_contiguous())
                 )
-                (late if is_late else eager).append(copy)
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, memory, is_late))
+        late.sort(key=attrgetter("end"))  # so that sorting all batches together is a merge
         return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks))
 
 

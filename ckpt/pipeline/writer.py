@@ -1,6 +1,6 @@
 """An image in memory -> a file on a tier and its chunk table.
 
-Parts are written and chunks are hashed by the same few threads, turn by turn in file order, so that the disk is busy from the first part on and memory
+Parts are written and chunks are hashed by the same few threads, turn by turn in file order and as soon as they have landed, so that the disk is busy from the first part on and memory
 is read while it is near. Each part is retried by itself; the first lasting error aborts the upload and is raised.
 """
 
@@ -9,19 +9,59 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from functools import partial
+from typing import Final, Protocol
 
+from ckpt.errors import StagingError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, Upload
 
+_COPY_BYTES: Final = 32 << 20
+"""How much is copied to a ring at once."""
 OnBytes = Callable[[int], None]
 """Called from worker threads with the number of bytes just written."""
 
 
+class Source(Protocol):
+    """The bytes of an image, that may still be coming in."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """How much of it is in memory at a time."""
+        ...
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Those bytes, as soon as they are there; raises why they never will be. Good until told ``written`` and ``hashed``."""
+        ...
+
+    def written(self, start: int, end: int) -> None: ...
+
+    def hashed(self, start: int, end: int) -> None: ...
+
+
+class Whole:
+    """An image that is all in memory."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self.size, self.capacity = memory, len(memory), len(memory)
+
+    def view(self, start: int, end: int) -> memoryview:
+        return self._memory[start:end]
+
+    def written(self, start: int, end: int) -> None:
+        """It stays."""
+
+    def hashed(self, start: int, end: int) -> None:
+        """It stays."""
+
+
 def write_image(
-    image: memoryview,
+    source: Source,
     chunks: Sequence[int],
     *,
     backend: StorageBackend,
@@ -30,25 +70,27 @@ def write_image(
     retry: RetryPolicy,
     on_bytes: OnBytes,
 ) -> tuple[Chunk, ...]:
-    """Make ``image`` durable under ``key``; returns its chunk table.
+    """Make ``source`` durable under ``key``; returns its chunk table.
 
     Args:
-        image: The whole file. Must not change until this returns.
+        source: The whole file. Its memory must not change until this returns.
         chunks: Lengths in bytes that cover it.
 
     Raises:
         StorageError: Nothing is visible under ``key``.
+        CkptError: What ``source`` raised; nor is anything then.
     """
-    upload = retry.call(lambda: backend.upload(key, len(image)))
-    table: list[Chunk | None] = [None] * len(chunks)
+    upload = retry.call(lambda: backend.upload(key, source.size))
+    job = _Job(source, chunks, upload, retry, on_bytes)
     try:
+        job.check_room(takes_parts=backend.capabilities.takes_parts, key=key)
         if backend.capabilities.parallel_parts:
-            workers.run_all(_jobs(image, chunks, table, upload, retry, on_bytes))
+            workers.run_all(job.in_turn())
         else:
-            hashing = workers.submit(_hash, image, chunks, table, 0, 0, len(chunks))
+            hashing = workers.submit(job.hash, 0, 0, len(chunks))
             try:
-                for offset in range(0, len(image), upload.part_bytes):
-                    _write(image, upload, offset, retry, on_bytes)
+                for offset in range(0, source.size, upload.part_bytes):
+                    job.write(offset)
             except BaseException:
                 if not hashing.cancel():  # the image is only lent: nobody reads it once this has raised
                     wait([hashing])
@@ -58,39 +100,57 @@ def write_image(
     except BaseException:
         upload.abort()
         raise
-    return tuple(chunk for chunk in table if chunk is not None)
+    return tuple(chunk for chunk in job.table if chunk is not None)
 
 
-def _jobs(
-    image: memoryview,
-    chunks: Sequence[int],
-    table: list[Chunk | None],
-    upload: Upload,
-    retry: RetryPolicy,
-    on_bytes: OnBytes,
-) -> Iterator[Callable[[], None]]:
-    index = start = 0
-    for offset in range(0, len(image), upload.part_bytes):
-        yield partial(_write, image, upload, offset, retry, on_bytes)
-        last, end = index, start
-        while last < len(chunks) and end < offset + upload.part_bytes:
-            end += chunks[last]
-            last += 1
-        if last > index:
-            yield partial(_hash, image, chunks, table, start, index, last)
-        index, start = last, end
+class _Job:
+    def __init__(
+        self, source: Source, chunks: Sequence[int], upload: Upload, retry: RetryPolicy, on_bytes: OnBytes
+    ) -> None:
+        self.table: list[Chunk | None] = [None] * len(chunks)
+        self._source, self._chunks, self._upload = source, chunks, upload
+        self._retry, self._on_bytes = retry, on_bytes
 
+    def check_room(self, *, takes_parts: bool, key: str) -> None:
+        """A ring must hold what is being copied, written and hashed at a time, or each would wait for the others for ever."""
+        source, needed = self._source, _COPY_BYTES + self._upload.part_bytes + max(self._chunks, default=0)
+        if source.capacity >= source.size:
+            return
+        if not takes_parts:
+            raise StagingError(
+                f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of staging memory, and this store takes only "
+                "images that are all in memory: put a folder or S3 before it as a nearer tier"
+            )
+        if source.capacity < needed:
+            raise StagingError(
+                f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of {source.size >> 20} MiB through in parts of "
+                f"{self._upload.part_bytes >> 20} MiB: give it {needed >> 20} MiB or more (staging_bytes, free memory), or smaller chunk_bytes"
+            )
 
-def _write(image: memoryview, upload: Upload, offset: int, retry: RetryPolicy, on_bytes: OnBytes) -> None:
-    part = image[offset : offset + upload.part_bytes]
-    retry.call(lambda: upload.write(offset, part))
-    on_bytes(len(part))
+    def in_turn(self) -> Iterator[Callable[[], None]]:
+        """Each part, and the chunks that begin in it, in file order."""
+        index = start = 0
+        for offset in range(0, self._source.size, self._upload.part_bytes):
+            yield partial(self.write, offset)
+            last, end = index, start
+            while last < len(self._chunks) and end < offset + self._upload.part_bytes:
+                end += self._chunks[last]
+                last += 1
+            if last > index:
+                yield partial(self.hash, start, index, last)
+            index, start = last, end
 
+    def write(self, offset: int) -> None:
+        end = min(self._source.size, offset + self._upload.part_bytes)
+        part = self._source.view(offset, end)
+        self._retry.call(lambda: self._upload.write(offset, part))
+        self._source.written(offset, end)
+        self._on_bytes(end - offset)
 
-def _hash(
-    image: memoryview, chunks: Sequence[int], table: list[Chunk | None], start: int, first: int, last: int
-) -> None:
-    for index in range(first, last):
-        end = start + chunks[index]
-        table[index] = Chunk(chunks[index], checksum(image[start:end]))
-        start = end
+    def hash(self, start: int, first: int, last: int) -> None:
+        """Chunks ``first`` to ``last``, of which the first begins at ``start``."""
+        for index in range(first, last):
+            end = start + self._chunks[index]
+            self.table[index] = Chunk(self._chunks[index], checksum(self._source.view(start, end)))
+            self._source.hashed(start, end)
+            start = end

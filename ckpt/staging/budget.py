@@ -9,8 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass
+from typing import Final
 
 from ckpt.errors import HostMemoryExhausted
+
+_HEADROOM: Final = 0.9
+"""What others may need meanwhile is left to them."""
+_RING_STEP: Final = 32 << 20
+_LEAST_RING: Final = 4 * _RING_STEP
+_RING_SHARE: Final = 0.75
+"""Of the memory there is: a quarter as much again is for what must be set aside (see ``Snapshot``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,25 +32,23 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """``slots`` images of at most ``nbytes``; ``shared`` if they fit in /dev/shm. ``sentence`` says what was chosen and why."""
+    """``slots`` buffers of ``slot_bytes`` for images of at most ``nbytes``; ``shared`` if they lie in /dev/shm. ``sentence`` says what was chosen and why."""
 
     slots: int
     nbytes: int
+    slot_bytes: int
     shared: bool
     sentence: str
 
 
 def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
-    """As many of the ``wanted`` slots as fit, in shared memory if one at least fits there.
+    """As many of the ``wanted`` slots as fit, in shared memory if one at least fits there. If not even one does, a smaller buffer that images pass through in waves.
 
     Raises:
-        HostMemoryExhausted: Not even one image fits; the message holds the numbers.
+        HostMemoryExhausted: There is no room for waves either; the message holds the numbers.
     """
     if nbytes > room.memory:
-        raise HostMemoryExhausted(
-            nbytes,
-            f"{room.memory >> 20} MiB are free for each of the {room.ranks} rank(s) of this node (machine or memory cgroup)",
-        )
+        return _in_waves(nbytes, room)
     slots = min(wanted, room.memory // max(1, nbytes))
     shared = nbytes <= room.shared
     if shared:
@@ -52,12 +58,34 @@ def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
     why = f"{_mib(room.memory)} of memory and {_mib(room.shared)} of /dev/shm are free for each of {room.ranks} rank(s)"
     lost = "" if shared else "; images are lost with the process"
     fewer = f"; {wanted} were wanted, so a save may wait for the one before" if slots < wanted else ""
-    return Budget(slots=slots, nbytes=nbytes, shared=shared, sentence=f"{what}: {why}{lost}{fewer}")
+    return Budget(
+        slots=slots, nbytes=nbytes, slot_bytes=nbytes, shared=shared, sentence=f"{what}: {why}{lost}{fewer}"
+    )
 
 
-def measure(shm: str, *, ranks: int) -> Room:
-    """The room there is now for each of ``ranks`` on this node."""
-    memory = min([_meminfo_available(), *_cgroup_rooms()])
+def _in_waves(nbytes: int, room: Room) -> Budget:
+    ring = int(room.memory * _RING_SHARE) // _RING_STEP * _RING_STEP
+    if ring < _LEAST_RING:
+        raise HostMemoryExhausted(
+            nbytes,
+            f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this node (machine, memory cgroup or staging_bytes), "
+            f"and passing it through in waves takes {int(_LEAST_RING / _RING_SHARE) >> 20} MiB",
+        )
+    return Budget(
+        slots=1,
+        nbytes=nbytes,
+        slot_bytes=ring,
+        shared=False,
+        sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in waves: only {_mib(room.memory)} may be used by each of {room.ranks} rank(s); "
+        "an optimizer's step waits until the last wave has begun, at the speed of the nearest tier",
+    )
+
+
+def measure(shm: str, *, ranks: int, limit: int | None = None) -> Room:
+    """The room there is now for each of ``ranks`` on this node, at most ``limit`` for this one."""
+    memory = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
+    if limit is not None:
+        memory = min(memory, limit * ranks)
     try:
         stat = os.statvfs(shm)
         shared = stat.f_bavail * stat.f_frsize

@@ -1,15 +1,18 @@
-"""A save plan laid over a slot: one typed view per item, so that copying to a view is serializing."""
+"""A save plan laid over a slot: typed views for every item, so that copying to a view is serializing."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
+from ckpt.staging.copies import PIECE_BYTES
 from ckpt.staging.slots import Slot
+from ckpt.staging.window import Window
 
 # torch cannot copy or index these; the same bytes under another name it can
 _AS_INTEGERS: Final[dict[str, torch.dtype]] = {
@@ -35,20 +38,46 @@ def over(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor
     return memory.view(stand_in).view(tuple(shape))
 
 
+class Target(NamedTuple):
+    """A place for one item, or for a part of its flattened elements, that ends at byte ``end`` of the image."""
+
+    view: torch.Tensor
+    end: int
+    part: slice | None
+
+
 class Image:
-    """The destination views of a plan in one slot, in the order of ``plan.items``. Built once per slot and plan."""
+    """The places of a plan's items in one slot. A slot smaller than the image is a ring: byte ``o`` lies at ``o % capacity``. Built once per slot and plan."""
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:
         self.plan, self.slot = plan, slot
-        slot.view[: len(plan.header)] = plan.header
-        self.views = [
-            over(
-                slot.tensor[item.offset : item.offset + item.nbytes], leaves[item.leaf].dtype, item.box.shape
+        self._leaves = leaves
+        self._ring = plan.size > slot.capacity
+
+    def window(self) -> Window:
+        """A new image in the slot, with nothing but its header in it."""
+        header = self.plan.header
+        self.slot.view[: len(header)] = header
+        return Window(self.slot.view if self._ring else self.slot.view[: self.plan.size], self.plan.size)
+
+    def targets(self, index: int, *, flat: bool) -> list[Target]:
+        """Where item ``index`` of the plan goes: in pieces if it is large and its source ``flat`` (contiguous), or lies in two pieces of a ring; else as one."""
+        item, leaf = self.plan.items[index], self._leaves[self.plan.items[index].leaf]
+        start, end = item.offset, item.offset + item.nbytes
+        cuts: Sequence[int] = ()
+        if self._ring or (flat and item.nbytes > PIECE_BYTES):
+            cuts = range(-(-(start + 1) // PIECE_BYTES) * PIECE_BYTES, end, PIECE_BYTES)
+        if not cuts:
+            return [Target(over(self._bytes(start, end), leaf.dtype, item.box.shape), end, None)]
+        return [
+            Target(
+                over(self._bytes(a, b), leaf.dtype, [(b - a) // leaf.itemsize]),
+                b,
+                slice((a - start) // leaf.itemsize, (b - start) // leaf.itemsize),
             )
-            for item in plan.items
+            for a, b in itertools.pairwise([start, *cuts, end])
         ]
 
-    @property
-    def bytes(self) -> memoryview:
-        """The file."""
-        return self.slot.view[: self.plan.size]
+    def _bytes(self, start: int, end: int) -> torch.Tensor:
+        at = start % self.slot.capacity
+        return self.slot.tensor[at : at + end - start]

@@ -110,10 +110,11 @@ class SlotPool:
 
     Args:
         ranks: Ranks of this job on this node, which all ask for as much.
+        limit: Bytes to stay below, beside what the machine has.
     """
 
-    def __init__(self, count: int, *, ranks: int = 1) -> None:
-        self._count, self._ranks = count, ranks
+    def __init__(self, count: int, *, ranks: int = 1, limit: int | None = None) -> None:
+        self._count, self._ranks, self._limit = count, ranks, limit
         self._free: list[Slot] = []
         self._made: list[Slot] = []
         self._making = 0
@@ -149,7 +150,7 @@ class SlotPool:
             self._make(nbytes, free=True)
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
-        """A free slot of at least ``nbytes``; with ``wait`` until one is free, else None if none is.
+        """A free slot for an image of ``nbytes`` (smaller than that if the budget says waves); with ``wait`` until one is free, else None if none is.
 
         The first slot is waited for in any case.
 
@@ -173,7 +174,7 @@ class SlotPool:
     def release(self, slot: Slot) -> None:
         """The image in it is no longer needed."""
         with self._changed:
-            if self._budget and slot.capacity < self._budget.nbytes:
+            if self._budget and slot.capacity < self._budget.slot_bytes:
                 self._drop(slot)
             else:
                 self._free.append(slot)
@@ -189,7 +190,7 @@ class SlotPool:
 
     def _take(self, nbytes: int) -> Slot | None:
         for slot in self._free:
-            if slot.capacity >= nbytes:
+            if slot.capacity >= self._slot_bytes(nbytes):
                 self._free.remove(slot)
                 slot.generation += 1
                 return slot
@@ -197,21 +198,27 @@ class SlotPool:
 
     def _may_make(self, nbytes: int) -> bool:
         """Whether one more slot of this size is due; frees those that are too small first. Holds the lock."""
-        for slot in [slot for slot in self._free if slot.capacity < nbytes]:
+        for slot in [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]:
             self._free.remove(slot)
             self._drop(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
-            self._budget = decide(nbytes, wanted=self._count, room=measure(_SHM, ranks=self._ranks))
+            room = measure(_SHM, ranks=self._ranks, limit=self._limit)
+            self._budget = decide(nbytes, wanted=self._count, room=room)
             _log.log(
                 logging.INFO if self._budget.shared else logging.WARNING, "ckpt: %s", self._budget.sentence
             )
         return len(self._made) + self._making < self._budget.slots
 
+    def _slot_bytes(self, nbytes: int) -> int:
+        """How large a slot an image of ``nbytes`` gets."""
+        known = self._budget is not None and self._budget.nbytes >= nbytes
+        return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
+
     def _make(self, nbytes: int, *, free: bool) -> Slot:
         """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes its time."""
         made: list[Slot] = []
         try:
-            made.append(self._new(nbytes))
+            made.append(self._new(self._slot_bytes(nbytes)))
             made[0].prefault()
         finally:
             with self._changed:

@@ -1,8 +1,10 @@
 """Copying the state into an image: what may change at any moment before the call returns, the rest while training goes on.
 
 *Eager* sources are copied by ``copy_eager`` on the caller's thread. *Late* ones belong to an optimizer whose step is fenced: ``copy_late`` copies them on a
-background thread, and ``wait_landed`` holds that optimizer's step until it is done. Version counters of late sources are compared after the copy: one that
+background thread, and ``fence`` holds that optimizer's step until it is done. Version counters of late sources are compared after the copy: one that
 moved was changed behind our back, and the snapshot fails with its name instead of being torn.
+
+Copies are made in the order of the file, and the window is told how far they have come, so that writing need not wait for all of them.
 
 On CUDA the copies run on a side stream that waits for an event of the compute stream; the fence makes the compute *stream* wait, not the CPU.
 """
@@ -10,30 +12,22 @@ On CUDA the copies run on a side stream that waits for an event of the compute s
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 
 from ckpt.errors import CkptError, StagingError, TensorChanged
-from ckpt.model.checksum import checksum
+from ckpt.staging.copies import Copy, CudaCopies, groups, run
+from ckpt.staging.digest import digest
+from ckpt.staging.window import Window
 
-_GROUP_BYTES: Final = 64 << 20
-"""Late copies are issued in groups of about this size, so that none holds up a shutdown for long."""
-
-
-class Copy(NamedTuple):
-    """One source and its place in the image. ``guarded`` is the tensor whose version is watched."""
-
-    name: str
-    source: torch.Tensor
-    target: torch.Tensor
-    guarded: torch.Tensor
-
-
-_DIGEST_ROW: Final = 1021
+SPARE: Final = 4
+"""What must be copied at once into a ring is set aside if it is at most this part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +47,46 @@ class Batch:
     eager: tuple[Copy, ...]
     late: tuple[Copy, ...]
     checks: tuple[Check, ...]
+    guarded: tuple[torch.Tensor, ...] = field(init=False)
+    names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        watched = {id(copy.guarded): copy for copy in self.late}
+        object.__setattr__(self, "guarded", tuple(copy.guarded for copy in watched.values()))
+        object.__setattr__(self, "names", tuple(copy.name for copy in watched.values()))
+
+
+_version = attrgetter("_version")
 
 
 class Snapshot:
     """One image being filled.
 
-    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background thread; ``fence`` and ``wait_landed`` by any.
+    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background thread (by the training thread if ``foreground``); ``fence`` and
+    ``wait_landed`` by any.
+
+    Attributes:
+        window: What has landed; it can be streamed while the rest is copied.
+        digests: name -> "boxes=digest" of the checks; complete once it has landed.
+        foreground: Too much that may not wait for a buffer too small: ``copy_late`` must be run before the call returns, beside the streaming.
+        held_seconds: What the fence has cost so far, wait by wait.
     """
 
-    def __init__(self, step: int, batches: Sequence[Batch]) -> None:
+    def __init__(self, step: int, batches: Sequence[Batch], window: Window | None = None) -> None:
         self.step = step
+        self.window = window or Window(memoryview(b""), 0)
         self.digests: dict[str, str] = {}
-        """name -> "boxes=digest" of the checks; complete once it has landed."""
+        self.foreground = False
+        self.held_seconds: list[float] = []
         self._eager = [copy for batch in batches for copy in batch.eager]
         self._late = [copy for batch in batches for copy in batch.late]
         self._checks = [check for batch in batches for check in batch.checks]
-        self._guards = [(copy.name, copy.guarded, copy.guarded._version) for copy in self._late]
+        self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
         self._settling = threading.Lock()
         self._landed = threading.Event()
         self._launched = threading.Event()
         self._error: CkptError | None = None
-        self._cuda = _CudaCopies([*self._eager, *self._late]) if torch.cuda.is_available() else None
+        self._cuda = CudaCopies([*self._eager, *self._late]) if torch.cuda.is_available() else None
 
     @property
     def landed(self) -> bool:
@@ -81,8 +94,11 @@ class Snapshot:
         return self._landed.is_set()
 
     def copy_eager(self) -> None:
-        """Copy what may not wait. On return the eager sources may change."""
-        _copy(self._eager, self._cuda)
+        """Copy what may not wait. On return the eager sources may change, unless it says ``foreground``."""
+        if self.window.whole:
+            run(self._eager, self._cuda)
+        else:
+            self._set_aside()
         self._digest(late=False)
         if self._cuda:
             self._cuda.synchronize()
@@ -94,21 +110,15 @@ class Snapshot:
         if self._landed.is_set():
             return
         try:
-            group: list[Copy] = []
-            size = 0
-            for copy in self._late:
-                group.append(copy)
-                size += copy.target.nbytes
-                if size >= _GROUP_BYTES:
-                    _copy(group, self._cuda)
-                    group, size = [], 0
-            _copy(group, self._cuda)
+            launched = self._copy_in_order()
             self._digest(late=True)
             if self._cuda:
                 self._cuda.mark_launched()
             self._launched.set()
-            if self._cuda:
-                self._cuda.synchronize()
+            for events, end in launched:
+                for event in events.values():
+                    event.synchronize()
+                self.window.land(end)
             self._finish(self._changed())  # what is seen now need not wait; `settle` has the last word
         except Exception as error:  # noqa: BLE001 - a source freed or moved under the copy; the waiter gets it
             self._finish(
@@ -116,9 +126,13 @@ class Snapshot:
                 if isinstance(error, CkptError)
                 else StagingError(f"step {self.step} could not be copied: {error}")
             )
+        except BaseException:
+            self._finish(StagingError(f"the copying of step {self.step} was interrupted"))
+            raise
 
     def fence(self) -> None:
         """Return when late sources may change: the copy is done, or (CUDA) the current stream will wait for it."""
+        began = time.perf_counter()
         if self._cuda and self._cuda.has_work and not self._landed.is_set():
             self._launched.wait()
             if not self._landed.is_set():
@@ -127,6 +141,7 @@ class Snapshot:
             self._landed.wait()
         with suppress(TensorChanged):
             self.settle()
+        self.held_seconds.append(time.perf_counter() - began)
 
     def settle(self) -> None:
         """Compare versions for the last time; whatever changes from then on is none of this snapshot's business.
@@ -153,6 +168,39 @@ class Snapshot:
         if self._error:
             raise self._error
 
+    def replicas(self) -> dict[str, str]:
+        """The digests, once all has landed. Raises what ``wait_landed`` raises."""
+        self.wait_landed()
+        return self.digests
+
+    def _copy_in_order(self) -> list[tuple[dict[int, Any], int]]:
+        """Late copies, each group told to the window when it is there. Returns what is only launched: events, and what has landed with them."""
+        launched: list[tuple[dict[int, Any], int]] = []
+        waiting = list(groups(sorted(self._late, key=attrgetter("end"))))
+        ends = [group[0].start for group in waiting[1:]]
+        for group, end in zip(waiting, [*ends, self.window.size], strict=False):
+            if not self.window.whole:
+                self.window.wait_room(group[-1].end)
+            run(group, self._cuda)
+            if not self._cuda:
+                self.window.land(end)
+            elif self.window.whole:
+                launched.append((self._cuda.events(), end))
+            else:
+                self._cuda.synchronize()
+                self.window.land(end)
+        return launched
+
+    def _set_aside(self) -> None:
+        """Eager sources of an image that passes through a ring: copied where they keep, if they are few, to take their turn later."""
+        self.foreground = sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
+        if not self.foreground:
+            self._eager = [
+                copy._replace(source=copy.source.detach().to("cpu", copy=True)) for copy in self._eager
+            ]
+        self._late += self._eager
+        self._eager = []
+
     def _digest(self, *, late: bool) -> None:
         for check in self._checks:
             if check.late is late:
@@ -160,80 +208,19 @@ class Snapshot:
                     self.digests[check.name] = f"{check.boxes}={digest(check.source)}"
 
     def _changed(self) -> CkptError | None:
-        return next(
-            (TensorChanged(name, self.step) for name, tensor, was in self._guards if tensor._version != was),
-            None,
-        )
+        for batch, versions in self._guards:
+            now = list(map(_version, batch.guarded))
+            if now != versions:
+                name = next(n for n, a, b in zip(batch.names, now, versions, strict=True) if a != b)
+                return TensorChanged(name, self.step)
+        return None
 
     def _finish(self, error: CkptError | None) -> None:
         self._error = self._error or error
         self._eager, self._late, self._checks = [], [], []  # sources may be freed
+        if self._error:
+            self.window.fail(self._error)
+        else:
+            self.window.land(self.window.size)
         self._launched.set()
         self._landed.set()
-
-
-def _copy(copies: Sequence[Copy], cuda: _CudaCopies | None) -> None:
-    here = [copy for copy in copies if not copy.source.is_cuda]
-    with torch.no_grad():
-        if here:
-            torch._foreach_copy_([copy.target for copy in here], [copy.source for copy in here])
-        if cuda and len(here) < len(copies):
-            cuda.launch([copy for copy in copies if copy.source.is_cuda])
-
-
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-class _CudaCopies:
-    """Device to host on one side stream per device, after what the compute stream held when the snapshot was made."""
-
-    def __init__(self, copies: Sequence[Copy]) -> None:
-        devices = sorted({copy.source.device.index for copy in copies if copy.source.is_cuda})
-        self._streams = {index: _stream(index) for index in devices}
-        self._done: Mapping[int, Any] = {}
-        for index, stream in self._streams.items():
-            stream.wait_event(torch.cuda.current_stream(index).record_event())
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._streams)
-
-    def launch(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
-            with (
-                torch.cuda.device(copy.source.device),
-                torch.cuda.stream(self._streams[copy.source.device.index]),
-            ):
-                copy.target.copy_(copy.source, non_blocking=True)
-
-    def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """The side stream of a tensor's device, for work that must see what the copies see."""
-        return torch.cuda.stream(self._streams.get(tensor.device.index)) if tensor.is_cuda else nullcontext()
-
-    def mark_launched(self) -> None:
-        self._done = {index: stream.record_event() for index, stream in self._streams.items()}
-
-    def hold_current_stream(self) -> None:
-        for index, event in self._done.items():
-            torch.cuda.current_stream(index).wait_event(event)
-
-    def synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Tells replicas that have drifted apart; it is no checksum of stored data. Large tensors are folded on their own device first: each row of words to its xor.
-    A row has an odd number of words, so that constants do not cancel out.
-    """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    rows = flat.numel() // (8 * _DIGEST_ROW)
-    if not rows:
-        return checksum(flat.cpu().numpy().data)
-    if flat.storage_offset() % 8:
-        flat = flat.clone()
-    folded = rows * 8 * _DIGEST_ROW
-    words = flat[:folded].view(torch.int64).view(rows, _DIGEST_ROW)
-    xors = torch.hash_tensor(words, dim=1).view(torch.int64)
-    return f"{checksum(xors.cpu().numpy().data)}{checksum(flat[folded:].cpu().numpy().data)}"

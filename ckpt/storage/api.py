@@ -40,6 +40,7 @@ class Capabilities:
         alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it does not matter.
         max_concurrency: How many calls at once still help.
         parallel_parts: ``Upload.write`` calls of one upload may run at the same time.
+        takes_parts: ``Upload.write`` has taken the bytes when it returns; elsewhere their memory must stay until the end of the upload.
     """
 
     put_if_absent: bool
@@ -48,6 +49,7 @@ class Capabilities:
     alignment: int = 1
     max_concurrency: int = 8
     parallel_parts: bool = True
+    takes_parts: bool = False
 
 
 @runtime_checkable
@@ -64,7 +66,7 @@ class Upload(Protocol):
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take ``data`` at ``offset`` (a multiple of ``part_bytes``). The memory must stay unchanged until ``finish`` or ``abort``."""
+        """Take ``data`` at ``offset`` (a multiple of ``part_bytes``). The memory must stay unchanged until ``finish`` or ``abort``, unless ``Capabilities.takes_parts``."""
         ...
 
     def finish(self) -> ObjectInfo:

@@ -12,7 +12,7 @@ from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import write_image
+from ckpt.pipeline.writer import Whole, write_image
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
 
@@ -65,7 +65,7 @@ def write(
     backend, workers, retry, *, image: bytes = IMAGE, chunks: list[int] = WHOLE, on_bytes=lambda _: None
 ):
     return write_image(
-        memoryview(image),
+        Whole(memoryview(image)),
         chunks,
         backend=backend,
         key="step/rank",

@@ -29,7 +29,7 @@ def test_as_many_slots_as_fit_and_shared_if_one_does(memory, shared, slots, is_s
 
 def test_when_not_even_one_fits_the_numbers_are_told():
     with pytest.raises(
-        HostMemoryExhausted, match=r"100 MiB: 99 MiB are free for each of the 8 rank"
+        HostMemoryExhausted, match=r"100 MiB: 99 MiB may be used by each of the 8 rank"
     ) as caught:
         decide(100 * MIB, wanted=2, room=Room(memory=99 * MIB, shared=500 * MIB, ranks=8))
     assert caught.value.needed == 100 * MIB

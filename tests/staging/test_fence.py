@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ckpt.staging.fence import Fence
-from ckpt.staging.snapshot import Batch, Copy, Snapshot
+from ckpt.staging.copies import Copy
+from ckpt.staging.snapshot import Batch, Snapshot
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

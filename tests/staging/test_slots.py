@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def pools():
     made: list[SlotPool] = []
 
-    def build(count: int) -> SlotPool:
-        made.append(SlotPool(count))
+    def build(count: int, limit: int | None = None) -> SlotPool:
+        made.append(SlotPool(count, limit=limit))
         return made[-1]
 
     yield build
@@ -216,13 +216,13 @@ def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(po
 
 
 def test_an_image_larger_than_memory_is_refused_with_the_numbers(pools):
-    with pytest.raises(HostMemoryExhausted, match="MiB are free") as caught:
-        pools(1).acquire(1 << 50, wait=True)
+    with pytest.raises(HostMemoryExhausted, match="64 MiB may be used") as caught:
+        pools(1, limit=64 * MIB).acquire(1 << 50, wait=True)
     assert caught.value.needed == 1 << 50
 
 
 def test_a_pool_that_refused_goes_on(pools):
-    pool = pools(1)
+    pool = pools(1, limit=64 * MIB)
     with pytest.raises(HostMemoryExhausted):
         pool.acquire(1 << 50, wait=False)
     assert take(pool, MIB).capacity >= MIB

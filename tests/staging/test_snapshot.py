@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ckpt.errors import StagingError, TensorChanged
-from ckpt.staging.snapshot import Batch, Check, Copy, Snapshot, digest
+from ckpt.staging.copies import Copy
+from ckpt.staging.digest import digest
+from ckpt.staging.snapshot import Batch, Check, Snapshot
 
 
 def copy_of(name: str, source: torch.Tensor) -> Copy:

@@ -1,0 +1,109 @@
+"""The threads behind a manager, and what each does for a save: one copies, one streams (with the writers it commands), one makes slots ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from ckpt.config import SaveConfig, ranks_on_this_node
+from ckpt.coordination.api import Coordinator
+from ckpt.errors import CkptError
+from ckpt.events import Event, Observer, SaveCommitted, SaveStaged
+from ckpt.model.layout import StepRef
+from ckpt.pending import PendingSave
+from ckpt.pipeline.workers import Workers
+from ckpt.saver import SaveJob, Saver
+from ckpt.staging.slots import Slot, SlotPool
+from ckpt.staging.snapshot import Snapshot
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+
+
+class Background:
+    """Threads: all methods from the training thread; ``on_end`` is called by the streaming thread."""
+
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        coordinator: Coordinator,
+        config: SaveConfig,
+        *,
+        observers: Sequence[Observer],
+        on_end: Callable[[PendingSave, CkptError | None], None],
+    ) -> None:
+        self.slots = SlotPool(config.slots, ranks=ranks_on_this_node(), limit=config.staging_bytes)
+        self.saver = Saver(tiers, coordinator, config)
+        self._observers, self._on_end = tuple(observers), on_end
+        self._copier = Workers("copy", 1)
+        self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
+        self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the slots for images of ``nbytes`` ahead."""
+        self._reserver.submit(self.slots.reserve, nbytes)
+
+    def begin(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> None:
+        """Copy what is left, and stream; the slot is given back when both are over. Returns at once unless the snapshot says ``foreground``."""
+        staged = threading.Event()
+        self._streamer.submit(self._stream, job, snapshot, pending, slot, staged)
+        if snapshot.foreground:
+            self._stage(snapshot, pending, staged)
+        else:
+            self._copier.submit(self._stage, snapshot, pending, staged)
+
+    def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
+        """Let the other ranks know that this one has no part in a save."""
+        self._streamer.submit(self.saver.give_up, ref, trial, reason)
+
+    def notify(self, event: Event) -> None:
+        """Tell the observers."""
+        for observer in self._observers:
+            try:
+                observer(event)
+            except BaseException:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
+                _log.exception("ckpt: an observer failed on %s", type(event).__name__)
+
+    def finish(self) -> None:
+        """Finish all saves and stop the threads. Slots stay until ``slots.close``: views of them may be held."""
+        self._copier.close()
+        self._reserver.close(cancel=True)
+        self._streamer.close()
+        self.saver.close()
+
+    def _stage(self, snapshot: Snapshot, pending: PendingSave, staged: threading.Event) -> None:
+        """The copying that is left. ``staged`` is set when that has been told."""
+        try:
+            snapshot.copy_late()
+            with contextlib.suppress(CkptError):  # told by `_stream`
+                snapshot.wait_landed()
+                self.notify(
+                    SaveStaged(step=pending.step, nbytes=pending.nbytes, stall_seconds=pending.stall_seconds)
+                )
+        finally:
+            staged.set()
+
+    def _stream(
+        self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot, staged: threading.Event
+    ) -> None:
+        def committed(url: str) -> None:
+            staged.wait()  # events come in order
+            self.notify(
+                SaveCommitted(step=job.ref.step, tier=url, nbytes=job.plan.size, durable_seconds=pending.age)
+            )
+
+        error: CkptError | None = None
+        try:
+            self.saver.run(job, intact=snapshot.settle, on_bytes=pending.add_written, on_committed=committed)
+        except CkptError as failed:
+            error = failed
+        except BaseException as failed:  # noqa: BLE001 - it must reach the caller, whatever it is
+            error = CkptError(f"step {job.ref.step} failed: {failed!r}")
+            error.__cause__ = failed
+        finally:
+            snapshot.window.abandon()  # a copy under way needs no room any more, and must be over before the slot is another's
+            snapshot.wait_ended()
+            self.slots.release(slot)
+        self._on_end(pending, error)

@@ -1,0 +1,109 @@
+"""How far the copying of an image has come, and how far its writing: the two meet here.
+
+Writing begins with the first bytes that have landed. Where the buffer is smaller than the image it is a ring: byte ``o`` of the image lies at ``o % capacity``, and bytes that
+have been written and hashed make room for those still to come. So a state of any size can be staged, in waves.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from ckpt.errors import CkptError, StagingError
+
+
+class Window:
+    """The part of one image that is in memory.
+
+    Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written`` and ``hashed`` from any that stream; ``abandon`` from any.
+
+    Args:
+        memory: The buffer. A ring's length must be a multiple of every part's.
+        size: Bytes of the image.
+    """
+
+    def __init__(self, memory: memoryview, size: int) -> None:
+        self.size, self.capacity = size, len(memory)
+        self._memory = memory
+        self._landed = 0
+        self._uses = (_Prefix(), _Prefix())
+        self._error: CkptError | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the image stays in memory, to be read again."""
+        return self.size <= self.capacity
+
+    # -- the copying side ---------------------------------------------------------------------------------------------------
+
+    def wait_room(self, end: int) -> None:
+        """Return when bytes up to ``end`` may be copied to the buffer. Raises ``StagingError`` if nobody will ever make room."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or end - self._freed() <= self.capacity)
+            if self._error:
+                raise self._error
+
+    def land(self, end: int) -> None:
+        """Bytes up to ``end`` are what they shall be."""
+        with self._changed:
+            self._landed = max(self._landed, end)
+            self._changed.notify_all()
+
+    def fail(self, error: CkptError) -> None:
+        """No more bytes will land."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # -- the streaming side -------------------------------------------------------------------------------------------------
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes ``start`` to ``end``, once they have landed: the buffer's own memory, a copy only where they lie across the end of a ring.
+
+        Raises:
+            CkptError: They never will.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._landed >= end)
+            if self._error:
+                raise self._error
+        if self.whole:
+            return self._memory[start:end]
+        first, last = start % self.capacity, end % self.capacity or self.capacity
+        if first < last:
+            return self._memory[first:last]
+        return memoryview(bytes(self._memory[first:]) + bytes(self._memory[:last]))
+
+    def written(self, start: int, end: int) -> None:
+        """Bytes ``start`` to ``end`` are on the tier."""
+        self._used(0, start, end)
+
+    def hashed(self, start: int, end: int) -> None:
+        """Bytes ``start`` to ``end`` are in the chunk table."""
+        self._used(1, start, end)
+
+    def abandon(self) -> None:
+        """Nobody will write any more: a copy that waits for room need not."""
+        self.fail(StagingError("the image is not written any more"))
+
+    def _used(self, use: int, start: int, end: int) -> None:
+        if not self.whole:
+            with self._changed:
+                self._uses[use].add(start, end)
+                self._changed.notify_all()
+
+    def _freed(self) -> int:
+        return 0 if self.whole else min(use.end for use in self._uses)
+
+
+class _Prefix:
+    """Ranges that come in any order, and where the first gap begins."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._ahead: dict[int, int] = {}
+
+    def add(self, start: int, end: int) -> None:
+        self._ahead[start] = end
+        while self.end in self._ahead:
+            self.end = self._ahead.pop(self.end)

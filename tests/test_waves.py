@@ -1,0 +1,141 @@
+"""A state larger than the staging memory: staged in waves, whole all the same, and its stall told."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import CkptError, HostMemoryExhausted, OutOfSpace, StagingError
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+
+MIB = 1 << 20
+STAGING = 176 * MIB  # a ring of 128 MiB, the least
+WIDTH = 4800  # weight and two moments of 88 MiB each
+
+
+class Net(nn.Module):
+    """Its state passes round the ring twice. One weight is not contiguous, and one tensor lies across the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.turned = nn.Parameter(torch.randn(64, WIDTH).t())
+        self.register_buffer("odd", torch.randn(WIDTH * 13 + 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.turned + self.odd[:64]
+
+
+def trained() -> tuple[Net, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    step(net, optimizer)
+    return net, optimizer
+
+
+def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.randn(2, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def bits(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    found = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    for name, parameter in net.named_parameters():
+        found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+    return found
+
+
+def assert_restores(root: Path, expected: dict[str, torch.Tensor]) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    with CheckpointManager(root) as manager:
+        assert manager.restore({"net": net, "optimizer": optimizer})
+    found = bits(net, optimizer)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog, overlap):
+    caplog.set_level(logging.INFO, "ckpt")
+    net, optimizer = trained()
+    with CheckpointManager(tmp_path, staging_bytes=STAGING, overlap=overlap) as manager:
+        for number in range(2):
+            expected = bits(net, optimizer)
+            pending = manager.save_async({"net": net, "optimizer": optimizer}, number)
+            assert pending.nbytes > 128 * MIB
+            if overlap == "off":
+                pending.wait_staged(0)  # nothing is left to copy on return
+            with torch.no_grad():
+                net.odd.zero_()  # no optimizer's: it was copied, or set aside
+            step(net, optimizer)  # waits for the last wave by itself
+            stalled = pending.stall_seconds
+            pending.result()
+            assert stalled > pending.durable_seconds / 8  # most of the streaming was waited for, and is told
+            assert_restores(tmp_path, expected)
+    assert "in waves" in caplog.text
+
+
+def test_what_has_passed_through_is_taken_to_the_next_tier_from_the_nearest(tmp_path):
+    net, optimizer = trained()
+    near, far = tmp_path / "near", tmp_path / "far"
+    with CheckpointManager([near, far], staging_bytes=STAGING) as manager:
+        expected = bits(net, optimizer)
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        step(net, optimizer)
+        pending.result()
+    assert_restores(near, expected)
+    assert_restores(far, expected)
+
+
+def test_a_disk_that_fails_under_way_lets_the_optimizer_go_on(tmp_path, monkeypatch):
+    net, optimizer = trained()
+    rules = [Rule(verb="write", key="safetensors", nth=9, fault=Raise(OutOfSpace("k", "disk full")))]
+
+    def opened(url, options):
+        return FaultyBackend(open_backend(url, options), rules)
+
+    monkeypatch.setattr("ckpt.storage.tiers.open_backend", opened)
+    with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        step(net, optimizer)
+        with pytest.raises(OutOfSpace):
+            pending.result(30)
+        expected = bits(net, optimizer)
+        manager.save({"net": net, "optimizer": optimizer}, 2)
+    assert_restores(tmp_path, expected)
+
+
+def test_a_change_behind_our_back_while_waves_pass_fails_that_save(tmp_path):
+    net, optimizer = trained()
+    with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        with torch.no_grad():
+            net.turned.add_(1)
+        with pytest.raises(CkptError, match="net/turned"):
+            pending.result(30)
+
+
+def test_a_store_that_needs_all_parts_at_once_says_what_to_do(tmp_path):
+    net, optimizer = trained()
+    with CheckpointManager(Tier(f"dir::file://{tmp_path}"), staging_bytes=STAGING) as manager:
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        with pytest.raises(StagingError, match="nearer tier"):
+            pending.result(30)
+
+
+def test_too_little_for_waves_is_said_before_the_first_save(tmp_path):
+    net, optimizer = trained()
+    with CheckpointManager(tmp_path, staging_bytes=64 * MIB) as manager:
+        with pytest.raises(HostMemoryExhausted, match="64 MiB may be used"):
+            manager.prepare({"net": net, "optimizer": optimizer})
+        with pytest.raises(HostMemoryExhausted):
+            manager.save_async({"net": net, "optimizer": optimizer})
