@@ -41,9 +41,13 @@ class Background:
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
         self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
 
-    def reserve(self, nbytes: int) -> None:
-        """Make the slots for images of ``nbytes`` ahead."""
+    def reserve(self, nbytes: int, warm: Callable[[Sequence[Slot]], None] | None = None) -> None:
+        """Make the slots for images of ``nbytes`` ahead, then ``warm`` them."""
         self._reserver.submit(self.slots.reserve, nbytes)
+        if warm is not None:
+            self._copier.start()
+            self._streamer.start()
+            self._reserver.submit(lambda: warm(self.slots.made))
 
     def begin(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> None:
         """Copy what is left, and stream; the slot is given back when both are over. Returns at once unless the snapshot says ``foreground``."""

@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import index
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, Unpack
 
 import torch.distributed as dist
+from torch.optim import Optimizer
 
-from ckpt.adapters.collect import Collected, Memory, collect
+from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.background import Background
@@ -116,16 +118,30 @@ class CheckpointManager:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Reserve host memory for saves of ``state`` in the background, so that the first save is as fast as the later ones.
 
-        Optional; best called once the state is built, or restored. Optimizer state that does not exist yet is reckoned with.
+        ``restore`` does it by itself for a state with an optimizer, whether it found a checkpoint or not. Optimizer state that does not exist yet is reckoned with.
 
         Raises:
             HostMemoryExhausted: Not even one image fits; said now rather than at the first save.
         """
         self._check_open()
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
-        nbytes = self._plans.prepare(collected).plan.size + expected_growth(collected)
+        self._prepare(collected)
+
+    def _prepare(self, collected: Collected) -> None:
+        prepared, growth = self._plans.prepare(collected), expected_growth(collected)
+        nbytes = prepared.plan.size + growth
         self._background.slots.plan(nbytes)
-        self._background.reserve(nbytes)
+        warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=self._config.overlap == "auto")
+        self._background.reserve(nbytes, None if growth else warm)
+
+    def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
+        """After a restore: what is wrong with the state is the first save's to say; who restores to evaluate saves nothing."""
+        if not any(isinstance(value, Optimizer) for _, value in walk_objects(state)):
+            return
+        try:
+            self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory))
+        except Exception as error:  # noqa: BLE001 - also what a state_dict() of the user's raises
+            _log.warning("ckpt: no host memory was reserved for saves: %s", error)
 
     # -- saving -------------------------------------------------------------------------------------------------------------
 
@@ -198,6 +214,7 @@ class CheckpointManager:
             self._last_step = self._background.saver.restored_step = report.step
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
+        self._prepare_quietly(state)
         return report
 
     def steps(self) -> list[int]:

@@ -37,6 +37,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, write_image
+from ckpt.plan.merge import Known
 from ckpt.plan.save import SavePlan
 from ckpt.storage.tiers import OpenTier
 
@@ -79,6 +80,7 @@ class Saver:
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         self._retry = RetryPolicy()
         self._owner = Owner.here(coordinator.attempt)
+        self._known = Known()
         self._owned: set[int] = set()
         self._taken: dict[int, set[int]] = {}
         self.restored_step: int | None = None
@@ -161,6 +163,7 @@ class Saver:
             name=name,
             timeout=self._config.commit_timeout_seconds,
             retry=self._retry.call,
+            known=self._known,
         )
 
     def _veto(self, tier: OpenTier, ref: StepRef) -> CkptError | None:

@@ -41,9 +41,13 @@ def trained() -> tuple[Net, torch.optim.AdamW]:
 
 
 def step(net: Net, optimizer: torch.optim.Optimizer) -> None:
-    net(torch.randn(2, WIDTH)).square().mean().backward()
+    backward(net)
     optimizer.step()
-    optimizer.zero_grad()
+
+
+def backward(net: Net) -> None:
+    net.zero_grad()
+    net(torch.randn(2, WIDTH)).square().mean().backward()
 
 
 def bits(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -70,13 +74,14 @@ def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog,
     with CheckpointManager(tmp_path, staging_bytes=STAGING, overlap=overlap) as manager:
         for number in range(2):
             expected = bits(net, optimizer)
+            backward(net)
             pending = manager.save_async({"net": net, "optimizer": optimizer}, number)
             assert pending.nbytes > 128 * MIB
             if overlap == "off":
                 pending.wait_staged(0)  # nothing is left to copy on return
             with torch.no_grad():
                 net.odd.zero_()  # no optimizer's: it was copied, or set aside
-            step(net, optimizer)  # waits for the last wave by itself
+            optimizer.step()  # waits for the last wave by itself
             stalled = pending.stall_seconds
             pending.result()
             assert stalled > pending.durable_seconds / 8  # most of the streaming was waited for, and is told

@@ -6,7 +6,8 @@ segment that is handed out again vouches for its tensors' memory.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final
@@ -43,9 +44,21 @@ class Prepared:
     images: dict[int, tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]]] = field(
         default_factory=dict[int, Any]
     )
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def warm(self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool) -> None:
+        """Lay the plan over ``slots`` ahead, so that the first save need not. From any thread."""
+        for slot in slots:
+            with self.lock:
+                self._lay(slot, parts, overlap)
 
     def snapshot(self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool) -> Snapshot:
         """Sources matched with their places in ``slot``. Nothing is copied yet."""
+        with self.lock:
+            image, chosen = self._lay(slot, parts, overlap)
+        return Snapshot(step, chosen, image.window())
+
+    def _lay(self, slot: Slot, parts: Sequence[Part], overlap: bool) -> tuple[Image, list[Batch]]:
         image, batches = self.images.get(id(slot), (None, {}))
         if image is None or image.slot is not slot:
             image, batches = self.images[id(slot)] = Image(self.plan, self.leaves, slot), {}
@@ -59,7 +72,7 @@ class Prepared:
                     batches[(index, overlap)] = known
             chosen.append(known[1])
             first += len(part.held) if isinstance(part, Segment) else 1
-        return Snapshot(step, chosen, image.window())
+        return image, chosen
 
     def _batch(self, image: Image, part: Part, first: int, overlap: bool) -> Batch:
         eager: list[Copy] = []

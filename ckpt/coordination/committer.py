@@ -41,7 +41,7 @@ from ckpt.model.encoding import pack, unpack
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Fragment, FragmentRef
 from ckpt.model.validate import check_fragment
-from ckpt.plan.merge import merge
+from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, read_object
 
 T = TypeVar("T")
@@ -80,9 +80,10 @@ class Committer:
         name: str,
         timeout: float,
         retry: Retry = _at_once,
+        known: Known | None = None,
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
-        self._retry = retry
+        self._retry, self._known = retry, known or Known()
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
         """Say this rank's word and return the verdict.
@@ -154,14 +155,19 @@ class Committer:
                 return action
 
     def _merged(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> bytes:
-        return pack(merge((self._read(ref, fragment), fragment) for fragment in fragments))
+        parts = [(self._read(ref, fragment), fragment) for fragment in fragments]
+        manifest = merge(parts, self._known)
+        self._known.parts = {part.rank: part for part, _ in parts}
+        return pack(manifest)
 
     def _read(self, ref: StepRef, fragment: FragmentRef) -> Fragment:
         key = ref.key(fragment.name)
         data = self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
-        return check_fragment(unpack(data, Fragment, key=key), key=key)
+        return check_fragment(
+            unpack(data, Fragment, key=key), key=key, known=self._known.parts.get(fragment.rank)
+        )
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:

@@ -4,7 +4,7 @@ Two layers that know little of each other. *Files* are runs of bytes: every byte
 checksum; so whoever holds the chunk table can verify a file without knowing what is in it. *Tensors* are boxes that lie at byte offsets of files, row-major. A shard's
 bytes are whole chunks, cut by ``split_rows``: each chunk of a shard is itself a box.
 
-Encoded as JSON arrays in field order (``array_like``), because a manifest may hold a million of them.
+Encoded as JSON arrays in field order (``array_like``), because a manifest may hold a million of them; which is also why the garbage collector is told to pass them by (``gc=False``: no cycles).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FORMAT = 1
 HEADER_ALIGNMENT = 4096
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The next ``nbytes`` of a file."""
 
     nbytes: int
     checksum: str
 
 
-class File(msgspec.Struct, frozen=True, array_like=True):
+class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A data file of one rank. Chunks follow each other from byte 0 to ``size``; the first is the safetensors header."""
 
     name: str
@@ -37,7 +37,7 @@ class File(msgspec.Struct, frozen=True, array_like=True):
     chunks: tuple[Chunk, ...]
 
 
-class FragmentRef(msgspec.Struct, frozen=True, array_like=True):
+class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A fragment's file, so that damage to it is found too."""
 
     name: str
@@ -46,7 +46,7 @@ class FragmentRef(msgspec.Struct, frozen=True, array_like=True):
     checksum: str
 
 
-class Shard(msgspec.Struct, frozen=True, array_like=True):
+class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One box, stored once: ``offset`` bytes into the file of ``rank``."""
 
     rank: int
@@ -59,7 +59,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True):
         return Box(self.offsets, self.shape)
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A global tensor. ``shape`` is the whole tensor's."""
 
     name: str

@@ -20,8 +20,31 @@ from ckpt.model.values import Node, join
 _sorted = msgspec.json.Encoder(order="deterministic")
 
 
-def merge(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
-    """The manifest of one attempt at one step.
+class Known:
+    """The tensors of the last merge: what did not change from save to save is not put together again, which would take the interpreter from the training thread.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Fragment] = {}
+        """rank -> its last fragment; it was in order."""
+        self._merged: tuple[Tensor, ...] = ()
+        self._merged_from: list[tuple[Tensor, ...]] = []
+
+    def tensors(self, fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
+        """The merged tensors of ``fragments``: those of last time if nothing about them has changed, and no two ranks stored the same."""
+        own = [fragment.tensors for fragment in fragments]
+        if not self._merged or own != self._merged_from:
+            self._merged = _merge_tensors(fragments)
+            shards = sum(len(tensor.shards) for tensors in own for tensor in tensors)
+            once = shards == sum(len(tensor.shards) for tensor in self._merged)
+            self._merged_from = own if once else []  # copies must be compared each time
+        return self._merged
+
+
+def merge(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known | None = None) -> Manifest:
+    """The manifest of one attempt at one step. ``known`` remembers from call to call.
 
     Raises:
         ReplicasDiverged: Copies, or plain values, that should be equal are not.
@@ -37,7 +60,7 @@ def merge(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
         ):  # fmt: skip
             raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
     _check_replicas(fragments)
-    tensors = _merge_tensors(fragments)
+    tensors = (known or Known()).tensors(fragments)
     return Manifest(
         format=FORMAT,
         step=first.step,

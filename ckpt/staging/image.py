@@ -52,6 +52,7 @@ class Image:
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:
         self.plan, self.slot = plan, slot
         self._leaves = leaves
+        self._typed: dict[str, torch.Tensor] = {}
         self._ring = plan.size > slot.capacity
 
     def window(self) -> Window:
@@ -68,16 +69,25 @@ class Image:
         if self._ring or (flat and item.nbytes > PIECE_BYTES):
             cuts = range(-(-(start + 1) // PIECE_BYTES) * PIECE_BYTES, end, PIECE_BYTES)
         if not cuts:
-            return [Target(over(self._bytes(start, end), leaf.dtype, item.box.shape), end, None)]
+            return [Target(self._view(start, leaf, item.box.shape), end, None)]
         return [
             Target(
-                over(self._bytes(a, b), leaf.dtype, [(b - a) // leaf.itemsize]),
+                self._view(a, leaf, ((b - a) // leaf.itemsize,)),
                 b,
                 slice((a - start) // leaf.itemsize, (b - start) // leaf.itemsize),
             )
             for a, b in itertools.pairwise([start, *cuts, end])
         ]
 
-    def _bytes(self, start: int, end: int) -> torch.Tensor:
-        at = start % self.slot.capacity
-        return self.slot.tensor[at : at + end - start]
+    def _view(self, start: int, leaf: Leaf, shape: tuple[int, ...]) -> torch.Tensor:
+        typed = self._typed.get(leaf.dtype)
+        if typed is None:
+            memory = self.slot.tensor
+            typed = self._typed[leaf.dtype] = over(memory, leaf.dtype, [len(memory) // leaf.itemsize])
+        strides = [1]
+        for length in reversed(shape[1:]):
+            strides.insert(0, strides[0] * max(1, length))
+        at = start % self.slot.capacity // leaf.itemsize
+        return typed.as_strided(
+            shape, strides[: len(shape)], at
+        )  # one call instead of three: there are thousands

@@ -16,6 +16,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -46,6 +47,8 @@ class Slot:
         self._map = _map_file(path, self.capacity) if path else _map_anonymous(self.capacity)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        # also when nobody closes it; a fork that ends leaves its parent's file alone
+        self._remove = weakref.finalize(self, _unlink, path, os.getpid())
         if torch.cuda.is_available():
             self._pin()
 
@@ -64,9 +67,7 @@ class Slot:
         """Remove the file and let go of the memory. Views that are still held keep their mapping alive, not the file."""
         if self._pinned:
             _cudart().cudaHostUnregister(self.tensor.data_ptr())
-        if self.path:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+        self._remove()
 
     def _pin(self) -> None:
         code = _cudart().cudaHostRegister(self.tensor.data_ptr(), self.capacity, 0)
@@ -77,6 +78,12 @@ class Slot:
                 self.capacity >> 20,
                 code,
             )
+
+
+def _unlink(path: str | None, owner: int) -> None:
+    if path and os.getpid() == owner:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def _cudart() -> Any:
@@ -128,6 +135,12 @@ class SlotPool:
     def budget(self) -> Budget | None:
         """What was decided; None before the first slot."""
         return self._budget
+
+    @property
+    def made(self) -> list[Slot]:
+        """All slots there are, in use or not."""
+        with self._changed:
+            return list(self._made)
 
     def plan(self, nbytes: int) -> Budget:
         """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if there is no memory for one."""
