@@ -34,8 +34,10 @@ class Background:
         observers: Sequence[Observer],
         on_end: Callable[[PendingSave, CkptError | None], None],
     ) -> None:
-        self.slots = SlotPool(config.slots, ranks=ranks_on_this_node(), limit=config.staging_bytes)
         self.saver = Saver(tiers, coordinator, config)
+        self.slots = SlotPool(
+            config.slots, ranks=ranks_on_this_node(), limit=config.staging_bytes, on_drop=self.saver.evict
+        )
         self._observers, self._on_end = tuple(observers), on_end
         self._copier = Workers("copy", 1)
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
@@ -48,6 +50,18 @@ class Background:
             self._copier.start()
             self._streamer.start()
             self._reserver.submit(lambda: warm(self.slots.made))
+
+    def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
+        """A slot to fill, None if none is free (see ``SlotPool.acquire``). A step that was kept in it is given up."""
+        slot = self.slots.acquire(nbytes, wait=wait)
+        if slot is not None and slot.path is not None:
+            try:
+                self.saver.evict(slot.path)
+                slot.regrow()
+            except BaseException:
+                self.slots.release(slot)
+                raise
+        return slot
 
     def begin(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> None:
         """Copy what is left, and stream; the slot is given back when both are over. Returns at once unless the snapshot says ``foreground``."""

@@ -5,7 +5,10 @@
     root = "runs/gpt"                  # one place, or:
 
     [[tiers]]                          # several, nearest first
+    url = "memory"
+    [[tiers]]
     url = "/nvme/ckpt"
+    every = 10
     [[tiers]]
     url = "s3://bucket/run42"
     options = { endpoint_url = "http://store:9000" }
@@ -23,7 +26,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Final, Literal, TypeGuard, get_args
 
@@ -32,6 +35,7 @@ from ckpt.errors import ConfigError
 CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"
 DEBUG_VARIABLE: Final = "CKPT_DEBUG"
+MEMORY: Final = "memory"
 
 OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
@@ -45,6 +49,7 @@ _SAVE_KEYS: Final = (
     "chunk_mib",
     "commit_timeout_seconds",
     "slots",
+    "staging_mib",
     "threads",
     "nice",
     "cpus",
@@ -53,10 +58,19 @@ _SAVE_KEYS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for checkpoints: a folder or a URL, and what its backend is to be told. Repr hides the options: they may hold secrets."""
+    """A place for checkpoints. Repr hides the options: they may hold secrets.
+
+    Attributes:
+        url: A folder, a URL, or "memory": the memory of this machine, which outlives the process.
+        options: What its backend is to be told.
+        every: Only steps that are multiples of this go there.
+        required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
+    """
 
     url: str
     options: Mapping[str, object] = field(default_factory=dict[str, object], repr=False)
+    every: int = 1
+    required: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -67,6 +81,9 @@ class Tier:
             raise ConfigError(
                 f"options of {self.url!r} must be a table of names and values, not {type(self.options).__name__}"
             )
+        _whole("every", self.every, 1, 10**18)
+        if self.required not in (None, True, False):
+            raise ConfigError(f"required={self.required!r}: give true or false")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +178,7 @@ def resolve_tier(flag: str | None) -> Tier:
     if root := flag or os.environ.get(ROOT_VARIABLE):
         return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
     for tier in tiers:
-        if not tier.url.startswith("memory:"):
+        if tier.url != MEMORY and not tier.url.startswith("memory:"):
             return tier
     raise ConfigError(
         f'where are the checkpoints? Give --root URL, or set {ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
@@ -206,10 +223,12 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
 def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
-    _known("tiers.", row, ("url", "options"))
-    tier = Tier(row.get("url", ""), row.get("options", {}))
+    _known("tiers.", row, ("url", "options", "every", "required"))
+    tier = Tier(row.get("url", ""), **{"options": {}, **{k: v for k, v in row.items() if k != "url"}})
+    if tier.url == MEMORY:
+        return tier
     if folder and "://" not in tier.url and "::" not in tier.url and not tier.url.startswith("~"):
-        return Tier(os.path.join(folder, tier.url), tier.options)
+        return replace(tier, url=os.path.join(folder, tier.url))
     return tier
 
 
@@ -220,6 +239,10 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
         mib = fields.pop("chunk_mib")
         _whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
         fields["chunk_bytes"] = mib << 20
+    if "staging_mib" in fields:
+        mib = fields.pop("staging_mib")
+        _whole("staging_mib", mib, 1, 1 << 30)
+        fields["staging_bytes"] = mib << 20
     if "cpus" in fields:
         if not isinstance(fields["cpus"], list):
             raise ConfigError(f"cpus={fields['cpus']!r}: give a list of core numbers, such as [0, 1]")

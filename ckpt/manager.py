@@ -260,9 +260,14 @@ class CheckpointManager:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
+        tiers = len(self._background.saver.tiers_of(ref.step))
+        if not tiers:  # as every rank finds
+            pending = PendingSave(ref.step, 0, None, began=began)
+            pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), heard=True)
+            return pending
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         prepared = self._plans.prepare(collected)
-        slot = self._background.slots.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
+        slot = self._background.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
         if slot is None:
             return self._skip(ref, trial)
         try:
@@ -278,7 +283,7 @@ class CheckpointManager:
         except BaseException:
             self._background.slots.release(slot)
             raise
-        pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=len(self._tiers))
+        pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
         self._pending = [other for other in self._pending if not other.done() or other.unheard]
         self._pending.append(pending)
         self._saved.add(ref.step)

@@ -63,9 +63,9 @@ class PendingSave:
             TimeoutError: Not yet.
             StagingError: The copy failed; this save is lost.
         """
-        if self._snapshot is not None:
-            self._snapshot.wait_landed(timeout)
-            self._snapshot.settle()
+        if (snapshot := self._snapshot) is not None:  # `finish` may let go of it meanwhile
+            snapshot.wait_landed(timeout)
+            snapshot.settle()
 
     def result(self, timeout: float | None = None) -> PendingSave:
         """Return this when the checkpoint is committed, or raise why it never will be.

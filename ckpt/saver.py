@@ -10,11 +10,12 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import msgspec
 
-from ckpt.catalog.index import committed
+from ckpt.catalog.index import committed, sweep
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
@@ -28,6 +29,7 @@ from ckpt.errors import (
     PeerFailed,
     StepExists,
     StorageError,
+    TensorChanged,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -36,9 +38,10 @@ from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes, Source, write_image
+from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
 from ckpt.plan.merge import Known
 from ckpt.plan.save import SavePlan
+from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -73,7 +76,7 @@ class SaveJob:
 
 
 class Saver:
-    """Threads: ``run`` and ``give_up`` from one background thread; ``close`` from the owner, when it has stopped."""
+    """Threads: ``run`` and ``give_up`` from one background thread; ``evict`` from the training thread; ``close`` from the owner, when it has stopped."""
 
     def __init__(self, tiers: Sequence[OpenTier], coordinator: Coordinator, config: SaveConfig) -> None:
         self._tiers, self._coordinator, self._config = tiers, coordinator, config
@@ -83,6 +86,9 @@ class Saver:
         self._known = Known()
         self._owned: set[int] = set()
         self._taken: dict[int, set[int]] = {}
+        self._lodgers: dict[str, tuple[OpenTier, StepRef]] = {}
+        self._durable_step = -1
+        self._swept: set[int] = set()
         self.restored_step: int | None = None
 
     def run(
@@ -98,33 +104,59 @@ class Saver:
         Raises:
             CkptError: It did not become a checkpoint on some tier; those before it stand.
         """
-        for position, tier in enumerate(self._tiers):
+        tiers = self.tiers_of(job.ref.step)
+        for position, tier in enumerate(tiers):
             try:
                 chunks = self._run_on(tier, job, on_bytes, intact)
             except Exception as error:
-                for later in self._tiers[position + 1 :]:
+                if not tier.required and position + 1 < len(tiers) and not isinstance(error, TensorChanged):
+                    _log.warning("ckpt: step %d is not kept in %s: %s", job.ref.step, tier.url, error)
+                    continue
+                for later in tiers[position + 1 :]:
                     self._refuse(later, job.ref, job.trial, f"tier {tier.url}: {error}")
                 raise
+            self._committed_on(tier, job.ref)
             on_committed(tier.url)
-            if (
-                job.image.capacity < job.image.size
-            ):  # it has passed through memory; from here on it is on this tier
+            job = replace(job, known=chunks)
+            if job.image.capacity < job.image.size:  # gone from memory; from here on it is on this tier
                 key = job.ref.key(data_name(self._coordinator.rank))
-                stored = StoredImage(tier.backend, key, job.plan.size, self._retry)
-                job = replace(job, image=stored, known=chunks)
+                job = replace(job, image=StoredImage(tier.backend, key, job.plan.size, self._retry))
+
+    def tiers_of(self, step: int) -> list[OpenTier]:
+        """Those that ``step`` goes to."""
+        return [tier for tier in self._tiers if tier.takes(step)]
+
+    def evict(self, path: str) -> None:
+        """The slot that is this file will be overwritten: take the step that lies in it off its tier, manifest first. From the training thread."""
+        if found := self._lodgers.pop(path, None):
+            tier, ref = found
+            for name in (ref.manifest, *map(ref.key, self._own_names())):
+                tier.backend.delete(name)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         """Tell the others that this rank has no part in a save, so that they need not wait."""
-        for tier in self._tiers:
+        for tier in self.tiers_of(ref.step):
             self._refuse(tier, ref, trial, reason)
 
     def close(self) -> None:
-        """Stop the threads and give the roots back."""
+        """Stop the threads and give the roots back. What lies in memory is freed, unless it is the newest there is."""
         self._workers.close()
+        for path, (_, ref) in list(self._lodgers.items()):
+            if ref.step <= self._durable_step:
+                with contextlib.suppress(CkptError):
+                    self.evict(path)
         for tier in self._tiers:
             if tier.index in self._owned:
                 with contextlib.suppress(CkptError):
                     release(tier.backend, self._owner)
+
+    def _committed_on(self, tier: OpenTier, ref: StepRef) -> None:
+        if not isinstance(tier.backend, Adopting):
+            self._durable_step = max(self._durable_step, ref.step)
+        elif self._coordinator.rank == LEADER and tier.index not in self._swept:
+            self._swept.add(tier.index)  # what an earlier job left in memory is outdated now
+            with contextlib.suppress(CkptError):
+                sweep(tier.backend, keep=self._coordinator.attempt)
 
     # -- one tier -----------------------------------------------------------------------------------------------------------
 
@@ -187,20 +219,29 @@ class Saver:
 
     def _write(self, tier: OpenTier, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         key = job.ref.key(data_name(self._coordinator.rank))
-        chunks = write_image(
+        write: Callable[..., tuple[Chunk, ...]] = partial(write_image, backend=tier.backend)
+        if isinstance(tier.backend, Adopting):
+            write = partial(adopt_image, backend=tier.backend)
+            if job.image.path:
+                self._lodgers[job.image.path] = (tier, job.ref)
+        stored = isinstance(job.image, StoredImage)
+        chunks = write(
             job.image,
             job.plan.chunks,
-            backend=tier.backend,
             key=key,
             workers=self._workers,
             retry=self._retry,
             on_bytes=on_bytes,
+            known=() if stored else job.known,
         )
-        if job.known not in ((), chunks):
+        if stored and job.known != chunks:
             raise IntegrityError(
                 f"{key} was read back from the nearer tier, and is not what was written there"
             )
         return chunks
+
+    def _own_names(self) -> tuple[str, str]:
+        return fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)
 
     def _put_fragment(self, tier: OpenTier, job: SaveJob, chunks: tuple[Chunk, ...]) -> FragmentRef:
         rank = self._coordinator.rank
@@ -246,6 +287,6 @@ class Saver:
             return
         else:
             return
-        for name in (fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)):
+        for name in self._own_names():
             with contextlib.suppress(StorageError):
                 tier.backend.delete(ref.key(name))

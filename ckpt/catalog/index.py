@@ -67,6 +67,15 @@ def committed(backend: StorageBackend) -> list[StepRef]:
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
 
 
+def sweep(backend: StorageBackend, *, keep: str) -> None:
+    """Remove all steps but those of the attempt ``keep``, each manifest first. For stores that one job has for itself, and only while it runs."""
+    for ref in attempts(backend):
+        if not ref.attempt.startswith(keep):
+            backend.delete(ref.manifest)
+            for info in list(backend.list(f"{ref.folder}/")):
+                backend.delete(info.key)
+
+
 def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
     """The manifest of a committed step, checked.
 

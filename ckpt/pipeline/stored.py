@@ -14,6 +14,8 @@ class StoredImage:
     Threads: any.
     """
 
+    path = None
+
     def __init__(self, backend: StorageBackend, key: str, size: int, retry: RetryPolicy) -> None:
         self._backend, self._key, self._retry = backend, key, retry
         self.size = self.capacity = size

@@ -6,6 +6,7 @@ is read while it is near. Each part is retried by itself; the first lasting erro
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from functools import partial
@@ -16,7 +17,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend, Upload
+from ckpt.storage.api import Adopting, StorageBackend, Upload
 
 _COPY_BYTES: Final = 32 << 20
 """How much is copied to a ring at once."""
@@ -29,6 +30,11 @@ class Source(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def path(self) -> str | None:
+        """The file in /dev/shm that holds all of it, if one does."""
+        ...
 
     @property
     def capacity(self) -> int:
@@ -46,6 +52,8 @@ class Source(Protocol):
 
 class Whole:
     """An image that is all in memory."""
+
+    path = None
 
     def __init__(self, memory: memoryview) -> None:
         self._memory, self.size, self.capacity = memory, len(memory), len(memory)
@@ -69,25 +77,27 @@ def write_image(
     workers: Workers,
     retry: RetryPolicy,
     on_bytes: OnBytes,
+    known: tuple[Chunk, ...] = (),
 ) -> tuple[Chunk, ...]:
     """Make ``source`` durable under ``key``; returns its chunk table.
 
     Args:
         source: The whole file. Its memory must not change until this returns.
         chunks: Lengths in bytes that cover it.
+        known: The chunk table, if these very bytes were hashed before.
 
     Raises:
         StorageError: Nothing is visible under ``key``.
         CkptError: What ``source`` raised; nor is anything then.
     """
     upload = retry.call(lambda: backend.upload(key, source.size))
-    job = _Job(source, chunks, upload, retry, on_bytes)
+    job = _Job(source, [] if known else chunks, upload, retry, on_bytes)
     try:
         job.check_room(takes_parts=backend.capabilities.takes_parts, key=key)
         if backend.capabilities.parallel_parts:
             workers.run_all(job.in_turn())
         else:
-            hashing = workers.submit(job.hash, 0, 0, len(chunks))
+            hashing = workers.submit(job.hash, 0, 0, len(job.table))
             try:
                 for offset in range(0, source.size, upload.part_bytes):
                     job.write(offset)
@@ -100,7 +110,40 @@ def write_image(
     except BaseException:
         upload.abort()
         raise
-    return tuple(chunk for chunk in job.table if chunk is not None)
+    return known or tuple(chunk for chunk in job.table if chunk is not None)
+
+
+def adopt_image(
+    source: Source,
+    chunks: Sequence[int],
+    *,
+    backend: Adopting,
+    key: str,
+    workers: Workers,
+    retry: RetryPolicy,
+    on_bytes: OnBytes,
+    known: tuple[Chunk, ...] = (),
+) -> tuple[Chunk, ...]:
+    """As ``write_image``, for a store that takes the image where it is: it is only hashed.
+
+    Raises:
+        StagingError: It is not all in /dev/shm.
+    """
+    if (path := source.path) is None:
+        raise StagingError(f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole")
+    table: list[Chunk] = list(known)
+    if not known:
+        offsets = list(itertools.accumulate(chunks, initial=0))
+        table = workers.run_all(partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets))
+    retry.call(lambda: backend.adopt(key, path, source.size))
+    on_bytes(source.size)
+    return tuple(table)
+
+
+def _hashed(source: Source, start: int, end: int) -> Chunk:
+    chunk = Chunk(end - start, checksum(source.view(start, end)))
+    source.hashed(start, end)
+    return chunk
 
 
 class _Job:
@@ -151,6 +194,5 @@ class _Job:
         """Chunks ``first`` to ``last``, of which the first begins at ``start``."""
         for index in range(first, last):
             end = start + self._chunks[index]
-            self.table[index] = Chunk(self._chunks[index], checksum(self._source.view(start, end)))
-            self._source.hashed(start, end)
+            self.table[index] = _hashed(self._source, start, end)
             start = end

@@ -59,7 +59,8 @@ class Image:
         """A new image in the slot, with nothing but its header in it."""
         header = self.plan.header
         self.slot.view[: len(header)] = header
-        return Window(self.slot.view if self._ring else self.slot.view[: self.plan.size], self.plan.size)
+        memory = self.slot.view if self._ring else self.slot.view[: self.plan.size]
+        return Window(memory, self.plan.size, self.slot.path)
 
     def targets(self, index: int, *, flat: bool) -> list[Target]:
         """Where item ``index`` of the plan goes: in pieces if it is large and its source ``flat`` (contiguous), or lies in two pieces of a ring; else as one."""

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -55,6 +55,21 @@ class Slot:
     @property
     def shared(self) -> bool:
         return self.path is not None
+
+    def regrow(self) -> None:
+        """Back to its full length: it was cut when a store in memory took the image in it.
+
+        Raises:
+            HostMemoryExhausted: Others have taken what was cut off.
+        """
+        if self.path and (size := os.stat(self.path).st_size) < self.capacity:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(descriptor, size, self.capacity - size)
+            except OSError as error:
+                raise HostMemoryExhausted(self.capacity, os.strerror(error.errno or errno.ENOSPC)) from None
+            finally:
+                os.close(descriptor)
 
     def prefault(self) -> None:
         """Touch every page now: a first touch is many times slower than a reuse."""
@@ -118,10 +133,19 @@ class SlotPool:
     Args:
         ranks: Ranks of this job on this node, which all ask for as much.
         limit: Bytes to stay below, beside what the machine has.
+        on_drop: Told the file of a slot that is let go for a larger one.
     """
 
-    def __init__(self, count: int, *, ranks: int = 1, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        ranks: int = 1,
+        limit: int | None = None,
+        on_drop: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._count, self._ranks, self._limit = count, ranks, limit
+        self._on_drop = on_drop
         self._free: list[Slot] = []
         self._made: list[Slot] = []
         self._making = 0
@@ -260,6 +284,8 @@ class SlotPool:
 
     def _drop(self, slot: Slot) -> None:
         self._made.remove(slot)
+        if slot.path and not self._closed:
+            self._on_drop(slot.path)
         slot.close()
 
 

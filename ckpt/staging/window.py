@@ -19,10 +19,12 @@ class Window:
     Args:
         memory: The buffer. A ring's length must be a multiple of every part's.
         size: Bytes of the image.
+        path: The file in /dev/shm that the buffer is, if it is one.
     """
 
-    def __init__(self, memory: memoryview, size: int) -> None:
+    def __init__(self, memory: memoryview, size: int, path: str | None = None) -> None:
         self.size, self.capacity = size, len(memory)
+        self.path = path if self.whole else None
         self._memory = memory
         self._landed = 0
         self._uses = (_Prefix(), _Prefix())

@@ -136,6 +136,15 @@ class StorageBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class Adopting(Protocol):
+    """A store of this machine's memory, which takes an image that lies in a file there without a copy."""
+
+    def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
+        """Make the file, cut to ``size`` bytes, the object ``key``. It keeps its own name; who writes to it again deletes the object first."""
+        ...
+
+
 def check_key(key: str) -> str:
     """Return ``key`` if it cannot leave the root on any store or system, else raise ``StorageError``.
 

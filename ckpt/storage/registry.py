@@ -20,6 +20,7 @@ BackendFactory = Callable[[str, Mapping[str, object]], StorageBackend]
 BUILT_IN: Final[Mapping[str, str]] = {
     "file": "ckpt_backends.posix:open_posix",
     "memory": "ckpt_backends.memory:open_memory",
+    "shm": "ckpt_backends.shm:open_shm",
     "s3": "ckpt_backends.s3:open_s3",
     "gs": "ckpt_backends.gcs:open_gcs",
     "gcs": "ckpt_backends.gcs:open_gcs",

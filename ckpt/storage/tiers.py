@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.config import Tier
+from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError
-from ckpt.storage.api import StorageBackend
+from ckpt.model.checksum import checksum
+from ckpt.storage.api import Adopting, StorageBackend
 from ckpt.storage.registry import open_backend
 
 
@@ -24,6 +25,15 @@ class OpenTier:
     def url(self) -> str:
         """Without credentials."""
         return self.backend.url
+
+    @property
+    def required(self) -> bool:
+        """Whether a save that does not get there has failed."""
+        return not isinstance(self.backend, Adopting) if self.tier.required is None else self.tier.required
+
+    def takes(self, step: int) -> bool:
+        """Whether ``step`` goes there."""
+        return step % self.tier.every == 0
 
 
 def as_tiers(
@@ -49,7 +59,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     opened: list[OpenTier] = []
     try:
         for index, tier in enumerate(tiers):
-            opened.append(OpenTier(index, tier, open_backend(tier.url, tier.options)))
+            url = _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
+            opened.append(OpenTier(index, tier, open_backend(url, tier.options)))
             urls = [other.url for other in opened]
             if urls.count(urls[-1]) > 1:
                 raise ConfigError(f"the tier {urls[-1]} is named twice")
@@ -58,3 +69,14 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
             done.backend.close()
         raise
     return tuple(opened)
+
+
+def _memory_of(farther: Sequence[Tier]) -> str:
+    """The store in memory that belongs to the next tier: a restarted job finds it by that, whatever its process or run is called."""
+    if not farther:
+        raise ConfigError(
+            'the tier "memory" belongs to the tier after it: name one, or give the memory a name of its own, "shm://NAME"'
+        )
+    url = farther[0].url
+    place = url if "://" in url or "::" in url else os.path.realpath(os.path.expanduser(url))
+    return f"shm://{checksum(place.encode())[:16]}"

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import StorageError
+from ckpt.storage.api import Adopting
+from ckpt.storage.testing import BackendConformance
+from ckpt.storage.testing.conformance import fetch
+from ckpt_backends.shm import open_shm
+
+
+class TestShm(BackendConformance):
+    @pytest.fixture
+    def open_root(self):
+        token = uuid.uuid4().hex[:8]
+        made: list[str] = []
+
+        def build(name: str):
+            made.append(f"shm://test-{token}-{name}")
+            return open_shm(made[-1], {})
+
+        yield build
+        for url in made:
+            backend = open_shm(url, {})
+            for info in list(backend.list("")):
+                backend.delete(info.key)
+            backend.close()
+            assert not Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{url.removeprefix('shm://')}").exists()
+
+    def test_a_file_is_taken_without_a_copy_and_keeps_its_own_name(self, backend):
+        path = Path(f"/dev/shm/ckpt-test-{uuid.uuid4().hex}")
+        try:
+            path.write_bytes(b"0123456789")
+            assert isinstance(backend, Adopting)
+            assert backend.adopt("step/x", str(path), 7).size == 7
+            assert fetch(backend, "step/x") == b"0123456"
+            assert path.stat().st_nlink == 2
+            backend.adopt("step/x", str(path), 3)  # once more, in place of the first
+            assert backend.head("step/x").size == 3
+            backend.delete("step/x")
+            assert path.read_bytes() == b"012"
+        finally:
+            path.unlink()
+
+    def test_a_file_elsewhere_is_refused_and_leaves_nothing(self, backend, tmp_path):
+        (tmp_path / "x").write_bytes(b"abc")
+        for path in (tmp_path / "x", "/dev/shm/ckpt-no-such-file"):
+            with pytest.raises(StorageError):
+                backend.adopt("step/x", str(path), 3)
+        assert list(backend.list("")) == []

@@ -1,0 +1,177 @@
+"""The tier "memory": slots that are the checkpoint, and outlive the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed
+from ckpt.config import load_config
+from ckpt.errors import ConfigError, SaveSkipped
+from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import open_tiers
+from tests.test_review import whole
+
+MEMORY = Path("/dev/shm")
+
+WORKER = """
+import os, sys, torch
+from torch import nn
+from ckpt import CheckpointManager, Tier
+root, steps, end = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+model = nn.Linear(300, 300)
+optimizer = torch.optim.AdamW(model.parameters())
+manager = CheckpointManager([Tier("memory"), Tier(root, every=4)])
+state = {"model": model, "optimizer": optimizer, "step": 0}
+report = manager.restore(state)
+print("from", report and (report.step, report.tier.split(":")[0]), flush=True)
+for step in range(state["step"] + 1, state["step"] + 1 + steps):
+    model(torch.ones(2, 300) * step).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state["step"] = step
+    manager.save(state)
+print("sum", model.weight.double().sum().item(), flush=True)
+if end == "kill":
+    os.kill(os.getpid(), 9)
+manager.close()
+"""
+
+
+@pytest.fixture
+def near(tmp_path: Path):
+    """A manager's two tiers, and the folder of the first."""
+    tiers = [Tier("memory"), Tier(str(tmp_path / "disk"))]
+    opened = open_tiers(tiers)
+    folder = MEMORY / f"ckpt-memory-{os.getuid()}-{opened[0].url.removeprefix('shm://')}"
+    yield tiers, folder
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    folder.rmdir() if folder.exists() else None
+
+
+def work(root: Path, steps: int, end: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", WORKER, root, str(steps), end],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_killed_trainer_resumes_from_memory_and_from_disk_where_that_is_gone(tmp_path, near):
+    _, folder = near
+    assert work(tmp_path / "disk", 6, "kill")[0] == "from None"
+    assert whole(tmp_path / "disk") == [4]
+    resumed = work(tmp_path / "disk", 1, "kill")  # 5 and 6 were in memory only
+    assert resumed[0] == "from (6, 'shm')"
+    for path in folder.rglob("*.safetensors"):
+        path.unlink()
+    assert work(tmp_path / "disk", 3, "close") == [
+        "from (4, 'disk')".replace("disk", str(tmp_path / "disk")),
+        resumed[1],
+    ]
+
+
+def test_nothing_is_copied_and_what_lies_in_a_slot_goes_before_the_slot_is_filled_again(near):
+    tiers, folder = near
+    with CheckpointManager(tiers) as manager:
+        for step in range(5):
+            manager.save({"x": torch.full((1 << 20,), step)}, step)
+            listed = {ref.step for ref in committed(open_backend(f"shm://{folder.name.split('-')[-1]}"))}
+            assert listed == {step, step - 1} - {-1}
+            files = list(folder.rglob("*.safetensors"))
+            assert all(path.stat().st_nlink == 2 for path in files)  # the slot itself, under a second name
+        assert manager.restore({"x": torch.zeros(1 << 20, dtype=torch.int64)}).tier.startswith("shm://")
+
+
+def test_damage_in_memory_is_found_and_the_disk_is_next(near, tmp_path):
+    tiers, folder = near
+    with CheckpointManager(tiers) as manager:
+        manager.save({"x": torch.arange(1000)}, 3)
+        (image,) = folder.rglob("*.safetensors")
+        data = bytearray(image.read_bytes())
+        data[-5] ^= 1
+        image.write_bytes(data)
+        state = {"x": torch.zeros(1000, dtype=torch.int64)}
+        report = manager.restore(state)
+        assert (report.step, report.tier) == (3, str(tmp_path / "disk"))
+        assert state["x"].tolist() == list(range(1000))
+
+
+def test_closing_frees_the_memory_unless_it_holds_the_newest_step(near, tmp_path):
+    tiers, folder = near
+    with CheckpointManager(tiers) as manager:
+        manager.save({"x": torch.ones(3)}, 1)
+    assert not folder.exists()
+    with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=10)]) as manager:
+        manager.save({"x": torch.ones(3)}, 10)
+        manager.save({"x": torch.ones(3)}, 11)
+    assert {path.parent.name.split(".")[0] for path in folder.rglob("manifest.json")} == {"step-000000011"}
+    with CheckpointManager(tiers) as manager:
+        assert manager.steps() == [1, 10, 11]
+        manager.save({"x": torch.ones(3)}, 12)  # what an earlier job left is swept away by the first commit
+        assert manager.steps() == [1, 10, 12]
+
+
+def test_a_state_that_grows_takes_a_larger_slot_and_leaves_nothing_of_the_small_one(near):
+    tiers, folder = near
+    with CheckpointManager(tiers) as manager:
+        for step, size in enumerate([1000, 3 << 20, 10, 5 << 20]):
+            model = nn.Linear(size, 1)
+            manager.save({"model": model}, step)
+            held = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*.safetensors")}
+            slots = {path.stat().st_ino for path in MEMORY.glob(f"ckpt-slot-{os.getpid()}-*")}
+            assert set(held) <= slots  # no memory but that of slots
+
+
+def test_a_step_goes_where_it_is_asked_for(tmp_path):
+    with CheckpointManager(Tier(str(tmp_path), every=3)) as manager:
+        results = [manager.save_async({"x": torch.ones(2)}, step) for step in range(7)]
+        assert [type(result.exception()) for result in results] == [
+            type(None) if step % 3 == 0 else SaveSkipped for step in range(7)
+        ]
+        assert manager.steps() == [0, 3, 6]
+        assert manager.skipped == 0
+
+
+def test_memory_that_cannot_take_an_image_costs_only_itself(near, tmp_path, caplog):
+    tiers, _ = near
+    with CheckpointManager(tiers, staging_bytes=176 << 20) as manager:  # in waves
+        manager.save({"x": torch.ones(60 << 20)}, 1)
+    assert "step 1 is not kept in shm://" in caplog.text
+    assert whole(tmp_path / "disk") == [1]
+
+
+def test_memory_belongs_to_the_next_tier(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="name one, or give the memory a name"):
+        CheckpointManager(Tier("memory"))
+    one, two = (open_tiers([Tier("memory"), Tier(str(tmp_path / name))])[0].url for name in "ab")
+    assert one != two
+    monkeypatch.chdir(tmp_path)
+    assert open_tiers([Tier("memory"), Tier("a")])[0].url == one
+    (tmp_path / "ckpt.toml").write_text(
+        '[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "a"\nevery = 5\nrequired = true\n'
+    )
+    assert load_config().tiers == (Tier("memory"), Tier("a", every=5, required=True))
+
+
+@pytest.mark.parametrize("url", ["shm://", "shm://../x", "shm://a/b", "shm://" + "a" * 90])
+def test_a_name_cannot_lead_out_of_memory(url):
+    with pytest.raises(ConfigError, match="shm://NAME"):
+        open_backend(url)
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"every": True}, {"required": "yes"}])
+def test_a_wrong_policy_is_refused(wrong):
+    with pytest.raises(ConfigError):
+        Tier("x", **wrong)
