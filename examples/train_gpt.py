@@ -137,7 +137,6 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
         if report is not None:
             size, seconds = report.nbytes / 1e6, report.seconds
             print(f"resumed from step {report.step}: {size:.0f} MB in {seconds:.2f} s", flush=True)
-        manager.prepare(state)  # ckpt: host memory is reserved meanwhile, so the first save is fast too
 
         for step in range(state["step"] + 1, args.steps + 1):
             loss = model(next(excerpts).to(device))

@@ -78,12 +78,16 @@ class CudaCopies:
         return bool(self._streams)
 
     def launch(self, copies: Sequence[Copy]) -> None:
-        for copy in copies:
-            with (
-                torch.cuda.device(copy.source.device),
-                torch.cuda.stream(self._streams[copy.source.device.index]),
-            ):
-                copy.target.copy_(copy.elements, non_blocking=True)
+        """One call per device: the loop over thousands of tensors is torch's own, without the interpreter."""
+        for index, stream in self._streams.items():
+            there = [copy for copy in copies if copy.source.device.index == index]
+            if there:
+                with torch.cuda.device(index), torch.cuda.stream(stream):
+                    torch._foreach_copy_(
+                        [copy.target for copy in there],
+                        [copy.elements for copy in there],
+                        non_blocking=True,
+                    )
 
     def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
         """The side stream of a tensor's device, for work that must see what the copies see."""

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ckpt.errors import CommitError, ReplicasDiverged, TensorIncomplete
+from ckpt.errors import CommitError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box
 from ckpt.model.encoding import pack
 from ckpt.model.validate import check_fragment, check_manifest
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import merge
+from ckpt.plan.merge import Known, merge
 from tests.plan.worlds import fragment_of, raw, with_ref
 
 X = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
@@ -255,3 +255,54 @@ def test_a_rank_without_a_file_has_no_part_in_the_files():
     manifest = merged([one, replace(check_fragment(replace(two, file=None), key="k"))])
     assert [file.rank for file in manifest.files] == [0]
     check_manifest(manifest, key="k")
+
+
+def test_what_is_remembered_from_the_last_merge_changes_no_byte_of_the_next():
+    known = Known()
+    other = {"x": X["x"] + 1}
+    cases = [
+        fragments([leaf(TOP)], [leaf(BOTTOM)]),
+        fragments([leaf(TOP)], [leaf(BOTTOM)], arrays=other, step=8),
+        fragments([leaf(BOTTOM)], [leaf(TOP)]),  # the same boxes, held by others
+        fragments([leaf(ALL)], []),
+        fragments([leaf(ALL, name="y")], [], arrays={"y": X["x"]}),
+        fragments([leaf(TOP)], [leaf(BOTTOM)]),
+    ]
+    for found in cases:
+        remembered = merge((with_ref(fragment) for fragment in found), known)
+        assert pack(remembered) == pack(merged(found))
+
+
+def test_copies_are_compared_each_time():
+    known = Known()
+    merge((with_ref(f) for f in fragments([leaf(ALL)], [leaf(ALL)])), known)
+    drifted = fragments([leaf(ALL)], [leaf(ALL)], arrays=[X, {"x": X["x"] + 1}])
+    with pytest.raises(ReplicasDiverged):
+        merge((with_ref(f) for f in drifted), known)
+
+
+def test_a_hole_is_found_after_a_merge_without_one():
+    known = Known()
+    merge((with_ref(f) for f in fragments([leaf(TOP)], [leaf(BOTTOM)])), known)
+    with pytest.raises(TensorIncomplete):
+        merge((with_ref(f) for f in fragments([leaf(TOP)], [])), known)
+
+
+def test_a_fragment_is_checked_again_where_it_differs_from_the_one_that_was_in_order():
+    (good,) = fragments([leaf(ALL)])
+    assert good.tensors[0].shards
+    check_fragment(good, key="k", known=good)
+    shard = replace(good.tensors[0].shards[0], offset=1)
+    moved = replace(good, tensors=(replace(good.tensors[0], shards=(shard,)),))
+    with pytest.raises(ManifestCorrupt, match="chunks"):
+        check_fragment(moved, key="k", known=good)
+    assert good.file is not None
+    first, *rest = good.file.chunks
+    cut = replace(
+        good.file,
+        chunks=(replace(first, nbytes=first.nbytes // 2), replace(first, nbytes=first.nbytes // 2), *rest),
+    )
+    check_fragment(replace(good, file=cut), key="k", known=good)  # other lengths: looked at again, and fine
+    joined = replace(good.file, chunks=(replace(first, nbytes=good.file.size),))
+    with pytest.raises(ManifestCorrupt, match="chunks"):
+        check_fragment(replace(good, file=joined), key="k", known=good)
