@@ -9,6 +9,7 @@
     [[tiers]]
     url = "/nvme/ckpt"
     every = 10
+    keep_last = 3
     [[tiers]]
     url = "s3://bucket/run42"
     options = { endpoint_url = "http://store:9000" }
@@ -64,12 +65,16 @@ class Tier:
         url: A folder, a URL, or "memory": the memory of this machine, which outlives the process.
         options: What its backend is to be told.
         every: Only steps that are multiples of this go there.
+        keep_last: How many of the newest steps it keeps; None for all.
+        keep_every: Beside those, every step that is a multiple of this.
         required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
     """
 
     url: str
     options: Mapping[str, object] = field(default_factory=dict[str, object], repr=False)
     every: int = 1
+    keep_last: int | None = None
+    keep_every: int | None = None
     required: bool | None = None
 
     def __post_init__(self) -> None:
@@ -82,6 +87,13 @@ class Tier:
                 f"options of {self.url!r} must be a table of names and values, not {type(self.options).__name__}"
             )
         _whole("every", self.every, 1, 10**18)
+        for name in ("keep_last", "keep_every"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1, 10**18)
+        if self.keep_every is not None and self.keep_last is None:
+            raise ConfigError(
+                "keep_every adds to keep_last: say how many of the newest to keep, such as keep_last=3"
+            )
         if self.required not in (None, True, False):
             raise ConfigError(f"required={self.required!r}: give true or false")
 
@@ -223,7 +235,7 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
 def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
-    _known("tiers.", row, ("url", "options", "every", "required"))
+    _known("tiers.", row, ("url", "options", "every", "keep_last", "keep_every", "required"))
     tier = Tier(row.get("url", ""), **{"options": {}, **{k: v for k, v in row.items() if k != "url"}})
     if tier.url == MEMORY:
         return tier

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from ckpt.catalog.index import committed, sweep
+from ckpt.catalog.prune import prune
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
@@ -40,6 +41,7 @@ from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
 from ckpt.plan.merge import Known
+from ckpt.plan.retention import Retention
 from ckpt.plan.save import SavePlan
 from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
@@ -81,6 +83,7 @@ class Saver:
     def __init__(self, tiers: Sequence[OpenTier], coordinator: Coordinator, config: SaveConfig) -> None:
         self._tiers, self._coordinator, self._config = tiers, coordinator, config
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
+        self._pruner = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         self._retry = RetryPolicy()
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
@@ -141,6 +144,7 @@ class Saver:
     def close(self) -> None:
         """Stop the threads and give the roots back. What lies in memory is freed, unless it is the newest there is."""
         self._workers.close()
+        self._pruner.close()
         for path, (_, ref) in list(self._lodgers.items()):
             if ref.step <= self._durable_step:
                 with contextlib.suppress(CkptError):
@@ -153,10 +157,20 @@ class Saver:
     def _committed_on(self, tier: OpenTier, ref: StepRef) -> None:
         if not isinstance(tier.backend, Adopting):
             self._durable_step = max(self._durable_step, ref.step)
+            if self._coordinator.rank == LEADER and tier.tier.keep_last is not None:
+                self._pruner.submit(self._prune, tier)
         elif self._coordinator.rank == LEADER and tier.index not in self._swept:
             self._swept.add(tier.index)  # what an earlier job left in memory is outdated now
             with contextlib.suppress(CkptError):
                 sweep(tier.backend, keep=self._coordinator.attempt)
+
+    def _prune(self, tier: OpenTier) -> None:
+        """On a thread of its own: a store that is slow to delete holds up no save."""
+        try:
+            rule = Retention(keep_last=tier.tier.keep_last, keep_every=tier.tier.keep_every)
+            prune(tier.backend, rule, own=self._coordinator.attempt, undated=True)
+        except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
+            _log.warning("ckpt: old steps on %s were not removed: %s", tier.url, error)
 
     # -- one tier -----------------------------------------------------------------------------------------------------------
 

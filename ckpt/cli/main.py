@@ -8,6 +8,7 @@ import sys
 import typer
 
 from ckpt.cli.ls import ls
+from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
 from ckpt.cli.show import show
 from ckpt.cli.verify import verify
@@ -26,6 +27,7 @@ Examples:
   ckpt restore --latest --root s3://bucket/run42  fetch and verify the newest
   ckpt verify 1200                                is it still what was written?
   ckpt show 1200                                  what is in it?
+  ckpt prune --keep-last 3 --dry-run              what need not be kept?
 
 \b
 Exit codes:
@@ -51,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for verb in (restore, ls, show, verify):
+for verb in (restore, ls, show, verify, prune):
     app.command(help=_help(verb.__doc__ or ""))(verb)
 
 

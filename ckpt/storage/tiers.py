@@ -64,6 +64,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
             urls = [other.url for other in opened]
             if urls.count(urls[-1]) > 1:
                 raise ConfigError(f"the tier {urls[-1]} is named twice")
+            if isinstance(opened[-1].backend, Adopting) and tier.keep_last is not None:
+                raise ConfigError(f"{urls[-1]} keeps what its slots hold: leave keep_last out")
     except BaseException:
         for done in opened:
             done.backend.close()
