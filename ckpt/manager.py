@@ -124,8 +124,7 @@ class CheckpointManager:
             HostMemoryExhausted: Not even one image fits; said now rather than at the first save.
         """
         self._check_open()
-        collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
-        self._prepare(collected)
+        self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
 
     def _prepare(self, collected: Collected) -> None:
         prepared, growth = self._plans.prepare(collected), expected_growth(collected)
@@ -139,7 +138,7 @@ class CheckpointManager:
         if not any(isinstance(value, Optimizer) for _, value in walk_objects(state)):
             return
         try:
-            self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory))
+            self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
         except Exception as error:  # noqa: BLE001 - also what a state_dict() of the user's raises
             _log.warning("ckpt: no host memory was reserved for saves: %s", error)
 

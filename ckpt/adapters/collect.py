@@ -27,7 +27,7 @@ from ckpt.adapters.modules import (
     unwrapped,
 )
 from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.segments import PLAIN, At, Held, Segment, same_view
+from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, same_view
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 
@@ -69,6 +69,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.segments: dict[str, Segment] = {}
+        self.tables: dict[str, Table] = {}
         self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
@@ -83,6 +84,7 @@ class Memory:
     def forget(self) -> None:
         """Let go of all tensors."""
         self.segments.clear()
+        self.tables.clear()
         self.modules.clear()
 
 
@@ -90,8 +92,10 @@ def _same_tensors(known: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return all(one is two and isinstance(one, torch.Tensor) for one, two in zip(known, now, strict=True))
 
 
-def collect(state: Mapping[str, Any], *, rank: int, memory: Memory | None = None) -> Collected:
-    """Walk ``state``. Nothing is copied: tensors are those of the state.
+def collect(
+    state: Mapping[str, Any], *, rank: int, memory: Memory | None = None, lasting: bool = False
+) -> Collected:
+    """Walk ``state``. Nothing is copied: tensors are those of the state. ``lasting``: so are its large dicts of tensors; else that is believed when they come a second time.
 
     Raises:
         UnsupportedValue: Something that only pickle could save, with its path and the way out.
@@ -105,7 +109,7 @@ def collect(state: Mapping[str, Any], *, rank: int, memory: Memory | None = None
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
-    walk = _Walk(Parameters(modules), owned, rank, memory)
+    walk = _Walk(Parameters(modules), owned, rank, memory, lasting=lasting)
     walk.out.tree = {key: encode(value, join("", key), walk.other) for key, value in _string_keys(state)}
     return walk.out
 
@@ -130,7 +134,8 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
         yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
-            yield from walk_objects(item, join(path, key), depth + 1)
+            if type(item) not in PLAIN:  # of those there may be thousands
+                yield from walk_objects(item, join(path, key), depth + 1)
     elif isinstance(value, list | tuple) and depth < 100:
         for index, item in enumerate(value):
             yield from walk_objects(item, join(path, index), depth + 1)
@@ -144,7 +149,10 @@ def find_parameters(objects: Sequence[tuple[str, Any]]) -> Parameters:
 
 
 class _Walk:
-    def __init__(self, parameters: Parameters, owned: set[int], rank: int, memory: Memory) -> None:
+    def __init__(
+        self, parameters: Parameters, owned: set[int], rank: int, memory: Memory, *, lasting: bool
+    ) -> None:
+        self._lasting = lasting
         self.out = Collected()
         self._parameters, self._owned, self._rank, self._memory = parameters, owned, rank, memory
         self._seen: dict[int, str] = {}
@@ -157,6 +165,8 @@ class _Walk:
         match value:
             case torch.Tensor():
                 return {"$": "tensor", "n": self._tensor(path, value)}
+            case dict() if type(value) is dict:  # no subclass: those are not plain
+                return self._table(value, path)
             case np.ndarray():
                 return self._array(value, path)
             case nn.Module():
@@ -229,6 +239,35 @@ class _Walk:
                 path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
             ) from None
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
+
+    def _table(self, value: Mapping[Any, Any], path: str) -> Node:
+        """A large dict of plain tensors: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
+        tensors = tuple(value.values())
+        if self._alone or not all(type(tensor) in PLAIN for tensor in tensors):
+            return None
+        if not all(type(key) is str and not key.startswith("$") for key in value):
+            return None
+        table = self._memory.tables.get(path)
+        if table is None or not table.is_of(value, tensors):
+            table = self._memory.tables[path] = Table(value, tensors)
+            self._memory.segments.pop(path, None)
+            if not self._lasting:
+                return None
+
+        def named() -> Iterator[Held]:
+            for key, tensor in value.items():
+                yield Held(join(path, key), tensor, late=False, replicas=())
+
+        self._segment(path, table.keys, tensors, named)
+        segment = self._memory.segments[path]
+        if table.node is None or table.segment is not segment:
+            names = [join(path, key) for key in value]
+            table.node = {
+                key: {"$": "tensor", "n": segment.tied.get(name, name)}
+                for key, name in zip(value, names, strict=True)
+            }
+            table.segment = segment
+        return table.node
 
     # -- segments -----------------------------------------------------------------------------------------------------------
 

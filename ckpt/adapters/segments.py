@@ -6,6 +6,7 @@ with the same address, shape, stride and dtype: whoever is handed the same segme
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, Final, NamedTuple
@@ -64,6 +65,29 @@ class Segment:
             and all(map(is_, tensors, self._tensors))
             and self._key == tuple(key)
             and all(fact == facts(tensor) for fact, tensor in zip(self._facts, tensors, strict=True))
+        )
+
+
+class Table:
+    """A large dict of tensors as it was seen last; it keeps none of them alive.
+
+    Attributes:
+        node: Its node in the tree, once it is a segment.
+        segment: The segment that the node was made for.
+    """
+
+    __slots__ = ("_refs", "keys", "node", "segment")
+
+    def __init__(self, value: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+        self.keys = tuple(value)
+        self._refs = tuple(map(weakref.ref, tensors))
+        self.node: dict[str, Any] | None = None
+        self.segment: Segment | None = None
+
+    def is_of(self, value: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether it is the same keys, and the very same tensors."""
+        return self.keys == tuple(value) and all(
+            ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True)
         )
 
 

@@ -30,6 +30,10 @@ _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 
 
+LARGE: Final = 32
+"""Entries from which a dict may be worth looking at as a whole."""
+
+
 def join(path: str, part: object) -> str:
     """Path of a child: '/' between parts, '~' and '/' in a part escaped as in JSON pointers, a key that is no string marked with '~2'."""
     if type(part) is str:
@@ -40,7 +44,7 @@ def join(path: str, part: object) -> str:
 
 
 def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
-    """The node of ``value``. What is not plain goes to ``other(value, path)``, which returns a node or raises ``UnsupportedValue``."""
+    """The node of ``value``. What is not plain goes to ``other(value, path)``, which returns a node or raises ``UnsupportedValue``. A large dict is offered to it as a whole first: None declines."""
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -54,6 +58,8 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
     def inner(item: object, part: object) -> Node:
         return encode(item, join(path, part), other, depth=depth + 1)
 
+    if kind is dict and len(value) >= LARGE and (node := other(value, path)) is not None:  # type: ignore[arg-type]
+        return node
     if kind is list:
         return [inner(item, str(i)) for i, item in enumerate(value)]  # type: ignore[arg-type, var-annotated]
     if kind in _SEQUENCES:
@@ -131,6 +137,8 @@ def to_json(name: str, value: object) -> bytes:
     """Canonical JSON of a value made of plain values only. Raises ``UnsupportedValue`` naming the part that is not."""
 
     def refuse(item: object, path: str) -> Node:
+        if type(item) is dict:
+            return None
         raise UnsupportedValue(path, type(item).__name__, "plain values only")
 
     return dumps(encode(value, name, refuse), name)

@@ -55,10 +55,13 @@ def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
 
 def run(copies: Sequence[Copy], cuda: CudaCopies | None) -> None:
     """Make the copies; those from CUDA are only launched."""
-    here = [copy for copy in copies if not copy.source.is_cuda]
+    here = copies if cuda is None else [copy for copy in copies if not copy.source.is_cuda]
     with torch.no_grad():
         if here:
-            torch._foreach_copy_([copy.target for copy in here], [copy.elements for copy in here])
+            torch._foreach_copy_(
+                [copy.target for copy in here],
+                [copy.source if copy.part is None else copy.elements for copy in here],
+            )
         if cuda and len(here) < len(copies):
             cuda.launch([copy for copy in copies if copy.source.is_cuda])
 

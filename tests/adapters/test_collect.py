@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import collections
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import CheckpointManager, PerRank
+from ckpt.adapters.collect import Memory, collect
+from ckpt.adapters.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
 from ckpt.model.dtype import DTYPES
 from tests.adapters.saving import (
@@ -517,3 +521,85 @@ def test_tensors_made_for_the_call_are_never_taken_for_each_other() -> None:
         assert target[f"fresh{index}"].loaded.tolist() == [float(index)] * 3
         assert np.array_equal(target[f"same{index}"], array)
         assert np.array_equal(target[f"other{index}"], array + index + 1)
+
+
+def many(count: int = 40, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {f"t{i}": torch.full((3,), float(i)) for i in range(count)} | changes
+
+
+def collected(state: dict[str, Any], memory: Memory, **settings: bool):
+    return collect(state, rank=0, memory=memory, **settings)
+
+
+def test_a_large_dict_of_tensors_is_one_segment_once_it_has_come_twice():
+    memory, state = Memory(), {"x": many()}
+    first, second, third = (collected(state, memory) for _ in range(3))
+    assert [type(part) for part in first.parts] == [Held] * 40
+    assert [type(part) for part in second.parts] == [Segment]
+    assert third.parts[0] is second.parts[0]
+    assert first.held == second.held == third.held
+    assert first.tree == second.tree == third.tree
+    assert collected(state, Memory(), lasting=True).tree == first.tree
+
+
+def test_passing_tensors_are_not_kept_alive():
+    memory = Memory()
+    gone = [weakref.ref(tensor) for tensor in many().values()]
+    for _ in range(3):
+        state = {"x": many()}
+        gone += map(weakref.ref, state["x"].values())
+        assert {type(part) for part in collected(state, memory).parts} == {Held}
+        del state
+    gc.collect()
+    assert not [ref for ref in gone if ref() is not None]
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_table_that_changes_is_seen(lasting):
+    memory, x = Memory(), many()
+    spare = {"other": torch.ones(3)}
+    changes = [
+        lambda: None,
+        lambda: x.update(t3=torch.zeros(3)),
+        lambda: x["t4"].resize_(9),
+        lambda: x.pop("t5"),
+        lambda: x.update(t6=x["t7"]),  # tied from now on
+        lambda: x.update(t8=x["t9"].view(1, 3)),
+        lambda: x.update(t10=spare["other"]),
+        lambda: x.update({"a/b": x.pop("t11")}),
+        lambda: x.update(t12=torch.ones(2, dtype=torch.float64)),
+    ]
+    for change in changes:
+        change()
+        for _ in range(3):
+            state = {"before": spare["other"], "x": x}
+            fresh, known = collected(state, Memory()), collected(state, memory, lasting=lasting)
+            assert fresh.held == known.held
+            assert (fresh.tree, fresh.tied) == (known.tree, known.tied)
+
+
+@pytest.mark.parametrize("odd", [1.5, torch.ones(2).to_sparse(), np.ones(3), nn.Linear(2, 2)])
+def test_a_large_dict_that_is_not_all_plain_tensors_is_walked(odd):
+    if isinstance(odd, torch.Tensor):
+        with pytest.raises(UnsupportedValue, match="odd"):
+            saved({"x": many() | {"odd": odd}})
+    else:
+        collected({"x": many() | {"odd": odd}}, memory := Memory(), lasting=True)
+        assert "x" not in memory.segments
+
+
+def test_a_large_dict_comes_back(tmp_path):
+    x = many(100)
+    x["tied"] = x["t5"]
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(4):
+            for tensor in x.values():
+                tensor.add_(1)
+            expected = {key: tensor.clone() for key, tensor in x.items()}
+            pending = manager.save_async({"x": x}, step)
+            for tensor in x.values():
+                tensor.add_(100)  # nobody's optimizer owns them: they were copied
+            pending.result()
+            found = {"x": {key: torch.zeros(3) for key in x}}
+            manager.restore(found, step)
+            assert all(torch.equal(found["x"][key], expected[key]) for key in x)
