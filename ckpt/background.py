@@ -9,16 +9,18 @@ from collections.abc import Callable, Sequence
 
 from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, PeerFailed, SaveSkipped
 from ckpt.events import Event, Observer, SaveCommitted, SaveStaged
+from ckpt.lane import SaveJob
 from ckpt.model.layout import StepRef
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers
-from ckpt.saver import SaveJob, Saver
+from ckpt.saver import SKIPPED, UNHEARD, Saver
 from ckpt.staging.slots import Slot, SlotPool
 from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier
 
+OnEnd = Callable[[PendingSave, CkptError | None], None]
 _log = logging.getLogger("ckpt")
 
 
@@ -32,7 +34,7 @@ class Background:
         config: SaveConfig,
         *,
         observers: Sequence[Observer],
-        on_end: Callable[[PendingSave, CkptError | None], None],
+        on_end: OnEnd,
     ) -> None:
         self.saver = Saver(tiers, coordinator, config)
         self.slots = SlotPool(
@@ -106,22 +108,62 @@ class Background:
     def _stream(
         self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot, staged: threading.Event
     ) -> None:
-        def committed(url: str) -> None:
-            staged.wait()  # events come in order
-            self.notify(
-                SaveCommitted(step=job.ref.step, tier=url, nbytes=job.plan.size, durable_seconds=pending.age)
-            )
-
-        error: CkptError | None = None
+        listener = _Listener(pending, staged, self.notify, self._on_end)
         try:
-            self.saver.run(job, intact=snapshot.settle, on_bytes=pending.add_written, on_committed=committed)
-        except CkptError as failed:
-            error = failed
-        except BaseException as failed:  # noqa: BLE001 - it must reach the caller, whatever it is
-            error = CkptError(f"step {job.ref.step} failed: {failed!r}")
-            error.__cause__ = failed
+            self.saver.run(job, listener, intact=snapshot.settle)
         finally:
             snapshot.window.abandon()  # a copy under way needs no room any more, and must be over before the slot is another's
             snapshot.wait_ended()
             self.slots.release(slot)
-        self._on_end(pending, error)
+            listener.slot_is_free()
+
+
+class _Listener:
+    """What becomes of one save, for its handle and the observers."""
+
+    def __init__(
+        self, pending: PendingSave, staged: threading.Event, notify: Observer, on_end: OnEnd
+    ) -> None:
+        self._pending, self._staged, self._notify, self._on_end = pending, staged, notify, on_end
+        self._lock = threading.Lock()
+        self._outcome: CkptError | bool | None = True
+        self._free = False
+
+    def written(self, nbytes: int) -> None:
+        self._pending.add_written(nbytes)
+
+    def committed(self, url: str) -> None:
+        pending = self._pending
+        self._staged.wait()  # events come in order
+        self._notify(
+            SaveCommitted(step=pending.step, tier=url, nbytes=pending.nbytes, durable_seconds=pending.age)
+        )
+        self._end(url, None, required=True)
+
+    def failed(self, url: str, error: BaseException, *, required: bool) -> None:
+        if not isinstance(error, CkptError):
+            wrapped = CkptError(f"step {self._pending.step} failed: {error!r}")
+            wrapped.__cause__ = error
+            error = wrapped
+        if isinstance(error, PeerFailed) and set(error.failures.values()) <= {SKIPPED, UNHEARD}:
+            # another rank did not begin it, for a reason that was told there
+            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in error.failures.items())
+            error = SaveSkipped(self._pending.step, reasons)
+        if not required:
+            _log.warning("ckpt: step %d is not kept in %s: %s", self._pending.step, url, error)
+        self._end(url, error, required=required)
+
+    def _end(self, url: str, error: CkptError | None, *, required: bool) -> None:
+        with self._lock:
+            self._outcome = self._pending.end_on(url, error, required=required)
+            self._end_if_over()
+
+    def slot_is_free(self) -> None:
+        """Only now may the save be over: who has waited for it will find a slot."""
+        with self._lock:
+            self._free = True
+            self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        if self._free and self._outcome is not True:
+            self._on_end(self._pending, self._outcome or None)

@@ -50,6 +50,7 @@ _SAVE_KEYS: Final = (
     "chunk_mib",
     "commit_timeout_seconds",
     "slots",
+    "backlog",
     "staging_mib",
     "threads",
     "nice",
@@ -108,6 +109,7 @@ class SaveConfig:
         chunk_bytes: Unit of checksum, retry and transfer.
         commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
         slots: Images held in host memory at most; with two, one streams while the next fills.
+        backlog: How many steps may wait for a farther tier that is behind; older ones are given up there.
         staging_bytes: Host memory that each rank may use for images; None for what the machine, the memory cgroup and /dev/shm have to spare.
         threads: That write and checksum, per rank.
         nice: Added to their niceness, 0 to 19. Not by default: see docs/decisions/0006-no-nice-by-default.md.
@@ -119,6 +121,7 @@ class SaveConfig:
     chunk_bytes: int = 16 << 20
     commit_timeout_seconds: float = 600.0
     slots: int = 2
+    backlog: int = 4
     staging_bytes: int | None = None
     threads: int = 2
     nice: int = 0
@@ -133,6 +136,7 @@ class SaveConfig:
                 f"commit_timeout_seconds={self.commit_timeout_seconds!r}: give a number of seconds above 0, such as 600"
             )
         _whole("slots", self.slots, 1, 16)
+        _whole("backlog", self.backlog, 1, 1000)
         if self.staging_bytes is not None:
             _whole("staging_bytes", self.staging_bytes, 1 << 20, 1 << 50)
         _whole("threads", self.threads, 1, 256)

@@ -23,14 +23,15 @@ from ckpt.catalog.index import committed
 from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.errors import CkptError, ConfigError, ManagerClosed, PeerFailed, SaveSkipped, StepExists
+from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
 from ckpt.events import Observer, SaveFailed
+from ckpt.lane import SaveJob
 from ckpt.model.layout import StepRef
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restorer import Restorer, RestoreReport
-from ckpt.saver import SKIPPED, UNHEARD, SaveJob
+from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import as_tiers, open_tiers
@@ -47,6 +48,7 @@ class Settings(TypedDict, total=False):
     chunk_bytes: int
     commit_timeout_seconds: float
     slots: int
+    backlog: int
     staging_bytes: int | None
     threads: int
     nice: int
@@ -210,7 +212,8 @@ class CheckpointManager:
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
-            self._last_step = self._background.saver.restored_step = report.step
+            self._last_step = report.step
+            self._background.saver.set_restored(report.step)
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
@@ -259,7 +262,7 @@ class CheckpointManager:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
-        tiers = len(self._background.saver.tiers_of(ref.step))
+        tiers = self._background.saver.urls_of(ref.step)
         if not tiers:  # as every rank finds
             pending = PendingSave(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), heard=True)
@@ -311,11 +314,6 @@ class CheckpointManager:
         )
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
-        if isinstance(error, PeerFailed) and set(error.failures.values()) <= {SKIPPED, UNHEARD}:
-            # another rank did not begin it, for a reason that was told there
-            error = SaveSkipped(
-                pending.step, "; ".join(f"rank {r}: {why}" for r, why in error.failures.items())
-            )
         skipped = isinstance(error, SaveSkipped)
         if error is not None:
             self._saved.discard(pending.step)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ConfigError
 
 if TYPE_CHECKING:
     from ckpt.staging.snapshot import Snapshot
@@ -22,22 +23,24 @@ class PendingSave:
         step: What is saved.
         call_seconds: What ``save_async`` cost the calling thread.
         nbytes: Bytes of this rank's image.
-        durable_seconds: From the call to the commit; None until then.
+        durable_seconds: From the call to the commit on the last of its tiers; None until then.
     """
 
     def __init__(
-        self, step: int, nbytes: int, snapshot: Snapshot | None, *, began: float, tiers: int = 1
+        self, step: int, nbytes: int, snapshot: Snapshot | None, *, began: float, tiers: Sequence[str] = ()
     ) -> None:
-        """``began``: ``time.perf_counter()`` at the call. ``tiers``: how many times the image is written."""
+        """``began``: ``time.perf_counter()`` at the call. ``tiers``: where it goes."""
         self.step, self.nbytes = step, nbytes
         self.call_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
         self._held = snapshot.held_seconds if snapshot else []
-        self._began, self._total = began, nbytes * tiers
+        self._began, self._total = began, nbytes * len(tiers)
         self._written = 0
-        self._lock = threading.Lock()
-        self._finished = threading.Event()
+        self._left = dict.fromkeys(tiers)
+        self._ends: dict[str, CkptError | None] = {}
+        self._changed = threading.Condition()
+        self._finished = False
         self._error: CkptError | None = None
         self._heard = False
 
@@ -67,30 +70,43 @@ class PendingSave:
             snapshot.wait_landed(timeout)
             snapshot.settle()
 
-    def result(self, timeout: float | None = None) -> PendingSave:
-        """Return this when the checkpoint is committed, or raise why it never will be.
+    def result(self, timeout: float | None = None, *, tier: str | None = None) -> PendingSave:
+        """Return this when the checkpoint is committed on all its tiers (or on ``tier``), or raise why it never will be.
 
         Raises:
             TimeoutError: Not yet; the save goes on.
             CkptError: The save failed.
+            ConfigError: It does not go to ``tier``.
         """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
-        if self._error is not None:
-            self._heard = True
-            raise self._error
+        if (error := self.exception(timeout, tier=tier)) is not None:
+            raise error
         return self
 
-    def exception(self, timeout: float | None = None) -> CkptError | None:
+    def exception(self, timeout: float | None = None, *, tier: str | None = None) -> CkptError | None:
         """The error, None if it was committed. Waits like ``result``."""
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
+        if tier is not None:
+            return self._wait_for_tier(tier, timeout)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._finished, timeout):
+                raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
         self._heard = True
         return self._error
 
+    def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
+        with self._changed:
+            if tier not in self._left and tier not in self._ends and not self._finished:
+                raise ConfigError(
+                    f"step {self.step} does not go to {tier!r}; it goes to {', '.join(self._left)}"
+                )
+            if not self._changed.wait_for(lambda: tier in self._ends or self._finished, timeout):
+                raise TimeoutError(
+                    f"step {self.step} is not committed on {tier} after {timeout} s; it goes on"
+                )
+            return self._ends.get(tier, self._error)
+
     def done(self) -> bool:
-        """Whether it is over; ``result`` tells how."""
-        return self._finished.is_set()
+        """Whether it is over on all tiers; ``result`` tells how."""
+        return self._finished
 
     def __repr__(self) -> str:
         state = "failed" if self._error else "committed" if self.done() else f"{self.progress:.0%}"
@@ -99,17 +115,29 @@ class PendingSave:
     # -- for the manager ----------------------------------------------------------------------------------------------------
 
     def add_written(self, nbytes: int) -> None:
-        with self._lock:
+        with self._changed:
             self._written += nbytes
+
+    def end_on(self, tier: str, error: CkptError | None, *, required: bool = True) -> CkptError | bool | None:
+        """It is over on ``tier``. Returns True while others are left, else what the whole ended with."""
+        with self._changed:
+            self._ends[tier] = error
+            self._left.pop(tier, None)
+            if error is not None and required:
+                self._error = self._error or error
+            self._changed.notify_all()
+            return True if self._left else self._error
 
     def finish(self, error: CkptError | None, *, heard: bool = False) -> None:
         """End it. ``heard``: the error need not be raised by a later call."""
-        self._heard = heard
-        self._error = error
-        if error is None:
-            self.durable_seconds = self.age
-        self._snapshot = None if error is None else self._snapshot
-        self._finished.set()
+        with self._changed:
+            self._heard = heard
+            self._error = error
+            if error is None:
+                self.durable_seconds = self.age
+            self._snapshot = None if error is None else self._snapshot
+            self._finished = True
+            self._changed.notify_all()
 
     @property
     def unheard(self) -> CkptError | None:

@@ -7,6 +7,7 @@ up the trainer's own use of the store.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import time
@@ -38,7 +39,8 @@ class TorchStoreCoordinator:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # the agent's store may outlive a restart of the workers
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251 - torchrun's word to its workers
-        self._store: Store = PrefixStore(f"ckpt/{restart}/{next(_serial)}", _own_connection())
+        self._prefix = f"ckpt/{restart}/{next(_serial)}"
+        self._store: Store = PrefixStore(self._prefix, _own_connection())
         self.decide("attempt", new_attempt().encode())
         agreed = self.verdict("attempt", timeout=_START_SECONDS)
         if agreed is None:
@@ -76,6 +78,12 @@ class TorchStoreCoordinator:
         """Words are a few hundred bytes for each rank, tier and save: too much to keep for a month of training. Verdicts, one a save, stay."""
         with contextlib.suppress(dist.DistError, RuntimeError, NotImplementedError):
             self._store.delete_key(f"{subject}/{self.rank}")
+
+    def clone(self) -> TorchStoreCoordinator:
+        """Over a connection of its own: torch's client lets one call at a time through, and a wait is a call."""
+        other = copy.copy(self)
+        other._store = PrefixStore(self._prefix, _own_connection())
+        return other
 
     def close(self) -> None:
         """Nothing to do: the connection goes with the last reference."""

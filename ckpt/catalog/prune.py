@@ -37,6 +37,7 @@ def prune(
     dry_run: bool = False,
     grace_seconds: float = GRACE_SECONDS,
     undated: bool = False,
+    protected: frozenset[StepRef] = frozenset(),
     on_pruned: Callable[[Pruned], None] = lambda _: None,
 ) -> list[Pruned]:
     """Apply ``rule``, and clear away what failed saves have left. Only files in folders of steps are touched, and only those named as ours.
@@ -46,11 +47,14 @@ def prune(
     Args:
         own: The running attempt; nothing uncommitted of it is touched.
         grace_seconds: Age from which an uncommitted step counts as the remains of a failed save, by the youngest of its fragments.
+        protected: Steps that stay whatever the rule.
         undated: Whether those without a fragment count as such too: nobody can ever commit them, but somebody may still be writing.
     """
     everything = attempts(backend)
     whole = [ref for ref in everything if is_committed(backend, ref)]
     going = dict.fromkeys(doomed(whole, rule, own=own), True)
+    for ref in protected:
+        going.pop(ref, None)
     for ref in set(everything) - set(whole):
         if not (own and ref.attempt.startswith(own)):
             begun = _begun(backend, ref)

@@ -36,6 +36,9 @@ class SingleCoordinator:
     def forget(self, subject: str) -> None:
         self._words.pop(subject, None)
 
+    def clone(self) -> SingleCoordinator:
+        return self
+
     def close(self) -> None:
         self._words.clear()
         self._verdicts.clear()

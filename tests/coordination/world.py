@@ -69,6 +69,9 @@ class WorldCoordinator:
         with self.world.changed:
             self.world.words.pop((subject, self.rank), None)
 
+    def clone(self) -> WorldCoordinator:
+        return self
+
     def close(self) -> None:
         pass
 

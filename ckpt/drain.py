@@ -1,0 +1,154 @@
+"""The queue before a farther tier: newest first, bounded, and the same order on all ranks.
+
+What waits there costs no memory but its name: its bytes lie on a nearer tier. A tier that is slow, or down for a while, catches up by itself: the newest step is always next, and
+when more than ``backlog`` wait, the oldest are given up, for newer ones will be there sooner. Which it is is the leader's to say: ranks that took different steps would wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.committer import LEADER
+from ckpt.errors import CkptError, CommitError, SaveSkipped
+from ckpt.model.layout import StepRef
+from ckpt.pipeline.workers import Workers
+
+_log = logging.getLogger("ckpt")
+_BEHIND: Final = "the tier is behind, and newer steps wait for it"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A step that waits. ``work`` takes it there; ``failed`` is told if it never gets there."""
+
+    ref: StepRef
+    work: Callable[[], None]
+    failed: Callable[[CkptError], None]
+
+
+class _Order(msgspec.Struct, frozen=True):
+    """Folders: what is taken next, and what is given up."""
+
+    next: str
+    dropped: tuple[str, ...] = ()
+
+
+class Drain:
+    """Threads: ``push`` from the streaming thread; ``waiting`` from any; ``close`` from the owner, once."""
+
+    def __init__(
+        self,
+        index: int,
+        coordinator: Coordinator,
+        *,
+        backlog: int,
+        timeout: float,
+        nice: int = 0,
+        cpus: Iterable[int] | None = None,
+    ) -> None:
+        self._index, self._coordinator, self._backlog, self._timeout = index, coordinator, backlog, timeout
+        self._queue: dict[str, Waiting] = {}
+        self._busy: Waiting | None = None
+        self._serial = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._workers = Workers(f"drain{index}", 1, nice=nice, cpus=cpus)
+        self._running = False
+
+    @property
+    def waiting(self) -> list[StepRef]:
+        """Steps that are not there yet, the one on its way included."""
+        with self._changed:
+            busy = [self._busy.ref] if self._busy else []
+            return busy + [item.ref for item in self._queue.values()]
+
+    def push(self, item: Waiting) -> None:
+        """Queue a step."""
+        with self._changed:
+            self._queue[item.ref.folder] = item
+            self._changed.notify_all()
+            if not self._running:
+                self._running = True
+                self._workers.submit(self._run)
+
+    def close(self) -> None:
+        """Return when all that waits is there, or has failed."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._workers.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
+                    return
+            try:
+                item, dropped = self._next()
+            except CkptError as error:  # nobody says what comes next: all that waits is lost for this tier
+                for lost in self._take_all():
+                    lost.failed(error)
+                continue
+            for lost in dropped:
+                lost.failed(SaveSkipped(lost.ref.step, _BEHIND))
+            self._perform(item)
+
+    def _perform(self, item: Waiting) -> None:
+        try:
+            item.work()
+        except CkptError as error:
+            item.failed(error)
+        except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
+            wrapped = CkptError(f"step {item.ref.step} failed: {error!r}")
+            wrapped.__cause__ = error
+            item.failed(wrapped)
+        finally:
+            with self._changed:
+                self._busy = None
+
+    def _next(self) -> tuple[Waiting, list[Waiting]]:
+        if self._coordinator.world_size == 1:
+            return self._take(self._choose())
+        self._serial += 1
+        subject = f"order/{self._index}/{self._serial}"
+        if self._coordinator.rank == LEADER:
+            order = self._choose()
+            self._coordinator.decide(subject, msgspec.json.encode(order))
+            return self._take(order)
+        told = self._coordinator.verdict(subject, timeout=self._timeout)
+        if told is None:
+            raise CommitError(
+                f"rank {LEADER} did not say within {self._timeout} s which step tier {self._index} takes next"
+            )
+        return self._take(msgspec.json.decode(told, type=_Order))
+
+    def _choose(self) -> _Order:
+        with self._changed:
+            folders = list(self._queue)
+        *older, newest = folders
+        return _Order(newest, tuple(older[: max(0, len(older) - self._backlog)]))
+
+    def _take(self, order: _Order) -> tuple[Waiting, list[Waiting]]:
+        """What the order names. The leader may be ahead: its steps come here too, for a verdict on a nearer tier is the same for all."""
+        names = (order.next, *order.dropped)
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(name in self._queue for name in names), self._timeout):
+                raise CommitError(
+                    f"{order.next} was to be taken to tier {self._index}, but is not known here"
+                )
+            self._busy = self._queue.pop(order.next)
+            return self._busy, [self._queue.pop(name) for name in order.dropped]
+
+    def _take_all(self) -> list[Waiting]:
+        with self._changed:
+            found = list(self._queue.values())
+            self._queue.clear()
+            return found

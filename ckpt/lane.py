@@ -1,0 +1,271 @@
+"""One tier as a save sees it: make the image durable there, then the fragment, then say so and wait for the verdict.
+
+A rank that fails says that too, so that nobody waits for it. Only what was refused for good, and is seen not to be there, is cleared away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from ckpt.catalog.index import committed, sweep
+from ckpt.catalog.prune import prune
+from ckpt.config import SaveConfig
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
+from ckpt.coordination.committer import LEADER, Committer, rebuild
+from ckpt.coordination.owner import Owner, claim, confirm, release
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    IntegrityError,
+    ObjectNotFound,
+    PeerFailed,
+    StepExists,
+    StorageError,
+)
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack
+from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.stored import StoredImage
+from ckpt.pipeline.workers import Workers
+from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
+from ckpt.plan.merge import Known
+from ckpt.plan.retention import Retention
+from ckpt.plan.save import SavePlan
+from ckpt.storage.api import Adopting
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """All that streaming needs to know.
+
+    Attributes:
+        trial: Counts the tries at one step.
+        image: Lent until the job is done.
+        replicas: Gives the digests of replicas, once all of the image has landed; raises if it never does.
+        known: The chunk table, once the image has been written.
+    """
+
+    ref: StepRef
+    trial: int
+    plan: SavePlan
+    image: Source
+    tied: Mapping[str, str]
+    tree: bytes
+    per_rank: bytes
+    replicas: Callable[[], Mapping[str, str]]
+    metadata: bytes
+    created_at: float
+    known: tuple[Chunk, ...] = ()
+
+
+class Lane:
+    """Threads: ``commit``, ``refuse`` from one background thread at a time; ``evict`` from the training thread; ``prune`` from any; ``close`` from the owner, at the end.
+
+    Attributes:
+        restored_step: What the job has restored: later steps are history given up.
+    """
+
+    def __init__(self, tier: OpenTier, coordinator: Coordinator, config: SaveConfig) -> None:
+        self.tier, self.restored_step = tier, None
+        self._backend = tier.backend
+        self._coordinator, self._config = coordinator, config
+        self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
+        self._retry = RetryPolicy()
+        self._owner = Owner.here(coordinator.attempt)
+        self._known = Known()
+        self._taken: set[int] | None = None
+        self._lodgers: dict[str, StepRef] = {}
+        self._swept = False
+
+    restored_step: int | None
+
+    @property
+    def url(self) -> str:
+        return self.tier.url
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether images stay where they are staged."""
+        return isinstance(self._backend, Adopting)
+
+    def commit(self, job: SaveJob, *, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
+        """Make ``job`` a checkpoint here; returns the chunk table. ``intact`` is asked last, and raises if the image is not what it should be.
+
+        Raises:
+            CkptError: It did not become one.
+        """
+        committer = self._committer(job.trial)
+        if veto := self._veto(job.ref):
+            committer.commit(job.ref, Failed(str(veto)), veto=veto)
+            raise veto
+        try:
+            chunks = self._write(job, on_bytes)
+            word = Durable(self._put_fragment(job, chunks))
+            intact()
+        except Exception as error:
+            self.refuse(job.ref, job.trial, str(error) or repr(error))
+            self._clean_up(job.ref)
+            raise
+        verdict = committer.commit(
+            job.ref, word
+        )  # raises if there is none: the files may yet become a checkpoint
+        if isinstance(verdict, Unknown):
+            raise CommitError(
+                f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen ({verdict.reason})"
+            )
+        if isinstance(verdict, Refused):
+            self._clean_up(job.ref)
+            raise rebuild(verdict, job.ref.step)
+        if self.in_memory and not self._swept and self._coordinator.rank == LEADER:
+            self._swept = True  # what an earlier job left in memory is outdated now
+            with contextlib.suppress(CkptError):
+                sweep(self._backend, keep=self._coordinator.attempt)
+        return chunks
+
+    def refuse(self, ref: StepRef, trial: int, reason: str) -> None:
+        """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
+        veto = PeerFailed(ref.step, {LEADER: reason}) if self._coordinator.rank == LEADER else None
+        try:
+            self._committer(trial).commit(ref, Failed(reason), veto=veto)
+        except CkptError as error:
+            _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
+
+    def stored(self, job: SaveJob) -> StoredImage:
+        """The image of a job that was committed here."""
+        key = job.ref.key(data_name(self._coordinator.rank))
+        return StoredImage(self._backend, key, job.plan.size, self._retry)
+
+    def prune(self, protected: frozenset[StepRef]) -> None:
+        """Remove what need not be kept, but nothing that farther tiers still wait for. On the leader; elsewhere nothing."""
+        keep = self.tier.tier
+        if keep.keep_last is None or self._coordinator.rank != LEADER:
+            return
+        try:
+            rule = Retention(keep_last=keep.keep_last, keep_every=keep.keep_every)
+            prune(self._backend, rule, own=self._coordinator.attempt, undated=True, protected=protected)
+        except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
+            _log.warning("ckpt: old steps on %s were not removed: %s", self.url, error)
+
+    def evict(self, path: str) -> None:
+        """The slot that is this file will be overwritten: take the step that lies in it off, manifest first."""
+        if (ref := self._lodgers.pop(path, None)) is not None:
+            for name in (ref.manifest, *map(ref.key, self._own_names())):
+                self._backend.delete(name)
+
+    def close(self, durable_step: int) -> None:
+        """Stop the threads and give the root back. Steps up to ``durable_step`` need not stay in memory."""
+        self._workers.close()
+        for path, ref in list(self._lodgers.items()):
+            if ref.step <= durable_step:
+                with contextlib.suppress(CkptError):
+                    self.evict(path)
+        if self._taken is not None:
+            with contextlib.suppress(CkptError):
+                release(self._backend, self._owner)
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _committer(self, trial: int) -> Committer:
+        name = f"save/{self.tier.index}/{trial}"
+        return Committer(
+            self._coordinator,
+            self._backend,
+            name=name,
+            timeout=self._config.commit_timeout_seconds,
+            retry=self._retry.call,
+            known=self._known,
+        )
+
+    def _veto(self, ref: StepRef) -> CkptError | None:
+        """The leader's reasons to refuse before anything is written: the root is another's, or the step is taken."""
+        if self._coordinator.rank != LEADER:
+            return None
+        try:
+            if self._taken is not None:
+                self._retry.call(lambda: confirm(self._backend, self._owner))
+            else:
+                self._retry.call(lambda: claim(self._backend, self._owner))
+                done = {other.step for other in committed(self._backend)}
+                # what lies after the step that was restored is history given up: it may be lived again
+                self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
+        except CkptError as error:
+            return error
+        return StepExists(ref.step, self.url) if ref.step in self._taken else None
+
+    def _write(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
+        key = job.ref.key(data_name(self._coordinator.rank))
+        write: Callable[..., tuple[Chunk, ...]] = partial(write_image, backend=self._backend)
+        if isinstance(self._backend, Adopting):
+            write = partial(adopt_image, backend=self._backend)
+            if job.image.path:
+                self._lodgers[job.image.path] = job.ref
+        stored = isinstance(job.image, StoredImage)
+        chunks = write(
+            job.image,
+            job.plan.chunks,
+            key=key,
+            workers=self._workers,
+            retry=self._retry,
+            on_bytes=on_bytes,
+            known=() if stored else job.known,
+        )
+        if stored and job.known != chunks:
+            raise IntegrityError(
+                f"{key} was read back from the nearer tier, and is not what was written there"
+            )
+        return chunks
+
+    def _own_names(self) -> tuple[str, str]:
+        return fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)
+
+    def _put_fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> FragmentRef:
+        rank = self._coordinator.rank
+        name = fragment_name(rank)
+        data = pack(self._fragment(job, chunks))
+        self._retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
+        return FragmentRef(name, rank, len(data), checksum(data))
+
+    def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> Fragment:
+        rank = self._coordinator.rank
+        return Fragment(
+            format=FORMAT,
+            step=job.ref.step,
+            attempt=job.ref.attempt,
+            rank=rank,
+            world_size=self._coordinator.world_size,
+            created_at=job.created_at,
+            chunk_bytes=self._config.chunk_bytes,
+            file=File(data_name(rank), rank, job.plan.size, chunks),
+            tensors=job.plan.tensors,
+            tied=dict(job.tied),
+            tree=msgspec.Raw(job.tree),
+            per_rank=msgspec.Raw(job.per_rank),
+            replicas=dict(job.replicas()),
+            metadata=msgspec.Raw(job.metadata),
+        )
+
+    def _clean_up(self, ref: StepRef) -> None:
+        """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
+        try:
+            self._backend.head(ref.manifest)
+        except ObjectNotFound:
+            pass
+        except StorageError:
+            return
+        else:
+            return
+        for name in self._own_names():
+            with contextlib.suppress(StorageError):
+                self._backend.delete(ref.key(name))

@@ -1,0 +1,177 @@
+"""Several tiers: nearest first, each at its own pace."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import ConfigError, OutOfSpace, SaveSkipped, StorageError
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Raise, Rule
+from tests.test_review import faulty, whole
+
+
+class Gated:
+    """A store that lets uploads through while its gate is open."""
+
+    def __init__(self, url: str) -> None:
+        self.inner = open_backend(url)
+        self.open = threading.Event()
+        self.began: list[str] = []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def upload(self, key, size):
+        self.began.append(key)
+        assert self.open.wait(30)
+        return self.inner.upload(key, size)
+
+
+@pytest.fixture
+def gated(tmp_path, monkeypatch):
+    far = Gated(str(tmp_path / "far"))
+
+    def opened(url, options):
+        return far if url == str(tmp_path / "far") else open_backend(url, options)
+
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    yield far
+    far.open.set()
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((50_000,), step)}
+
+
+def test_a_far_tier_that_hangs_holds_up_neither_the_near_one_nor_the_caller(tmp_path, gated):
+    with CheckpointManager([tmp_path / "near", tmp_path / "far"], slots=1, backlog=10) as manager:
+        saves = []
+        for step in range(1, 6):
+            began = time.perf_counter()
+            saves.append(manager.save_async(state(step), step))
+            saves[-1].result(10, tier=str(tmp_path / "near"))
+            assert time.perf_counter() - began < 5
+            assert not saves[-1].done()
+        assert whole(tmp_path / "near") == [1, 2, 3, 4, 5]
+        with pytest.raises(TimeoutError):
+            saves[0].result(0.05)
+        with pytest.raises(TimeoutError):
+            saves[0].result(0.05, tier=str(tmp_path / "far"))
+        with pytest.raises(ConfigError, match="does not go to"):
+            saves[0].result(tier="elsewhere")
+        gated.open.set()
+        for save in saves:
+            save.result(10)
+    assert whole(tmp_path / "far") == [1, 2, 3, 4, 5]
+    assert [key.split(".")[0] for key in gated.began] == [
+        f"step-00000000{n}" for n in (1, 5, 4, 3, 2)
+    ]  # newest first
+
+
+def test_a_tier_too_far_behind_gives_up_the_oldest_and_says_so(tmp_path, gated, caplog):
+    with CheckpointManager([tmp_path / "near", tmp_path / "far"], backlog=2) as manager:
+        saves = []
+        for step in range(1, 7):
+            saves.append(manager.save_async(state(step), step))
+            saves[-1].result(10, tier=str(tmp_path / "near"))
+            while not gated.began:
+                time.sleep(0.01)
+        gated.open.set()
+        outcomes = {save.step: type(save.exception(10)) for save in saves}
+    assert outcomes == dict.fromkeys((1, 4, 5, 6), type(None)) | dict.fromkeys((2, 3), SaveSkipped)
+    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([1, 2, 3, 4, 5, 6], [1, 4, 5, 6])
+    assert "the tier is behind" in caplog.text
+
+
+def test_what_a_far_tier_waits_for_is_not_pruned_from_the_near_one(tmp_path, gated):
+    with CheckpointManager(
+        [Tier(str(tmp_path / "near"), keep_last=1), tmp_path / "far"], backlog=9
+    ) as manager:
+        saves = []
+        for step in range(1, 5):
+            saves.append(manager.save_async(state(step), step))
+            saves[-1].result(10, tier=str(tmp_path / "near"))
+        gated.open.set()
+        for save in saves:
+            save.result(10)
+        manager.save(state(5), 5)
+    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([5], [1, 2, 3, 4, 5])
+
+
+def test_a_far_tier_that_fails_is_told_and_the_near_one_stands(tmp_path, monkeypatch):
+    faulty(
+        monkeypatch,
+        tmp_path / "far",
+        [Rule(verb="write", key="safetensors", nth=1, fault=Raise(OutOfSpace("k", "full")))],
+    )
+    with CheckpointManager([tmp_path / "near", tmp_path / "far"]) as manager:
+        save = manager.save_async(state(1), 1)
+        assert save.result(10, tier=str(tmp_path / "near")) is save
+        with pytest.raises(OutOfSpace):
+            save.result(10)
+        manager.save(state(2), 2)
+    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([1, 2], [2])
+
+
+def test_a_near_tier_that_fails_fails_the_save_everywhere_at_once(tmp_path, monkeypatch):
+    faulty(
+        monkeypatch,
+        tmp_path / "near",
+        [Rule(verb="write", key="safetensors", nth=1, fault=Raise(OutOfSpace("k", "full")))],
+    )
+    with CheckpointManager([tmp_path / "near", tmp_path / "far"]) as manager:
+        save = manager.save_async(state(1), 1)
+        for tier in (None, str(tmp_path / "near"), str(tmp_path / "far")):
+            with pytest.raises(OutOfSpace):
+                save.result(10, tier=tier)
+    assert not (tmp_path / "far").exists()
+
+
+def test_a_tier_that_is_not_required_fails_nothing(tmp_path, monkeypatch, caplog):
+    faulty(
+        monkeypatch,
+        tmp_path / "far",
+        [Rule(verb="upload", key="", nth=None, fault=Raise(StorageError("k", "down")))],
+    )
+    with CheckpointManager(
+        [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"), required=False)]
+    ) as manager:
+        save = manager.save(state(1), 1)
+        with pytest.raises(StorageError):
+            save.result(tier=str(tmp_path / "far"))
+    assert whole(tmp_path / "near") == [1]
+    assert "far" in caplog.text
+
+
+def test_damage_on_the_near_tier_before_the_far_one_has_it_goes_no_farther(tmp_path, gated):
+    from ckpt.errors import IntegrityError
+
+    with CheckpointManager([tmp_path / "near", tmp_path / "far"]) as manager:
+        save = manager.save_async(state(1), 1)
+        save.result(10, tier=str(tmp_path / "near"))
+        (image,) = (tmp_path / "near").rglob("*.safetensors")
+        data = bytearray(image.read_bytes())
+        data[-9] ^= 4
+        image.write_bytes(data)
+        gated.open.set()
+        with pytest.raises(IntegrityError, match="read back"):
+            save.result(10)
+    assert whole(tmp_path / "far") == []
+
+
+def test_tiers_that_skip_steps_drain_from_the_nearest_that_has_them(tmp_path):
+    tiers = [
+        Tier(str(tmp_path / "a"), every=2),
+        Tier(str(tmp_path / "b"), every=3),
+        Tier(str(tmp_path / "c")),
+    ]
+    with CheckpointManager(tiers) as manager:
+        for step in range(1, 7):
+            manager.save(state(step), step)
+    assert [whole(tmp_path / name) for name in "abc"] == [[2, 4, 6], [3, 6], [1, 2, 3, 4, 5, 6]]
