@@ -88,6 +88,7 @@ class Background:
 
     def finish(self) -> None:
         """Finish all saves and stop the threads. Slots stay until ``slots.close``: views of them may be held."""
+        self.slots.stop()
         self._copier.close()
         self._reserver.close(cancel=True)
         self._streamer.close()

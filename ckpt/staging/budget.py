@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Final
 
 from ckpt.errors import HostMemoryExhausted
@@ -19,6 +21,34 @@ _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
 _RING_SHARE: Final = 0.75
 """Of the memory there is: a quarter as much again is for what must be set aside (see ``Snapshot``)."""
+_OWN_CGROUPS: Final = "/proc/self/cgroup"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cgroups:
+    """Where a hierarchy is mounted, its word in /proc/self/cgroup, and its files: limits, what is used, and which rows of memory.stat are page cache."""
+
+    mount: str
+    controller: str
+    limits: tuple[str, ...]
+    used: str
+    cache: tuple[str, ...]
+
+
+_V1: Final = _Cgroups(
+    mount="/sys/fs/cgroup/memory",
+    controller="memory",
+    limits=("memory.limit_in_bytes",),
+    used="memory.usage_in_bytes",
+    cache=("total_inactive_file", "total_active_file"),
+)
+_V2: Final = _Cgroups(
+    mount="/sys/fs/cgroup",
+    controller="",
+    limits=("memory.max", "memory.high"),
+    used="memory.current",
+    cache=("inactive_file", "active_file"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +125,33 @@ def measure(shm: str, *, ranks: int, limit: int | None = None) -> Room:
 
 
 def _cgroup_rooms() -> list[int]:
-    """What each memory cgroup above this process leaves; none where there is no limit."""
+    """What each memory cgroup around this process leaves, its own and those above; none where there is no limit.
+
+    Page cache is charged to a cgroup and given back when memory is short: it is room, as in ``MemAvailable``.
+    """
     rooms: list[int] = []
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        most, used = _number(limit), _number(usage)
-        if most is not None and used is not None:
-            rooms.append(max(0, most - used))
+    for kind in (_V1, _V2):
+        path = _own_cgroup(kind.controller)
+        for group in (
+            path,
+            *path.parents,
+        ):  # in a container it is often the host's path, and only the root is there
+            folder = f"{kind.mount}{group}"
+            limits = [most for name in kind.limits if (most := _number(f"{folder}/{name}")) is not None]
+            used = _number(f"{folder}/{kind.used}")
+            if limits and used is not None:
+                rooms.append(max(0, min(limits) - used + _sum(f"{folder}/memory.stat", kind.cache)))
     return rooms
+
+
+def _own_cgroup(controller: str) -> PurePosixPath:
+    """Where this process is in the hierarchy of ``controller``."""
+    with contextlib.suppress(OSError), open(_OWN_CGROUPS) as file:
+        for line in file:
+            controllers, _, path = line.rstrip("\n").partition(":")[2].partition(":")
+            if controller in controllers.split(","):
+                return PurePosixPath(os.path.normpath(path or "/"))
+    return PurePosixPath("/")
 
 
 def _meminfo_available() -> int:
@@ -121,6 +168,14 @@ def _number(path: str) -> int | None:
             return int(file.read())
     except (OSError, ValueError):  # no such cgroup, or "max"
         return None
+
+
+def _sum(path: str, names: Sequence[str]) -> int:
+    """The sum of these lines of a file of names and numbers."""
+    with contextlib.suppress(OSError), open(path) as file:
+        rows = [line.split() for line in file]
+        return sum(int(row[1]) for row in rows if row and row[0] in names)
+    return 0
 
 
 def _mib(nbytes: int) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ckpt.errors import TensorChanged
 from ckpt.staging.snapshot import Snapshot
 
 
@@ -24,6 +28,7 @@ class Fence:
         )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self.captured = False
         """Whether a step was captured in a CUDA graph, whose replays no hook will see."""
 
@@ -31,26 +36,34 @@ class Fence:
         """Hook these optimizers, once each."""
         for optimizer in optimizers:
             if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+                # a compiled step calls it as it is: locks and waits cannot be traced
+                hook: Any = torch.compiler.disable(self._before_step)  # type: ignore[no-untyped-call]
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(hook)
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold steps until ``snapshot`` has landed."""
         with self._lock:
-            self._in_flight = [other for other in self._in_flight if not other.landed]
+            self._forget_landed()
             self._in_flight.append(snapshot)
 
     def wait(self) -> None:
         """Return when the tensors of all snapshots in flight may change."""
+        if os.getpid() != self._pid:  # in a fork: its tensors are its own, and nobody copies here
+            return
         with self._lock:
             waiting = list(self._in_flight)
         for snapshot in waiting:
             snapshot.fence()
+        with self._lock:
+            self._forget_landed()
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off, and let go of the snapshots: their windows keep slots alive."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
+        with self._lock:
+            self._in_flight = []
 
     def _before_step(self, *_: object) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -58,5 +71,18 @@ class Fence:
             self.captured = True
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
+                _settle(snapshot)  # capturing moves the counters
             return
         self.wait()
+
+    def _forget_landed(self) -> None:
+        """Let go of them and of the slots they look at; no step to come may be held against them. Holds the lock."""
+        landed = [snapshot for snapshot in self._in_flight if snapshot.landed]
+        for snapshot in landed:
+            _settle(snapshot)
+        self._in_flight = [snapshot for snapshot in self._in_flight if snapshot not in landed]
+
+
+def _settle(snapshot: Snapshot) -> None:
+    with suppress(TensorChanged):  # kept for those who wait for the save
+        snapshot.settle()

@@ -27,8 +27,14 @@ from ckpt.staging.budget import Budget, decide, measure
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; files are 0600 and their names hold our pid
 _PREFIX: Final = "ckpt-slot"
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
+_STEP_BYTES: Final = 64 << 20
 _ROUND: Final = 2 << 20  # a huge page; also leaves room for the padded last block of a direct write
 _log = logging.getLogger("ckpt")
+
+
+class NotWanted(Exception):
+    """The making of a slot was given up: the pool is closing."""
 
 
 class Slot:
@@ -39,12 +45,14 @@ class Slot:
         generation: Counts the images it has held; a plan's views belong to the slot, not to a generation.
     """
 
-    def __init__(self, nbytes: int, path: str | None) -> None:
+    def __init__(self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True) -> None:
+        """``wanted`` is asked now and then while it is made, which takes a second per GiB: False ends that with ``NotWanted``."""
+        self._wanted = wanted
         self.capacity = -(-nbytes // _ROUND) * _ROUND
         self.path = path
         self.generation = 0
         self._pinned = False
-        self._map = _map_file(path, self.capacity) if path else _map_anonymous(self.capacity)
+        self._map = _map_file(path, self.capacity, wanted) if path else _map_anonymous(self.capacity)
         self.view = memoryview(self._map)
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         # also when nobody closes it; a fork that ends leaves its parent's file alone
@@ -72,11 +80,19 @@ class Slot:
                 os.close(descriptor)
 
     def prefault(self) -> None:
-        """Touch every page now: a first touch is many times slower than a reuse."""
-        with contextlib.suppress(OSError, AttributeError, ValueError):
-            self._map.madvise(23)  # MADV_POPULATE_WRITE, Linux 5.14
-            return
-        self.tensor[:: mmap.PAGESIZE] = 0
+        """Touch every page now: a first touch is many times slower than a reuse.
+
+        Raises:
+            HostMemoryExhausted: The pages are not there; touching them would have ended the process.
+        """
+        try:
+            for start in range(0, self.capacity, _STEP_BYTES):
+                _ask(self._wanted)
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_STEP_BYTES, self.capacity - start))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise HostMemoryExhausted(self.capacity, os.strerror(error.errno or errno.ENOMEM)) from None
+            self.tensor[:: mmap.PAGESIZE] = 0  # a kernel that does not know the word
 
     def close(self) -> None:
         """Remove the file and let go of the memory. Views that are still held keep their mapping alive, not the file."""
@@ -105,10 +121,17 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _map_file(path: str, nbytes: int) -> mmap.mmap:
+def _ask(wanted: Callable[[], bool]) -> None:
+    if not wanted():
+        raise NotWanted
+
+
+def _map_file(path: str, nbytes: int, wanted: Callable[[], bool]) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        for start in range(0, nbytes, _STEP_BYTES):
+            _ask(wanted)
+            os.posix_fallocate(descriptor, start, min(_STEP_BYTES, nbytes - start))
         return mmap.mmap(descriptor, nbytes)
     except BaseException:
         os.unlink(path)
@@ -184,7 +207,10 @@ class SlotPool:
                 if self._closed or not self._may_make(nbytes):
                     return
                 self._making += 1
-            self._make(nbytes, free=True)
+            try:
+                self._make(nbytes, free=True)
+            except NotWanted:
+                return
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
         """A free slot for an image of ``nbytes`` (smaller than that if the budget says waves); with ``wait`` until one is free, else None if none is.
@@ -217,10 +243,15 @@ class SlotPool:
                 self._free.append(slot)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Free all slots. No image may be in use."""
+    def stop(self) -> None:
+        """Make no more slots; one that is being made ahead is given up."""
         with self._changed:
             self._closed = True
+
+    def close(self) -> None:
+        """Free all slots. No image may be in use."""
+        self.stop()
+        with self._changed:
             for slot in list(self._made):
                 self._drop(slot)
             self._free.clear()
@@ -255,8 +286,9 @@ class SlotPool:
         """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes its time."""
         made: list[Slot] = []
         try:
-            made.append(self._new(self._slot_bytes(nbytes)))
-            made[0].prefault()
+            slot = self._new(self._slot_bytes(nbytes))
+            slot.prefault()
+            made.append(slot)
         finally:
             with self._changed:
                 self._making -= 1
@@ -274,13 +306,18 @@ class SlotPool:
             self._serial += 1
             path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{_namespace()}.{time.monotonic_ns():x}"
             try:
-                return Slot(nbytes, path)
+                return Slot(nbytes, path, self._is_open)
             except OSError as error:  # filled up since it was measured
                 _log.warning(
                     "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but lost with the process",
                     os.strerror(error.errno or 0), nbytes >> 20, _SHM,
                 )  # fmt: skip
-        return Slot(nbytes, None)
+        if nbytes > (left := measure(_SHM, ranks=1).memory):  # what took the place may have taken this too
+            raise HostMemoryExhausted(nbytes, f"{left >> 20} MiB are left since the budget was made")
+        return Slot(nbytes, None, self._is_open)
+
+    def _is_open(self) -> bool:
+        return not self._closed
 
     def _drop(self, slot: Slot) -> None:
         self._made.remove(slot)

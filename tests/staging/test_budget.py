@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ckpt.errors import HostMemoryExhausted
+from ckpt.staging import budget
 from ckpt.staging.budget import Room, decide, measure
 
 MIB = 1 << 20
@@ -44,3 +47,101 @@ def test_the_ranks_of_a_node_share_what_is_there(tmp_path):
 
 def test_a_shared_memory_that_is_not_there_has_no_room(tmp_path):
     assert measure(str(tmp_path / "missing"), ranks=1).shared == 0
+
+
+# -- memory cgroups: a tree of files as the kernel shows it, since few machines let a test make real ones ---------------
+
+V1 = {"limit": "memory.limit_in_bytes", "used": "memory.usage_in_bytes", "stat": "total_inactive_file {}\ntotal_active_file 0\n"}  # fmt: skip
+V2 = {
+    "limit": "memory.max",
+    "used": "memory.current",
+    "stat": "anon 7\ninactive_file {}\nactive_file 0\nslab 9\n",
+}
+UNLIMITED = {"v1": str(0x7FFFFFFFFFFFF000), "v2": "max"}
+
+
+@pytest.fixture(params=["v1", "v2"])
+def cgroup(request, tmp_path, monkeypatch):
+    """Puts cgroups below a mount of their own; this process is in the last one, or in ``told``."""
+    names = {"v1": V1, "v2": V2}[request.param]
+    kind = {"v1": "_V1", "v2": "_V2"}[request.param]
+    monkeypatch.setattr(budget, kind, replace(getattr(budget, kind), mount=str(tmp_path)))
+    other = {"_V1": "_V2", "_V2": "_V1"}[kind]
+    monkeypatch.setattr(budget, other, replace(getattr(budget, other), mount=str(tmp_path / "not mounted")))
+
+    def make(*groups: tuple[str, int | None, int, int], told: str | None = None) -> None:
+        for path, limit, used, cache in groups:
+            folder = tmp_path / path.lstrip("/")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / names["limit"]).write_text(
+                UNLIMITED[request.param] if limit is None else str(limit * MIB)
+            )
+            (folder / names["used"]).write_text(str(used * MIB))
+            (folder / "memory.stat").write_text(names["stat"].format(cache * MIB))
+        path = told or groups[-1][0]
+        own = tmp_path / "own"
+        own.write_text(f"9:cpu,cpuacct:/elsewhere\n4:memory:{path}\n0::{path}\n")
+        monkeypatch.setattr(budget, "_OWN_CGROUPS", str(own))
+
+    return make
+
+
+def room(tmp_path, ranks: int = 1) -> float:
+    """MiB that are left, before anything is kept back for others."""
+    return measure(str(tmp_path), ranks=ranks).memory / MIB / budget._HEADROOM
+
+
+def test_a_limit_of_the_process_own_cgroup_is_seen(cgroup, tmp_path):
+    cgroup(("/", None, 900, 0), ("/slurm", None, 500, 0), ("/slurm/job_7", 300, 100, 0))
+    assert room(tmp_path) == pytest.approx(200, abs=1)
+    assert room(tmp_path, ranks=4) == pytest.approx(50, abs=1)
+
+
+def test_the_tightest_of_all_levels_counts(cgroup, tmp_path):
+    cgroup(("/", 5000, 900, 0), ("/slurm", 400, 350, 0), ("/slurm/job_7", 300, 100, 0))
+    assert room(tmp_path) == pytest.approx(50, abs=1)
+
+
+def test_page_cache_is_given_back_and_counts_as_room(cgroup, tmp_path):
+    """After a day of reading data every container is full of it."""
+    cgroup(("/", None, 0, 0), ("/job", 300, 299, 250))
+    assert room(tmp_path) == pytest.approx(251, abs=1)
+
+
+def test_in_a_container_that_is_told_the_path_of_its_host_the_root_it_sees_counts(cgroup, tmp_path):
+    cgroup(("/", 300, 100, 0), told="/docker/0123abc")
+    assert room(tmp_path) == pytest.approx(200, abs=1)
+
+
+def test_a_cgroup_that_is_over_its_limit_leaves_nothing(cgroup, tmp_path):
+    cgroup(("/job", 300, 310, 0))
+    assert room(tmp_path) == 0
+    with pytest.raises(HostMemoryExhausted, match="memory cgroup"):
+        decide(MIB, wanted=2, room=measure(str(tmp_path), ranks=1))
+
+
+def test_without_a_limit_the_machine_counts(cgroup, tmp_path):
+    cgroup(("/", None, 900, 0), ("/job", None, 500, 0))
+    assert room(tmp_path) > 900
+
+
+def test_memory_that_is_throttled_beyond_counts_as_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "_V2", replace(budget._V2, mount=str(tmp_path)))
+    monkeypatch.setattr(budget, "_OWN_CGROUPS", str(tmp_path / "own"))
+    for name, text in {
+        "own": "0::/\n",
+        "memory.max": "max",
+        "memory.high": str(200 * MIB),
+        "memory.current": "0",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert room(tmp_path) == pytest.approx(200, abs=1)
+
+
+@pytest.mark.parametrize("own", ["", "nonsense\n", "0::/../..\n", "4:memory:\n"])
+def test_cgroups_that_cannot_be_read_are_no_limit(own, tmp_path, monkeypatch):
+    (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(budget, "_OWN_CGROUPS", str(tmp_path / "own"))
+    monkeypatch.setattr(budget, "_V1", replace(budget._V1, mount=str(tmp_path)))
+    monkeypatch.setattr(budget, "_V2", replace(budget._V2, mount=str(tmp_path)))
+    assert room(tmp_path) > 100

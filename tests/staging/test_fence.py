@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
+import time
 import weakref
 
 import pytest
 import torch
 
-from ckpt.staging.fence import Fence
+from ckpt.errors import TensorChanged
 from ckpt.staging.copies import Copy
+from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Batch, Snapshot
 
 OPTIMIZERS = {
@@ -146,3 +149,69 @@ def test_a_fence_does_not_keep_an_optimizer_alive():
     gc.collect()
     assert alive() is None
     fence.remove()
+
+
+def test_a_snapshot_that_has_landed_is_not_held_against_a_step_after_the_next_one():
+    """It is still being written when the next one is taken: its last look at the versions comes after the step."""
+    parameter, optimizer = trained()
+    fence = Fence()
+    fence.guard([optimizer])
+    first, target = snapshot_of(parameter)
+    fence.watch(first)
+    first.copy_late()
+    second, _ = snapshot_of(parameter)
+    fence.watch(second)
+    second.copy_late()
+    optimizer.step()
+    first.settle()
+    second.settle()
+    assert target.tolist() == [1] * 4
+
+
+def test_a_change_before_the_next_one_is_still_seen():
+    parameter, _ = trained()
+    fence = Fence()
+    first, _ = snapshot_of(parameter)
+    fence.watch(first)
+    first.copy_late()
+    with torch.no_grad():
+        parameter.add_(1)
+    fence.watch(snapshot_of(parameter)[0])
+    with pytest.raises(TensorChanged):
+        first.settle()
+
+
+def test_a_snapshot_is_let_go_when_a_step_has_passed_it_and_when_hooks_are_removed():
+    """It holds on to its slot."""
+    parameter, optimizer = trained()
+    fence = Fence()
+    fence.guard([optimizer])
+    for release in (optimizer.step, fence.remove):
+        snapshot, _ = snapshot_of(parameter)
+        fence.watch(snapshot)
+        snapshot.copy_late()
+        alive = weakref.ref(snapshot)
+        del snapshot
+        assert alive() is not None
+        release()
+        assert alive() is None
+
+
+def test_a_forked_child_does_not_wait_for_a_copy_that_nobody_makes_there():
+    parameter, optimizer = trained()
+    fence = Fence()
+    fence.guard([optimizer])
+    fence.watch(snapshot_of(parameter)[0])
+    child = os.fork()
+    if child == 0:
+        optimizer.step()
+        os._exit(0)
+    for _ in range(1000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert (ended, status) == (child, 0)

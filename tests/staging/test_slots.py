@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,49 @@ def test_a_slot_is_prefaulted(pools):
     before = faults()
     slot.tensor[: 64 * MIB].copy_(source)
     assert faults() - before < 64 * MIB // 4096 // 4
+
+
+def test_a_kernel_that_cannot_populate_has_its_pages_touched_one_by_one(pools, monkeypatch):
+    monkeypatch.setattr(slots_module, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as from a kernel before 5.14
+    slot = take(pools(1), 8 * MIB)
+    assert os.stat(slot.path).st_blocks * 512 >= 8 * MIB
+    slot.tensor.fill_(1)
+
+
+def test_pages_that_are_gone_are_an_error_and_not_a_sigbus(pools):
+    slot = take(pools(1), 8 * MIB)
+    os.truncate(slot.path, 0)  # whoever did that: touching one of these pages would kill
+    with pytest.raises(HostMemoryExhausted, match="Bad address"):
+        slot.prefault()
+
+
+def test_a_slot_that_could_not_be_made_is_no_loss_to_the_pool(pools, monkeypatch):
+    pool = pools(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(slots_module.Slot, "prefault", raise_exhausted)
+        for _ in range(3):
+            with pytest.raises(HostMemoryExhausted):
+                pool.acquire(MIB, wait=True)
+        with pytest.raises(HostMemoryExhausted):
+            pool.reserve(MIB)
+        assert own_files() == set()
+    assert take(pool, MIB).capacity >= MIB
+
+
+def raise_exhausted(slot) -> None:
+    raise HostMemoryExhausted(slot.capacity, "no pages")
+
+
+def test_memory_that_went_with_the_shared_memory_is_not_taken_twice(pools, monkeypatch, tmp_path):
+    """The room for two was there when it was measured; then somebody took it, and anonymous memory would be an OOM kill."""
+    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    pool = pools(2)
+    first = take(pool, MIB)
+    real = slots_module.measure
+    with monkeypatch.context() as eaten:
+        eaten.setattr(slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=MIB // 2))
+        with pytest.raises(HostMemoryExhausted, match="are left since"):
+            pool.acquire(MIB, wait=True)
+        pool.release(first)
+        assert take(pool, MIB) is first
+    assert take(pool, MIB) is not first
