@@ -7,9 +7,11 @@ go to the next best: another tier, then the step before.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -55,6 +57,7 @@ class RestoreReport:
     Attributes:
         tier: URL of the tier that it came from.
         nbytes: Bytes that landed in this rank's state; ``read_bytes`` were fetched for it.
+        seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
         skipped: Newer (step, reason) that were damaged.
     """
 
@@ -66,6 +69,17 @@ class RestoreReport:
     seconds: float
     saved_world_size: int
     skipped: tuple[tuple[int, str], ...]
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """10^9 bytes that landed, per second of the whole call."""
+        return self.nbytes / max(self.seconds, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} from {self.tier}: {self.nbytes / 1e9:.2f} GB in {self.seconds:.2f} s, "
+            f"{self.gigabytes_per_second:.2f} GB/s, checksums verified"
+        )
 
 
 class _Proposal(msgspec.Struct, frozen=True):
@@ -144,6 +158,7 @@ class Restorer:
                 step=ref.step, attempt=ref.attempt, tier=tier.url, nbytes=landed.nbytes, read_bytes=landed.read_bytes,
                 seconds=time.perf_counter() - began, saved_world_size=landed.world_size, skipped=tuple(skipped),
             )  # fmt: skip
+            _log.info("ckpt: restored %s", report)
             self._notify(Restored(step=ref.step, tier=tier.url, nbytes=landed.nbytes, seconds=report.seconds))
             return report
         if not skipped and step is None:
@@ -217,9 +232,10 @@ class Restorer:
         rank, world = self._coordinator.rank, self._coordinator.world_size
 
         def fit() -> tuple[Manifest, Matched, RestorePlan]:
-            manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
-            matched = match(state, manifest, rank=rank, world_size=world)
-            return manifest, matched, plan_restore(manifest, matched.wanted)
+            with _uncollected():
+                manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
+                matched = match(state, manifest, rank=rank, world_size=world)
+                return manifest, matched, plan_restore(manifest, matched.wanted)
 
         (manifest, matched, plan), unexpected = self._together(
             "match", ref, fit, lambda found: found[1].unexpected
@@ -298,6 +314,18 @@ class Restorer:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, where + answer.reason)
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """No garbage collection meanwhile: a plan is thousands of objects that live, and to look through a process with torch in it costs as long as reading half a GiB."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()
 
 
 def _apply(matched: Matched, ref: StepRef) -> None:

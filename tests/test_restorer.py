@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.cli.main import main
-from ckpt.errors import NoCheckpoint, OutOfSpace, StorageError, TransientStorageError
+from ckpt.errors import NoCheckpoint, OutOfSpace, RestoreError, StorageError, TransientStorageError
 from ckpt.events import Event, StepDamaged
 from ckpt.model.layout import parse_folder
 from ckpt.storage.registry import open_backend
@@ -71,7 +73,31 @@ def test_the_newest_step_is_restored_and_the_report_says_what_it_took(root: Path
     assert (report.step, report.skipped, report.saved_world_size) == (3, (), 1)
     assert report.nbytes == (3000 + 2000) * 4 <= report.read_bytes
     assert report.seconds > 0
+    assert report.gigabytes_per_second == pytest.approx(report.nbytes / report.seconds / 1e9)
     assert report.tier.endswith("run")
+
+
+def test_the_log_says_where_from_how_much_and_how_fast(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(root) as manager, caplog.at_level(logging.INFO, "ckpt"):
+        report = manager.restore(blank())
+    assert report is not None
+    [line] = [record.getMessage() for record in caplog.records if "restored" in record.getMessage()]
+    assert f"step 3 from {root}" in line
+    assert f"{report.gigabytes_per_second:.2f} GB/s" in line
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(root: Path, collecting: bool, fits: bool) -> None:
+    target = blank() if fits else {"x": torch.zeros(1)}
+    was = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        with CheckpointManager(root) as manager, nullcontext() if fits else pytest.raises(RestoreError):
+            manager.restore(target)
+        assert gc.isenabled() is collecting
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 def test_any_step_can_be_asked_for(root: Path) -> None:
@@ -289,3 +315,54 @@ def test_nothing_is_ever_unpickled(
         monkeypatch.setattr("sys.argv", ["ckpt", *command, "--root", str(root)])
         code = main()
         assert code == 0, (command, capsys.readouterr())
+
+
+def large(step: int) -> dict[str, Any]:
+    """Tensors that are read straight into their place: whole chunks, odd lengths, one of many chunks."""
+    generator = torch.Generator().manual_seed(step)
+    numbers = torch.randint(0, 256, (4_000_003,), dtype=torch.uint8, generator=generator)
+    return {
+        "one": numbers[:700_001].clone(),
+        "half": numbers[: 2 * 600_007].view(torch.bfloat16).clone(),
+        "many": numbers.clone(),
+        "grid": numbers[:3_000_000].view(1000, 3000).clone(),
+    }
+
+
+def somewhere(like: dict[str, Any], odd: int) -> dict[str, Any]:
+    """The same shapes in memory that begins ``odd`` bytes behind where tensors usually do."""
+    return {
+        name: torch.full((tensor.nbytes + odd,), 7, dtype=torch.uint8)[odd:]
+        .view(tensor.dtype)
+        .view(tensor.shape)
+        for name, tensor in like.items()
+    }
+
+
+@pytest.mark.parametrize("odd", [0, 2, 64, 448, 4032])
+def test_large_tensors_land_bit_for_bit_at_any_address(tmp_path: Path, odd: int) -> None:
+    with CheckpointManager(tmp_path / "run", chunk_bytes=1 << 20) as manager:
+        manager.save(large(1), 1)
+        target = somewhere(large(1), odd)
+        manager.restore(target)
+    for name, tensor in large(1).items():
+        assert torch.equal(target[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("position", [4096, 4096 + 700_000, 2_000_000, -1])
+def test_a_damaged_large_chunk_gives_way_to_the_step_before(tmp_path: Path, position: int) -> None:
+    """By then the target holds bytes of the damaged one: all of them are replaced."""
+    root = tmp_path / "run"
+    with CheckpointManager(root, chunk_bytes=1 << 20) as manager:
+        for step in (1, 2):
+            manager.save(large(step), step)
+    flip(files(root, 2)["data"], position)
+    target = somewhere(large(1), 64)
+    with CheckpointManager(root) as manager:
+        with pytest.raises(NoCheckpoint, match="checksum mismatch"):
+            manager.restore(target, 2)
+        report = manager.restore(target)
+    assert report is not None
+    assert [step for step, _ in report.skipped] == [2]
+    for name, tensor in large(1).items():
+        assert torch.equal(target[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -1,4 +1,4 @@
-"""Moving aligned memory to and from a file past the page cache, and any other memory through it.
+"""Moving aligned memory to a file past the page cache, and any other memory through it.
 
 ``O_DIRECT`` costs a tenth of the CPU and does not push the trainer's pages out, but a file system may refuse it when the file is
 opened, or only at a certain write. So every file here has a second, buffered descriptor that can take over at any call.
@@ -18,7 +18,6 @@ import numpy as np
 from ckpt.storage.api import Buffer
 
 ALIGNMENT: Final = 4096  # covers the logical block of every disk in use; a store that wants more refuses and is written buffered
-_DROP_CACHE_BYTES: Final = 8 << 20
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _RENAME_NOREPLACE: Final = 1
 _AT_FDCWD: Final = -100
@@ -125,47 +124,6 @@ class DirectWriter:
         )  # begins at a page; not closed here, for an error's traceback may still see into it
         page[: tail.nbytes] = bytes(tail)
         return self._write_direct(offset, memoryview(page)) == ALIGNMENT
-
-
-def read_at(path: str, offset: int, out: memoryview, *, direct: bool = True) -> int:
-    """Fill ``out`` from ``offset`` of the file as far as the file goes; returns how many bytes that was."""
-    done = 0
-    body = out[: out.nbytes - out.nbytes % ALIGNMENT]
-    if direct and body.nbytes and is_aligned(offset, body):
-        done = _read_direct(path, offset, body)
-    return done + _read_buffered(path, offset + done, out[done:]) if done < out.nbytes else done
-
-
-def _read_direct(path: str, offset: int, out: memoryview) -> int:
-    fd = open_direct(path, os.O_RDONLY)
-    if fd is None:
-        return 0
-    done = 0
-    try:
-        while done < out.nbytes and done % ALIGNMENT == 0:
-            count = os.preadv(fd, [out[done:]], offset + done)
-            if not count:
-                break
-            done += count
-    except OSError as error:
-        if error.errno not in _REFUSALS:
-            raise
-    finally:
-        os.close(fd)
-    return done
-
-
-def _read_buffered(path: str, offset: int, out: memoryview) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    done = 0
-    try:
-        while done < out.nbytes and (count := os.preadv(fd, [out[done:]], offset + done)):
-            done += count
-        if done >= _DROP_CACHE_BYTES:
-            os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-    return done
 
 
 def reserve(fd: int, size: int) -> None:

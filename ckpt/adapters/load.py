@@ -22,7 +22,6 @@ from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.layout import leaf_of, local
 from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.sink import untouched
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
@@ -285,7 +284,7 @@ class _Match:
             key = keys.get(part, _unescape(part))
             held = current.get(key)
             if not fits(held, self._tensors[name]):
-                held = untouched(new_state(parameter, group, key, self._tensors[name]))
+                held = new_state(parameter, group, key, self._tensors[name])
             self._want(name, held)
             fresh[key] = held
         for name, node in values.items():
@@ -338,7 +337,7 @@ class _Match:
             name = node["n"]
             if (tensor := self._tensors.get(name)) is None:
                 raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
-            self._made[name] = untouched(torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype)))
+            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
             self._want(name, self._made[name])
         elif tag == "object":
             decode(node["v"], partial(self._order, path))

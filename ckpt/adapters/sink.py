@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Sequence
 from typing import Final
 
@@ -16,17 +14,6 @@ from ckpt.plan.restore import ChunkRead
 from ckpt.staging.image import copyable, over
 
 _LARGE_BYTES: Final = 256 << 10
-_LIBC: Final = ctypes.CDLL(None)
-
-
-def untouched(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, new and not yet written to: its memory shall come in huge pages, whose first touch costs a fifth."""
-    memory = local(tensor)
-    if memory.device.type == "cpu" and memory.nbytes >= _LARGE_BYTES:
-        start = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-        end = memory.data_ptr() + memory.nbytes
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_HUGEPAGE)  # only a hint
-    return tensor
 
 
 class TensorSink:
@@ -37,7 +24,9 @@ class TensorSink:
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[torch.Tensor]) -> None:
         self._leaves = leaves
-        self._locals = [local(target).detach() for target in targets]
+        self._locals = [
+            copyable(local(target).detach(), leaf.dtype) for leaf, target in zip(leaves, targets, strict=True)
+        ]
 
     def direct(self, read: ChunkRead) -> memoryview | None:
         """Memory of exactly this chunk in a target, if it is one piece of CPU memory."""
@@ -66,9 +55,7 @@ class TensorSink:
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         target = read.targets[index]
-        leaf = self._leaves[target.leaf]
-        held = copyable(self._locals[target.leaf], leaf.dtype)
-        box = leaf.boxes[target.piece]
+        held, box = self._locals[target.leaf], self._leaves[target.leaf].boxes[target.piece]
         return held if target.part == box else held[target.part.relative_to(box).slices()]
 
 

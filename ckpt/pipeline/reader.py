@@ -1,13 +1,12 @@
 """A restore plan -> bytes in place, each chunk verified before it counts.
 
-Runs of neighbouring chunks are one request. On a store that asks for no alignment, a chunk whose target is one piece of memory is read straight into it. Everything else passes through
-an aligned buffer that each thread keeps: on a local disk that is faster than it sounds, since direct reads need aligned memory and offsets, which tensors do not have, and the copy out of a
-warm buffer costs a tenth of the page cache. Memory beside the target: a buffer of ``RUN_BYTES`` a thread.
+A chunk whose target is one piece of memory is read straight into it, if it is worth a request of its own. Small chunks that are neighbours in their file are one request into a buffer, and so is a
+chunk of which only parts are wanted or whose target lies elsewhere: they are verified there and then placed. Memory beside the target: a buffer of ``RUN_BYTES`` a thread, or of the largest
+chunk that cannot go straight.
 """
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +17,16 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, aligned_memory
 
-RUN_BYTES: Final = 16 << 20
+RUN_BYTES: Final = 2 << 20
+"""What small chunks are joined to on a disk; larger requests gain nothing there, and the first touch of their buffer costs as much as reading."""
+ALONE_BYTES: Final = 512 << 10
+"""A chunk of this size is a request of its own on a disk."""
+FAR_RUN_BYTES: Final = 16 << 20
+"""Both, for a store that asks for no alignment: there each request is a round trip."""
 GAP_BYTES: Final = 64 << 10
 """Unwanted bytes worth reading to save a request."""
-_SLACK_BYTES: Final = 1 << 20
 
 
 class Sink(Protocol):
@@ -54,7 +57,13 @@ def read_plan(
         ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
         StorageError: A file is missing, short or unreadable.
     """
-    runs = coalesce(plan.reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
+    near = backend.capabilities.alignment > 1
+    runs = coalesce(
+        plan.reads,
+        most_bytes=RUN_BYTES if near else FAR_RUN_BYTES,
+        gap_bytes=GAP_BYTES,
+        alone_bytes=ALONE_BYTES if near else FAR_RUN_BYTES,
+    )
     job = _Job(sink, backend, retry, on_bytes)
     workers.run_all(partial(job.read, run, *file_of(run.rank)) for run in runs)
 
@@ -68,16 +77,18 @@ class _Job:
         self._buffers = _Buffers()
 
     def read(self, run: Run, key: str, size: int) -> None:
-        if self._alignment > 1 or not self._read_direct(run, key):
+        if not self._read_straight(run, key):
             self._read_buffered(run, key, size)
         self._on_bytes(run.nbytes)
 
-    def _read_direct(self, run: Run, key: str) -> bool:
+    def _read_straight(self, run: Run, key: str) -> bool:
+        if len(run.reads) != 1 or (self._alignment > 1 and run.nbytes < ALONE_BYTES):
+            return False
         read = run.reads[0]
-        memory = self._sink.direct(read) if len(run.reads) == 1 else None
+        memory = self._sink.direct(read)
         if memory is None:
             return False
-        self._retry.call(lambda: self._backend.read_into(key, read.offset, memory))
+        self._retry.call(partial(self._backend.read_into, key, read.offset, memory))
         verify(memory, read.checksum, key=key, offset=read.offset)
         return True
 
@@ -85,7 +96,7 @@ class _Job:
         start = run.offset // self._alignment * self._alignment
         end = min(size, -(-(run.offset + run.nbytes) // self._alignment) * self._alignment)
         buffer = self._buffers.get(end - start)
-        self._retry.call(lambda: self._backend.read_into(key, start, buffer))
+        self._retry.call(partial(self._backend.read_into, key, start, buffer))
         for read in run.reads:
             data = buffer[read.offset - start :][: read.nbytes]
             verify(data, read.checksum, key=key, offset=read.offset)
@@ -93,12 +104,12 @@ class _Job:
 
 
 class _Buffers(threading.local):
-    """A page-aligned buffer per thread, as direct I/O wants it."""
+    """A buffer per thread, in memory as direct reads like it."""
 
     def __init__(self) -> None:
-        self._map: mmap.mmap | None = None
+        self._memory = memoryview(b"")
 
     def get(self, nbytes: int) -> memoryview:
-        if self._map is None or len(self._map) < nbytes:
-            self._map = mmap.mmap(-1, max(nbytes, RUN_BYTES + _SLACK_BYTES))
-        return memoryview(self._map)[:nbytes]
+        if self._memory.nbytes < nbytes:
+            self._memory = aligned_memory(max(nbytes, RUN_BYTES))
+        return self._memory[:nbytes]

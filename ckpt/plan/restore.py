@@ -6,7 +6,6 @@ all of it. If the chunk lies whole in the wanted box and in one piece there, it 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,35 +59,20 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
     tensors = manifest.tensor_map()
     if missing := [leaf.name for leaf in wanted if leaf.name not in tensors]:
         raise EntryMissing(missing, manifest.step)
-    found: dict[tuple[int, int], ChunkRead] = {}
-    targets: dict[tuple[int, int], list[Target]] = defaultdict(list)
     table = _ChunkTable(manifest)
     for index, leaf in enumerate(wanted):
         tensor = tensors[leaf.name]
         _check(leaf, tensor)
         for shard in tensor.shards:
+            held = shard.box
             for piece, box in enumerate(leaf.boxes):
-                if box.intersect(shard.box) is None:
+                whole = box == held  # the common case, thousands of times: nothing to intersect
+                if not (held.numel if whole else box.intersect(held)):
                     continue
-                for read in table.reads(shard, tensor.dtype):
-                    if part := read.box.intersect(box):
-                        key = (read.rank, read.offset)
-                        found.setdefault(key, read)
-                        targets[key].append(Target(leaf=index, piece=piece, part=part))
-    reads = tuple(_aim(found[key], targets[key]) for key in sorted(found))
-    return RestorePlan(reads=reads, wanted_bytes=sum(leaf.nbytes for leaf in wanted))
-
-
-def _aim(read: ChunkRead, targets: Sequence[Target]) -> ChunkRead:
-    return ChunkRead(
-        rank=read.rank,
-        offset=read.offset,
-        nbytes=read.nbytes,
-        checksum=read.checksum,
-        dtype=read.dtype,
-        box=read.box,
-        targets=tuple(targets),
-    )
+                for chunk in table.chunks(shard, held, tensor.dtype):
+                    if part := chunk.box if whole else chunk.box.intersect(box):
+                        chunk.targets.append(Target(leaf=index, piece=piece, part=part))
+    return RestorePlan(reads=table.wanted(), wanted_bytes=sum(leaf.nbytes for leaf in wanted))
 
 
 def _check(leaf: Leaf, tensor: Tensor) -> None:
@@ -98,41 +82,61 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
         raise DtypeMismatch(leaf.name, tensor.dtype, leaf.dtype)
 
 
+@dataclass(slots=True)
+class _Chunk:
+    """A read whose targets are being found."""
+
+    rank: int
+    offset: int
+    nbytes: int
+    checksum: str
+    dtype: str
+    box: Box
+    targets: list[Target]
+
+
 class _ChunkTable:
-    """Chunks of a shard, as reads without targets; remembered, because many boxes may want the same shard."""
+    """Chunks of shards; remembered, because many boxes may want the same shard."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._files = manifest.file_map()
         self._chunk_bytes = manifest.chunk_bytes
         self._index: dict[int, Mapping[int, int]] = {}
-        self._known: dict[tuple[int, int], list[ChunkRead]] = {}
+        self._known: dict[tuple[int, int], list[_Chunk]] = {}
 
-    def reads(self, shard: Shard, dtype: str) -> list[ChunkRead]:
+    def chunks(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
+        """The chunks of a shard that is not empty; ``held`` is its box."""
         key = (shard.rank, shard.offset)
         if key not in self._known:
-            self._known[key] = self._build(shard, dtype)
+            self._known[key] = self._build(shard, held, dtype)
         return self._known[key]
 
-    def _build(self, shard: Shard, dtype: str) -> list[ChunkRead]:
+    def wanted(self) -> tuple[ChunkRead, ...]:
+        """Reads of the chunks that have targets, in file order."""
+        return tuple(
+            ChunkRead(
+                rank=chunk.rank,
+                offset=chunk.offset,
+                nbytes=chunk.nbytes,
+                checksum=chunk.checksum,
+                dtype=chunk.dtype,
+                box=chunk.box,
+                targets=tuple(chunk.targets),
+            )
+            for _, chunks in sorted(self._known.items())
+            for chunk in chunks
+            if chunk.targets
+        )
+
+    def _build(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
         file = self._files[shard.rank]
         if shard.rank not in self._index:
             self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
         first = self._index[shard.rank][shard.offset]
-        itemsize = DTYPES[dtype].itemsize
-        reads: list[ChunkRead] = []
+        boxes = split_rows(held, self._chunk_bytes // DTYPES[dtype].itemsize)
+        found: list[_Chunk] = []
         offset = shard.offset
-        for position, box in enumerate(split_rows(shard.box, self._chunk_bytes // itemsize)):
-            chunk = file.chunks[first + position]
-            reads.append(
-                ChunkRead(
-                    rank=shard.rank,
-                    offset=offset,
-                    nbytes=chunk.nbytes,
-                    checksum=chunk.checksum,
-                    dtype=dtype,
-                    box=box,
-                    targets=(),
-                )
-            )
+        for box, chunk in zip(boxes, file.chunks[first : first + len(boxes)], strict=True):
+            found.append(_Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, []))
             offset += chunk.nbytes
-        return reads
+        return found

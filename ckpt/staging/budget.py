@@ -111,17 +111,22 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
     )
 
 
-def measure(shm: str, *, ranks: int, limit: int | None = None) -> Room:
-    """The room there is now for each of ``ranks`` on this node, at most ``limit`` for this one."""
-    memory = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
+def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) -> Room:
+    """The room there is now for each of ``ranks`` on this node, at most ``limit`` for this one.
+
+    Args:
+        held: Bytes in ``shm`` that other ranks have taken of their parts already: the last to ask gets as large a part as the first.
+    """
+    free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
+    memory = min(free, (free + held) // ranks)
     if limit is not None:
-        memory = min(memory, limit * ranks)
+        memory = min(memory, limit)
     try:
         stat = os.statvfs(shm)
-        shared = stat.f_bavail * stat.f_frsize
+        left = stat.f_bavail * stat.f_frsize
     except OSError:
-        shared = 0
-    return Room(memory=memory // ranks, shared=min(shared, memory) // ranks, ranks=ranks)
+        left = 0
+    return Room(memory=memory, shared=min(memory, left, (left + held) // ranks), ranks=ranks)
 
 
 def _cgroup_rooms() -> list[int]:
@@ -132,10 +137,8 @@ def _cgroup_rooms() -> list[int]:
     rooms: list[int] = []
     for kind in (_V1, _V2):
         path = _own_cgroup(kind.controller)
-        for group in (
-            path,
-            *path.parents,
-        ):  # in a container it is often the host's path, and only the root is there
+        # in a container it is often the host's path, and only the root is there
+        for group in (path, *path.parents):
             folder = f"{kind.mount}{group}"
             limits = [most for name in kind.limits if (most := _number(f"{folder}/{name}")) is not None]
             used = _number(f"{folder}/{kind.used}")

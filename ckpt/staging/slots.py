@@ -270,7 +270,8 @@ class SlotPool:
             self._free.remove(slot)
             self._drop(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
-            room = measure(_SHM, ranks=self._ranks, limit=self._limit)
+            held = _held_by_siblings() if self._ranks > 1 else 0
+            room = measure(_SHM, ranks=self._ranks, limit=self._limit, held=held)
             self._budget = decide(nbytes, wanted=self._count, room=room)
             _log.log(
                 logging.INFO if self._budget.shared else logging.WARNING, "ckpt: %s", self._budget.sentence
@@ -355,11 +356,31 @@ def _namespace() -> str:
         return "0"
 
 
+def _held_by_siblings() -> int:
+    """Bytes in slots of the other ranks of this node: of living processes that the same launcher has started."""
+    held = 0
+    for name, pid, started in _slot_files():
+        if pid != os.getpid() and _started(pid) == started and _parent(pid) == os.getppid():
+            with contextlib.suppress(OSError):
+                held += os.stat(f"{_SHM}/{name}").st_size
+    return held
+
+
 def _started(pid: int) -> int:
     """Start time of a process in clock ticks since boot; -1 if there is none."""
+    fields = _stat(pid)
+    return -1 if not fields or fields[0] in "ZX" else int(fields[19])
+
+
+def _parent(pid: int) -> int:
+    fields = _stat(pid)
+    return int(fields[1]) if fields else -1
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process from its state on; nothing if there is none."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return -1
-    return -1 if fields[0] in "ZX" else int(fields[19])
+        return []

@@ -9,7 +9,10 @@ point group ``ckpt.backends`` (key = URL scheme), and run :mod:`ckpt.storage.tes
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +22,7 @@ Buffer = memoryview | bytes | bytearray
 
 MAX_KEY_BYTES = 900  # S3 and GCS allow 1024 for the whole key; the root's own prefix needs its share
 _SEGMENT_BYTES = 255
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +199,18 @@ class PutUpload:
 
     def abort(self) -> None:
         self._parts.clear()
+
+
+def aligned_memory(nbytes: int) -> memoryview:
+    """Fresh private memory as direct reads and writes like it: from the start of a huge page, and in huge pages where the system has them.
+
+    A disk serves few long pieces of memory up to twice as fast as many short ones, and the first touch of a huge page costs a fifth. Freed with its last view.
+    """
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    lead = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
+    return memoryview(memory)[lead : lead + nbytes]
 
 
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:

@@ -8,11 +8,12 @@ import pytest
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.layout import data_name
-from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, read_plan
+from ckpt.pipeline.reader import ALONE_BYTES, FAR_RUN_BYTES, GAP_BYTES, RUN_BYTES, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
+from ckpt_backends.posix import open_posix
 from tests.plan.worlds import fragment_of, with_ref
 
 ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB is a chunk
@@ -124,7 +125,7 @@ def test_neighbouring_chunks_are_one_request_and_far_ones_are_not(memory, saved,
         np.array_equal(array, ARRAY[one.boxes[0].slices()])
         for array, one in zip(sink.arrays, wanted, strict=True)
     )
-    assert max(sizes) <= RUN_BYTES
+    assert max(sizes) <= FAR_RUN_BYTES
 
 
 def test_nothing_wanted_is_no_request(memory, workers, retry):
@@ -230,3 +231,73 @@ def test_a_store_that_wants_alignment_gets_it(memory, workers, retry, rows):
     assert backend.reads
     for row, found in zip(rows, sink.arrays, strict=True):
         assert np.array_equal(found, array[row : row + 1])
+
+
+# a disk: small requests are cheap, and large chunks need no buffer
+
+SIZES = [1000, 2000, ALONE_BYTES, 3000, ALONE_BYTES - 1, 2 * ALONE_BYTES, 5000, 5000]
+"""Of chunks, in file order. Odd ones, so that the large ones lie at no block of the disk."""
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """One file of large and small chunks: (its store, its manifest, what is in it, what can be wanted)."""
+    leaves = [Leaf(f"x{k}", "uint8", (n,), (Box((0,), (n,)),)) for k, n in enumerate(SIZES)]
+    arrays = {
+        f"x{k}": np.random.default_rng(k).integers(0, 256, n, dtype=np.uint8) for k, n in enumerate(SIZES)
+    }
+    image, fragment = fragment_of(0, 1, leaves, arrays, chunk_bytes=8 << 20)
+    store = open_posix(str(tmp_path), {})
+    store.put(data_name(0), [image])
+    return store, merge([with_ref(fragment)]), list(arrays.values()), leaves
+
+
+def test_on_a_disk_large_chunks_go_straight_and_small_neighbours_share_a_request(mixed, workers, retry):
+    store, manifest, arrays, wanted = mixed
+    faulty = FaultyBackend(store)
+    sink, _, _ = read(faulty, manifest, wanted, workers, retry)
+    assert [one.nbytes for one in sorted(sink.direct_reads, key=lambda one: one.offset)] == [
+        ALONE_BYTES,
+        2 * ALONE_BYTES,
+    ]
+    assert len(faulty.calls) == 5  # small ones before, between, between, behind; and the two large ones
+    assert max(call.nbytes for call in faulty.calls) <= RUN_BYTES
+    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+
+
+def test_on_a_store_far_away_all_of_them_are_one_request(memory, mixed, workers, retry):
+    store, manifest, arrays, wanted = mixed
+    image = bytearray(store.head(data_name(0)).size)
+    store.read_into(data_name(0), 0, memoryview(image))
+    memory.put(data_name(0), [image])
+    faulty = FaultyBackend(memory)
+    sink, _, _ = read(faulty, manifest, wanted, workers, retry)
+    assert len(faulty.calls) == 1
+    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+
+
+@pytest.mark.parametrize("index", range(len(SIZES)))
+def test_on_a_disk_damage_is_named_whichever_way_the_chunk_goes(mixed, workers, retry, index):
+    store, manifest, _, wanted = mixed
+    start = 4096 + sum(SIZES[:index])
+    flip_byte(store, data_name(0), start + SIZES[index] - 1)
+    with pytest.raises(ChecksumMismatch) as caught:
+        read(store, manifest, wanted, workers, retry)
+    assert (caught.value.offset, caught.value.nbytes) == (start, SIZES[index])
+
+
+def test_a_large_chunk_that_stumbles_is_read_again(mixed, workers, retry):
+    store, manifest, arrays, wanted = mixed
+    faulty = FaultyBackend(store, [Rule(verb="read_into", nth=2, fault=Raise(TransientStorageError))])
+    sink, _, _ = read(faulty, manifest, wanted[2:3] + wanted[5:6], workers, retry)
+    assert len(faulty.calls) == 3
+    assert np.array_equal(sink.arrays[0], arrays[2])
+    assert np.array_equal(sink.arrays[1], arrays[5])
+
+
+def test_a_part_of_a_large_chunk_passes_through_a_buffer(mixed, workers, retry):
+    store, manifest, arrays, _ = mixed
+    wanted = [Leaf("x5", "uint8", (SIZES[5],), (Box((7,), (ALONE_BYTES,)),))]
+    sink, _, _ = read(store, manifest, wanted, workers, retry)
+    assert sink.direct_reads == []
+    assert np.array_equal(sink.arrays[0], arrays[5][7 : 7 + ALONE_BYTES])

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.sink import TensorSink
+from ckpt.errors import RestoreError
+from ckpt.model.box import Box, split_rows
+from ckpt.plan.restore import ChunkRead, Target
+
+
+def chunk(source: torch.Tensor, dtype: str, box: Box, *, targets: int = 1) -> tuple[ChunkRead, memoryview]:
+    """A chunk of a tensor that was saved whole, and its bytes."""
+    part = source[box.slices()].contiguous().reshape(-1).view(torch.uint8)
+    data = memoryview(bytearray(part.numpy().tobytes()))
+    read = ChunkRead(
+        rank=0, offset=0, nbytes=data.nbytes, checksum="", dtype=dtype, box=box,
+        targets=tuple(Target(leaf=k, piece=0, part=box) for k in range(targets)),
+    )  # fmt: skip
+    return read, data
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.arange(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.int64) % 120
+    return raw.to(torch.uint8).view(dtype).view(shape)
+
+
+@pytest.mark.parametrize("most", [7, 40, 1000, 10**6])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.complex64, torch.bool, torch.int64]
+)
+@pytest.mark.parametrize("shape", [(), (5,), (40, 30), (3, 4, 5)])
+def test_chunks_of_any_size_make_the_tensor(shape: tuple[int, ...], dtype: torch.dtype, most: int) -> None:
+    source = torch.ones(shape, dtype=dtype) if dtype is torch.bool else numbers(shape, dtype)
+    target = torch.zeros(source.nbytes, dtype=torch.uint8).view(dtype).view(shape)
+    name = str(dtype).removeprefix("torch.")
+    sink = TensorSink([leaf_of("x", target, ())], [target])
+    for box in split_rows(Box.whole(shape), most):
+        sink.place(*chunk(source, name, box))
+    assert torch.equal(target.reshape(-1).view(torch.uint8), source.reshape(-1).view(torch.uint8))
+
+
+def test_a_chunk_in_one_piece_is_given_its_own_memory() -> None:
+    target = torch.zeros(40, 30)
+    sink = TensorSink([leaf_of("x", target, ())], [target])
+    read, _ = chunk(torch.ones(40, 30), "float32", Box((3, 0), (2, 30)))
+    memory = sink.direct(read)
+    assert memory is not None
+    assert memory.nbytes == 2 * 30 * 4
+    memory[:] = b"\x01" * memory.nbytes
+    assert target.view(torch.uint8).sum() == memory.nbytes
+    assert target[3:5].view(torch.uint8).sum() == memory.nbytes
+
+
+ODD: dict[str, Callable[[], torch.Tensor]] = {
+    "transposed": lambda: torch.zeros(6, 4, dtype=torch.complex64).T,
+    "strided": lambda: torch.zeros(4, 12, dtype=torch.complex64)[:, ::2],
+    "conjugated": lambda: torch.zeros(4, 6, dtype=torch.complex64).conj(),
+    "expanded": lambda: torch.zeros(1, 6, dtype=torch.complex64).expand(4, 6),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_memory_that_is_not_the_tensor_byte_for_byte_is_filled_by_a_copy(kind: str) -> None:
+    target = ODD[kind]()
+    source = torch.arange(6).expand(4, 6) + 1j
+    source = source.to(torch.complex64)
+    sink = TensorSink([leaf_of("x", target, ())], [target])
+    read, data = chunk(source, "complex64", Box.whole((4, 6)))
+    assert sink.direct(read) is None
+    sink.place(read, data)
+    assert torch.equal(target.resolve_conj(), source)
+
+
+def test_an_expanded_target_of_elements_that_differ_is_refused() -> None:
+    target = torch.zeros(1, 6).expand(4, 6)
+    sink = TensorSink([leaf_of("x", target, ())], [target])
+    with pytest.raises(RestoreError, match="of its own memory"):
+        sink.place(*chunk(torch.arange(24.0).view(4, 6), "float32", Box.whole((4, 6))))
+
+
+def test_a_chunk_wanted_twice_is_placed_twice() -> None:
+    targets = [torch.zeros(4, 6), torch.zeros(4, 6)]
+    sink = TensorSink([leaf_of(name, t, ()) for name, t in zip("xy", targets, strict=True)], targets)
+    read, data = chunk(torch.arange(24.0).view(4, 6), "float32", Box.whole((4, 6)), targets=2)
+    assert sink.direct(read) is None
+    sink.place(read, data)
+    assert all(torch.equal(target, torch.arange(24.0).view(4, 6)) for target in targets)
