@@ -1,1 +1,1 @@
-"""Measures what a checkpoint costs: ``python -m bench save``."""
+"""Measures what a checkpoint costs: ``python -m bench all``; see README.md."""

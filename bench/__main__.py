@@ -1,55 +1,105 @@
-"""``python -m bench save``: measure, print a table, write Markdown, CSV, JSON and a plot."""
+"""``python -m bench <scenario>`` or ``python -m bench all``: measure, print tables, write Markdown, CSV, JSON and plots."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+import time
+import typing
 from collections.abc import Sequence
+from typing import Any, Final
 
-from bench import report, save
-from bench.contenders import ALL
+from rich.console import Console
 
-_QUICK = {"size_mib": 8, "repeats": 2, "layers": 2, "clean_steps": 1}
-_FULL = {"size_mib": 512, "repeats": 5, "layers": 6, "clean_steps": 3}
+from bench import contenders, report, scenarios
+from bench.result import Result
+from bench.runner import Bench
+
+_LEAST_SECONDS: Final = 30.0  # whatever went before: the first contenders are measured
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; returns the exit code."""
+    """Run what is asked for. Returns 1 if a contender failed anywhere, after all the others have been measured."""
+    told = _parser().parse_args(arguments)
+    console = Console()
+    if told.scenario == "render":
+        for result in report.read(told.out).values():
+            report.write(result, told.out)
+        return 0
+    failed = False
+    for name, reason in contenders.missing().items():
+        console.print(f"[dim]without {contenders.ALL[name].label}: {reason}[/]", highlight=False)
+    chosen = list(scenarios.ALL) if told.scenario == "all" else [told.scenario]
+    budgets = {name: _options(name, told).budget_seconds for name in chosen}
+    until = time.monotonic() + (told.minutes * 60 if told.scenario == "all" else sum(budgets.values()))
+    for scenario in chosen:
+        console.rule(f"{scenario}: {scenarios.ALL[scenario]}", align="left")
+        share = (until - time.monotonic()) / sum(budgets.values())  # less if those before took longer
+        budget = max(_LEAST_SECONDS, budgets.pop(scenario) * share)
+        result = _run(scenario, told, budget, console)
+        report.show(result, console)
+        for path in report.write(result, told.out):
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        failed = failed or bool(result.failures)
+    return 1 if failed else 0
+
+
+def _run(name: str, told: argparse.Namespace, budget_seconds: float, console: Console) -> Result:
+    memory = told.memory_mib << 20
+    with Bench(
+        name, told.dir, told.contenders, budget_seconds, console, memory_bytes=memory, quick=told.quick
+    ) as bench:
+        return scenarios.load(name).run(bench, _options(name, told))
+
+
+def _options(name: str, told: argparse.Namespace) -> Any:
+    scenario = scenarios.load(name)
+    options = scenario.QUICK if told.quick else scenario.Options()
+    given = {key: value for key in _fields(options) if (value := getattr(told, key, None)) is not None}
+    return dataclasses.replace(
+        options, **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    verbs = parser.add_subparsers(required=True, metavar="verb")
-    verb = verbs.add_parser("save", help="stall, drag and durable of a save, against torch.save and DCP")
-    verb.add_argument("--size-mib", type=int, help=f"of the AdamW state [{_FULL['size_mib']}]")
-    verb.add_argument("--repeats", type=int, help=f"saves of each kind [{_FULL['repeats']}]")
-    verb.add_argument(
-        "--layers", type=int, help=f"of the model; sets the number of tensors [{_FULL['layers']}]"
-    )
-    verb.add_argument("--clean-steps", type=int, help=f"before and after each save [{_FULL['clean_steps']}]")
-    verb.add_argument("--batch", type=int, default=2, help="sequences per step; sets its length [2]")
-    verb.add_argument("--contenders", nargs="+", choices=list(ALL), default=list(ALL), metavar="NAME")
-    verb.add_argument("--dir", default=".build/bench", help="on the disk to be measured [.build/bench]")
-    verb.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
-    verb.add_argument("--quick", action="store_true", help="a small smoke run: the numbers mean nothing")
-    told = parser.parse_args(arguments)
-    chosen = _QUICK if told.quick else _FULL
-    chosen = {key: getattr(told, key) or value for key, value in chosen.items()}
-    options = save.Options(
-        size_bytes=chosen["size_mib"] << 20,
-        repeats=chosen["repeats"],
-        folder=told.dir,
-        contenders=told.contenders,
-        layers=chosen["layers"],
-        clean_steps=chosen["clean_steps"],
-        batch=told.batch,
-    )
-    try:
-        outcome = save.run(options)
-    except save.BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
-    report.show(outcome)
-    for path in report.write(outcome, told.out):
-        print(f"wrote {path}")
-    return 0
+    verbs = parser.add_subparsers(required=True, metavar="scenario", dest="scenario")
+    for name, words in {**scenarios.ALL, "all": "all of these, one after the other"}.items():
+        verb = verbs.add_parser(name, help=words)
+        verb.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
+        verb.add_argument("--dir", default=".build/bench", help="on the disk to be measured [.build/bench]")
+        verb.add_argument("--memory-mib", type=int, default=0, help="most to take [85 % of what is free]")
+        verb.add_argument("--quick", action="store_true", help="a small smoke run: the numbers mean nothing")
+        verb.add_argument(
+            "--contenders", nargs="+", choices=list(contenders.ALL), default=list(contenders.ALL), metavar="NAME",
+            help=", ".join(contenders.ALL),
+        )  # fmt: skip
+        if name == "all":
+            verb.add_argument("--minutes", type=float, default=25, help="for all together [25]")
+        else:
+            _add_options(verb, scenarios.load(name).Options())
+    render = verbs.add_parser("render", help="make tables and plots anew from the JSON of earlier runs")
+    render.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
+    return parser
+
+
+def _fields(options: Any) -> dict[str, Any]:
+    return {field.name: field for field in dataclasses.fields(options)}
+
+
+def _add_options(verb: argparse.ArgumentParser, options: Any) -> None:
+    """A word of the command line for each field of a scenario's options."""
+    kinds = typing.get_type_hints(type(options))
+    for key, field in _fields(options).items():
+        many = typing.get_origin(kinds[key]) is tuple
+        kind = typing.get_args(kinds[key])[0] if many else kinds[key]
+        default = getattr(options, key)
+        shown = " ".join(map(str, default)) if many else str(default)
+        more: dict[str, Any] = {"nargs": "+"} if many else {}
+        verb.add_argument(
+            f"--{key.replace('_', '-')}", type=kind, help=f"{field.metadata['help']} [{shown}]", **more
+        )
 
 
 if __name__ == "__main__":

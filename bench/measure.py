@@ -1,4 +1,4 @@
-"""Clocks, memory and the arithmetic of the three numbers. No torch here: the parent stays small."""
+"""Clocks, memory and the arithmetic of the numbers. No torch here: the parent stays small."""
 
 from __future__ import annotations
 
@@ -6,26 +6,61 @@ import contextlib
 import os
 import statistics
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 _SAMPLE_SECONDS: Final = 0.02
 
 
-def host_memory_bytes(pid: int) -> int:
-    """Anonymous plus shared (``/dev/shm``) resident memory of a process and its children. Mapped files of libraries are left out."""
-    total = 0
-    with contextlib.suppress(OSError):  # it has ended
-        with open(f"/proc/{pid}/status") as status:
-            for line in status:
-                if line.startswith(("RssAnon:", "RssShmem:")):
-                    total += int(line.split()[1]) << 10
+@dataclass(frozen=True)
+class Footprint:
+    """What a process and its children hold."""
+
+    memory_bytes: int
+    descriptors: int
+    threads: int
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """The process and all below it; those that end meanwhile are left out."""
+    yield pid
+    with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as children:
-                total += sum(host_memory_bytes(int(child)) for child in children.read().split())
-    return total
+                below = [int(child) for child in children.read().split()]
+            for child in below:
+                yield from _tree(child)
+
+
+def _status(pid: int) -> dict[str, int]:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
+        fields = (
+            line.split(":", 1) for line in status if line.startswith(("RssAnon", "RssShmem", "Threads"))
+        )
+        return {key: int(value.split()[0]) for key, value in fields}
+    return {}
+
+
+def host_memory_bytes(pid: int) -> int:
+    """Anonymous memory of a process and its children, plus their shared memory (``/dev/shm``). Mapped files of libraries are left out.
+
+    Shared memory is that of the process that maps most of it: what a trainer shares with its writer is there once.
+    """
+    seen = [_status(each) for each in _tree(pid)]
+    anonymous = sum(one.get("RssAnon", 0) for one in seen)
+    return (anonymous + max(one.get("RssShmem", 0) for one in seen)) << 10
+
+
+def footprint(pid: int) -> Footprint:
+    """Memory, descriptors and threads of a process and its children now."""
+    descriptors = threads = 0
+    for each in _tree(pid):
+        with contextlib.suppress(OSError):
+            descriptors += len(os.listdir(f"/proc/{each}/fd"))
+        threads += _status(each).get("Threads", 0)
+    return Footprint(host_memory_bytes(pid), descriptors, threads)
 
 
 class MemorySampler:
@@ -67,6 +102,15 @@ class Spread:
     def of(cls, values: Iterable[float]) -> Spread:
         kept = tuple(values)
         return cls(statistics.median(kept), min(kept), max(kept), kept)
+
+    @classmethod
+    def ratio(cls, values: Sequence[float], floors: Sequence[float]) -> Spread:
+        """Each value over the floor taken beside it."""
+        return cls.of(value / floor for value, floor in zip(values, floors, strict=True))
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Spread:
+        return cls(told["median"], told["low"], told["high"], tuple(told["all"]))
 
 
 @dataclass(frozen=True)
@@ -112,8 +156,28 @@ class TrainedSave:
         return sum(step.seconds - self.clean_step_seconds for step in self.beside)
 
 
-def tree_bytes(folder: str) -> int:
-    """Bytes of all files below ``folder``."""
+@dataclass(frozen=True)
+class Block:
+    """As many steps with a save each, and without, one lot right after the other."""
+
+    saving: Sequence[float]
+    clean: Sequence[float]
+
+    @property
+    def slowdown(self) -> float:
+        """How much longer the steps with saves took: 0.03 is 3 %. Noise can make it negative: that is kept."""
+        return statistics.fmean(self.saving) / statistics.fmean(self.clean) - 1
+
+
+def slope(values: Sequence[float]) -> float:
+    """Growth per value of the straight line nearest to them (least squares)."""
+    return statistics.linear_regression(range(len(values)), values).slope
+
+
+def tree_bytes(path: str) -> int:
+    """Bytes of a file, or of all files below a folder."""
+    if not os.path.isdir(path):
+        return os.stat(path).st_size
     return sum(
-        os.stat(os.path.join(place, name)).st_size for place, _, names in os.walk(folder) for name in names
+        os.stat(os.path.join(place, name)).st_size for place, _, names in os.walk(path) for name in names
     )

@@ -1,4 +1,4 @@
-"""What is saved, and the training that goes on meanwhile: a small GPT under AdamW, sized by the bytes of its state."""
+"""What is saved: a small GPT under AdamW, sized by the bytes of its state, or bare tensors; and how a copy of it is compared."""
 
 from __future__ import annotations
 
@@ -7,16 +7,95 @@ import math
 import mmap
 import os
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 VOCABULARY: Final = 256
 HEAD_WIDTH: Final = 32
 CONTEXT: Final = 32
 _BYTES_PER_PARAMETER: Final = 12  # float32: the weight and AdamW's two moments
+_SPOILED: Final = -7
+
+
+class Subject(Protocol):
+    """What is saved. Its tensors can be asked for without any contender's code."""
+
+    step: int
+
+    def objects(self) -> dict[str, Any]:
+        """The live objects under their names, as a training script holds them."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nested dicts of live tensors and plain values with canonical names. Made anew on each call: whoever saves pays for it."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put what was loaded, of the form of ``state_dict()``, into the live objects."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the state, sorted by name, as it lies in memory."""
+        ...
+
+    def values(self) -> Any:
+        """Everything in the state that is no tensor, as JSON would give it back."""
+        ...
+
+    def spoil(self) -> None:
+        """Overwrite everything with what was never saved, so that a load that skips something is found out."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        ...
+
+
+@dataclass
+class Raw:
+    """Tensors and a step, nothing else: the form of a state without the rest of a training."""
+
+    named: dict[str, Tensor]
+    step: int = 0
+
+    @classmethod
+    def make(cls, size_bytes: int, count: int, seed: int, prefix: str = "tensor") -> Raw:
+        """``count`` float32 tensors of together ``size_bytes``, no two alike. Ranks that hold each their own take different prefixes."""
+        base, larger = divmod(size_bytes // 4, count)
+        random = torch.rand(base + 1, generator=torch.Generator().manual_seed(seed)) + 1
+        return cls({f"{prefix}.{n:05}": random[: base + (n < larger)] * (n + 1) for n in range(count)})
+
+    def objects(self) -> dict[str, Any]:
+        return {"tensors": self.named, "step": self.step}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": dict(self.named), "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, tensor in self.named.items():
+            if (loaded := state["tensors"][name]) is not tensor:
+                tensor.copy_(loaded)
+        self.step = state["step"]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(sorted(self.named.items()))
+
+    def values(self) -> Any:
+        return {"step": self.step}
+
+    def spoil(self) -> None:
+        for tensor in self.named.values():
+            tensor.fill_(_SPOILED)
+        self.step = _SPOILED
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.named.values())
 
 
 class Block(nn.Module):
@@ -91,8 +170,24 @@ class Training:
         self.optimizer.zero_grad()
         self.step += 1
 
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "step": self.step}
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.step = state["step"]
+
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state, sorted by name, as it lies in memory. Asks torch's own attributes only, no contender's adapters."""
+        """Asks torch's own attributes only, no contender's adapters."""
         found: dict[str, Tensor] = {f"model.{k}": v for k, v in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -100,18 +195,16 @@ class Training:
         return dict(sorted(found.items()))
 
     def values(self) -> Any:
-        """Everything in the state that is no tensor, as JSON would give it back."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return json.loads(json.dumps({"groups": groups, "step": self.step}))
 
     def spoil(self) -> None:
-        """Overwrite everything with what was never saved, so that a load that skips something is found out."""
         with torch.no_grad():
             for tensor in self.tensors().values():
-                tensor.fill_(-7)
+                tensor.fill_(_SPOILED)
         for group in self.optimizer.param_groups:
-            group["lr"] = -7.0
-        self.step = -7
+            group["lr"] = float(_SPOILED)
+        self.step = _SPOILED
 
     @property
     def nbytes(self) -> int:
@@ -132,23 +225,23 @@ class Reference:
         finally:
             os.close(descriptor)
 
-    def take(self, training: Training) -> None:
-        for tensor, kept in self._pairs(training):
+    def take(self, subject: Subject) -> None:
+        for tensor, kept in self._pairs(subject):
             kept.copy_(tensor.detach().reshape(-1).view(torch.uint8))
 
-    def differences(self, training: Training) -> list[str]:
+    def differences(self, subject: Subject) -> list[str]:
         """Names of the tensors that are not, bit for bit, what was taken."""
-        names = list(training.tensors())
-        pairs = self._pairs(training)
+        names = list(subject.tensors())
+        pairs = self._pairs(subject)
         return [
             name
             for name, (tensor, kept) in zip(names, pairs, strict=True)
             if not torch.equal(tensor.detach().reshape(-1).view(torch.uint8), kept)
         ]
 
-    def _pairs(self, training: Training) -> list[tuple[Tensor, Tensor]]:
+    def _pairs(self, subject: Subject) -> list[tuple[Tensor, Tensor]]:
         pairs, start = [], 0
-        for tensor in training.tensors().values():
+        for tensor in subject.tensors().values():
             pairs.append((tensor, self._memory[start : start + tensor.nbytes]))
             start += tensor.nbytes
         return pairs

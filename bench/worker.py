@@ -1,28 +1,30 @@
-"""The processes that do the work.
+"""The processes that do the work: one per contender, so that their memory does not mix, and others that load checkpoints back.
 
-One process per contender, so that their memory does not mix, and one *helper*, which loads checkpoints back, compares them, and measures the floors.
-They live for the whole run, so that a round measures saves and not imports; the parent lets one of them work at a time.
+They live for a whole heat, so that a round measures saves and not imports; the parent lets one of them work at a time.
 """
 
 from __future__ import annotations
 
 import gc
-import mmap
 import os
+import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, cast
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final, Literal
 
 import torch
 
 from bench import contenders
+from bench.compare import contents
 from bench.contenders import Contender, Handle
-from bench.state import Reference, Training
+from bench.machine import evict
+from bench.measure import Step
+from bench.state import Raw, Subject, Training
 
-_FLOOR_WRITE_BYTES: Final = 8 << 20
-_FLOOR_THREADS: Final = 4
 _WARM_STEPS: Final = 2
+_IN_FLIGHT: Final = 2  # saves that may stream while the next one is asked for
 
 
 class Worker:
@@ -30,169 +32,211 @@ class Worker:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self.training: Training
-        self.reference: Reference
+        self.subject: Subject
         self.contender: Contender
-        self._warm: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def setup(self, size: int, layers: int, batch: int, seed: int, reference: str) -> Any:
-        self.training = Training.make(size, layers, batch, seed)
-        self.reference = Reference(reference, self.training.nbytes)
-        return {
-            "nbytes": self.training.nbytes,
-            "tensors": len(self.training.tensors()),
-            "parameters": sum(p.numel() for p in self.training.model.parameters()),
-            "torch": torch.__version__,
-        }
+    def setup(self, kind: Literal["training", "raw"], size: int, count: int, batch: int = 1) -> Any:
+        """Make the state: ``count`` tensors, or a GPT of ``count`` layers."""
+        self.subject = (
+            Training.make(size, count, batch, seed=1) if kind == "training" else Raw.make(size, count, seed=1)
+        )
+        tensors = self.subject.tensors()
+        return {"nbytes": self.subject.nbytes, "tensors": len(tensors), "names": list(tensors)}
 
     def warm(self) -> Any:
-        """Train without any contender, with the reference in memory: what the memory of a save is compared with."""
-        self.reference.take(self.training)
+        """Work without any contender, and hash once: what the memory of a save is compared with."""
+        contents(self.subject)
+        if not isinstance(self.subject, Training):
+            return {}
+        computed = 0.0
         for _ in range(_WARM_STEPS):
-            self._step()
-        return {}
+            began = time.perf_counter()
+            self.subject.forward_backward()
+            computed = time.perf_counter() - began
+            self.subject.optimizer_step()
+        return {"forward_backward": computed}
 
     def prepare(self, name: str, folder: str) -> Any:
-        os.makedirs(folder)
+        if "://" not in folder:
+            os.makedirs(folder, exist_ok=True)
         self.contender = contenders.make(name)
-        self.contender.prepare(self.training, folder)
+        self.contender.prepare(self.subject, folder)
         return {}
 
-    def idle(self, step: int) -> Any:
+    def pace(self, batch: int = 0, seconds: float = 0.0) -> Any:
+        """Set the batch, or find the smallest at which a step lasts ``seconds`` or longer; returns it."""
+        training = self._training()
+        training.batch = batch or training.batch
+        while not batch and (taken := min(self._step() for _ in range(3))) < seconds:
+            training.batch = max(training.batch + 1, int(training.batch * seconds / taken))
+        return training.batch
+
+    def idle(self, step: int, *, compare: bool, train: bool = False) -> Any:
         """A save while nothing else runs, waited for at once: what it costs where nothing can overlap."""
-        self.reference.take(self.training)
+        if train:
+            self._step()
+        else:
+            self._touch()
+        saved = contents(self.subject) if compare else None
         began = time.perf_counter()
         handle = self.contender.save(step)
+        call = time.perf_counter()
         self.contender.wait_safe(handle)
         safe = time.perf_counter()
         self.contender.wait_durable(handle)
         durable = time.perf_counter()
-        return {"safe": safe - began, "durable": durable - began, **self._told(handle)}
+        return {
+            "call": call - began,
+            "safe": safe - began,
+            "durable": durable - began,
+            "path": handle.path,
+            "saved": saved,
+        }
 
-    def train(self, step: int, clean: int) -> Any:
+    def train(self, step: int, *, compare: bool, clean: int) -> Any:
         """A save in the training loop, between ``clean`` steps without one on either side."""
         self._step()
         before = [self._step() for _ in range(clean)]
-        self.reference.take(self.training)
-        values = self.training.values()
+        saved = contents(self.subject) if compare else None
         began = time.perf_counter()
         handle = self.contender.save(step)
         call = time.perf_counter() - began
-        finisher = _Finisher(self.contender, handle, began + call)
-        beside: list[dict[str, float]] = []
+        finisher = Finisher(self.contender)
+        finisher.take(handle, began + call)
+        beside: list[Step] = []
         safe = handle.durable
-        while not safe or not finisher.done.is_set():
-            started = time.perf_counter()
-            self.training.forward_backward()
-            waiting = time.perf_counter()
-            if not safe:
-                self.contender.wait_safe(handle)
-                safe = True
-            wait = time.perf_counter() - waiting
-            self.training.optimizer_step()
-            beside.append({"seconds": time.perf_counter() - started - wait, "wait": wait})
+        while not safe or finisher.waiting():
+            beside.append(self._step_beside(None if safe else handle))
+            safe = True
+        durable = finisher.finish()[0]
         after = [self._step() for _ in range(clean)]
         return {
             "call": call,
-            "durable": finisher.result() - began,
+            "durable": durable - began,
             "clean": before + after,
-            "beside": beside,
-            **self._told(handle),
-            "values": values,
+            "beside": [asdict(each) for each in beside],
+            "path": handle.path,
+            "saved": saved,
         }
 
-    def verify(self, name: str, path: str, values: Any) -> Any:
-        """Load a checkpoint into a spoiled training and compare every element with the reference."""
-        self.training.spoil()
-        began = time.perf_counter()
-        contenders.make(name).load_back(path, self.training)
-        seconds = time.perf_counter() - began
-        wrong = self.reference.differences(self.training)
-        if self.training.values() != values:
-            wrong.append(f"values {self.training.values()} instead of {values}")
-        gc.collect()
-        return {"load_seconds": seconds, "wrong": wrong}
+    def block(self, step: int, *, compare: bool, count: int) -> Any:
+        """``count`` training steps with a save each, then as many without. A save waits until the last but one before it is durable."""
+        finisher = Finisher(self.contender)
+        saving: list[float] = []
+        stalls: list[float] = []
+        saved, handle = None, None
+        for number in range(count):
+            if compare and number == count - 1:  # off the clock
+                saved = contents(self.subject)
+            began = time.perf_counter()
+            finisher.wait_for(number - _IN_FLIGHT)
+            handle = self.contender.save(step + number)
+            finisher.take(handle, time.perf_counter())
+            stall = time.perf_counter() - began
+            beside = self._step_beside(None if handle.durable else handle)
+            saving.append(time.perf_counter() - began)
+            stalls.append(stall + beside.wait)
+        drain = time.perf_counter()
+        drain = max(0.0, finisher.finish()[-1] - drain)
+        self._step()
+        clean = [self._step() for _ in range(count)]
+        assert handle is not None
+        told = {"saving": saving, "stalls": stalls, "clean": clean, "drain": drain}
+        return {**told, "path": handle.path, "saved": saved}
 
-    def floor(self, folder: str) -> Any:
-        """The machine's own speed for as many bytes: a warm copy, and a plain direct write that is fsynced."""
-        if self._warm is None:
-            source, target = (_mapped(self.training.nbytes) for _ in range(2))
-            self._warm = source.random_(), target.fill_(0)
-        source, target = self._warm
+    def load(self, name: str, path: str, *, cold: bool = False) -> Any:
+        """Load a checkpoint into a spoiled state, with what it then holds. ``cold``: its files are evicted from the page cache first."""
+        contender = contenders.make(name)
+        self.subject.spoil()
+        if cold:
+            evict(path)
         began = time.perf_counter()
-        target.copy_(source)
-        copy = time.perf_counter() - began
-        began = time.perf_counter()
-        _write_direct(os.path.join(folder, "floor"), memoryview(cast(Any, source.numpy())))
-        write = time.perf_counter() - began
-        os.unlink(os.path.join(folder, "floor"))
-        return {"copy": copy, "write": write}
+        contender.load_back(path, self.subject)
+        seconds = time.perf_counter() - began
+        loaded = contents(self.subject)
+        gc.collect()
+        return {"seconds": seconds, "loaded": loaded}
 
     def close(self) -> Any:
         if hasattr(self, "contender"):
             self.contender.close()
         return {}
 
+    def _training(self) -> Training:
+        assert isinstance(self.subject, Training)
+        return self.subject
+
     def _step(self) -> float:
+        training = self._training()
         began = time.perf_counter()
-        self.training.forward_backward()
-        self.training.optimizer_step()
+        training.forward_backward()
+        training.optimizer_step()
         return time.perf_counter() - began
 
-    def _told(self, handle: Handle) -> dict[str, Any]:
-        return {"path": handle.path, "values": self.training.values()}
+    def _step_beside(self, unsafe: Handle | None) -> Step:
+        """A step that waits, where a training has to, until the optimizer may change the state."""
+        training = self._training()
+        began = time.perf_counter()
+        training.forward_backward()
+        waiting = time.perf_counter()
+        if unsafe is not None:
+            self.contender.wait_safe(unsafe)
+        wait = time.perf_counter() - waiting
+        training.optimizer_step()
+        return Step(time.perf_counter() - began - wait, wait)
+
+    def _touch(self) -> None:
+        """Change one element of every tensor, so that an older checkpoint does not pass for this one."""
+        with torch.no_grad():
+            for tensor in self.subject.tensors().values():
+                tensor.view(-1)[:1].add_(1)
+        self.subject.step += 1
 
 
-class _Finisher:
-    """Waits for durability beside the training loop, and fsyncs there for those that do not do it themselves."""
+class Finisher:
+    """Waits for durability beside the training loop, in order, and fsyncs there for those that do not do it themselves."""
 
-    def __init__(self, contender: Contender, handle: Handle, returned: float) -> None:
-        self.done = threading.Event()
-        self._at = returned
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+        self._ends: list[float] = []
+        self._taken = 0
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(contender, handle))
-        if handle.durable:
-            self.done.set()
-        else:
-            self._thread.start()
+        self._changed = threading.Condition()
+        self._handles: queue.SimpleQueue[tuple[Handle, float] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def result(self) -> float:
-        self.done.wait()
+    def take(self, handle: Handle, returned: float) -> None:
+        self._taken += 1
+        if handle.durable:
+            with self._changed:
+                self._ends.append(returned)
+        else:
+            self._handles.put((handle, returned))
+
+    def waiting(self) -> bool:
+        with self._changed:
+            return len(self._ends) < self._taken and self._error is None
+
+    def wait_for(self, number: int) -> None:
+        """Return when the save ``number`` of those taken is durable."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ends) > number or self._error is not None)
+
+    def finish(self) -> Sequence[float]:
+        """When each became durable."""
+        self._handles.put(None)
+        self._thread.join()
         if self._error is not None:
             raise self._error
-        return self._at
+        return self._ends
 
-    def _run(self, contender: Contender, handle: Handle) -> None:
-        try:
-            contender.wait_durable(handle)
-        except BaseException as error:
-            self._error = error
-        self._at = time.perf_counter()
-        self.done.set()
-
-
-def _mapped(nbytes: int) -> torch.Tensor:
-    rounded = -(-nbytes // 4096) * 4096
-    return torch.frombuffer(mmap.mmap(-1, rounded), dtype=torch.uint8)
-
-
-def _write_direct(path: str, data: memoryview) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, data.nbytes)
-        offsets = range(0, data.nbytes, _FLOOR_WRITE_BYTES)
-
-        def write(offset: int) -> None:
-            left = data[offset : offset + _FLOOR_WRITE_BYTES]
-            while left.nbytes:
-                count = os.pwrite(descriptor, left, offset)
-                left, offset = left[count:], offset + count
-
-        with ThreadPoolExecutor(_FLOOR_THREADS) as pool:
-            list(pool.map(write, offsets))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    def _run(self) -> None:
+        while (taken := self._handles.get()) is not None:
+            try:
+                self._contender.wait_durable(taken[0])
+            except BaseException as error:
+                self._error = error
+            with self._changed:
+                self._ends.append(time.perf_counter())
+                self._changed.notify_all()

@@ -16,7 +16,8 @@ from ckpt.model.layout import StepRef
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers
 from ckpt.saver import SKIPPED, UNHEARD, Saver
-from ckpt.staging.slots import Slot, SlotPool
+from ckpt.staging.slot import Slot
+from ckpt.staging.slots import SlotPool
 from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier
 
@@ -25,7 +26,7 @@ _log = logging.getLogger("ckpt")
 
 
 class Background:
-    """Threads: all methods from the training thread; ``on_end`` is called by the streaming thread."""
+    """Threads: all methods from the training thread; ``on_end`` is called by the thread that ends a save's last tier."""
 
     def __init__(
         self,
@@ -36,9 +37,13 @@ class Background:
         observers: Sequence[Observer],
         on_end: OnEnd,
     ) -> None:
-        self.saver = Saver(tiers, coordinator, config)
+        self.saver = Saver(tiers, coordinator, config, on_room=lambda: self.slots.reconsider())
         self.slots = SlotPool(
-            config.slots, ranks=ranks_on_this_node(), limit=config.staging_bytes, on_drop=self.saver.evict
+            config.slots,
+            ranks=ranks_on_this_node(),
+            limit=config.staging_bytes,
+            on_drop=self.saver.evict,
+            keeps=self.saver.keeps,
         )
         self._observers, self._on_end = tuple(observers), on_end
         self._copier = Workers("copy", 1)
@@ -115,8 +120,10 @@ class Background:
         finally:
             snapshot.window.abandon()  # a copy under way needs no room any more, and must be over before the slot is another's
             snapshot.wait_ended()
-            self.slots.release(slot)
-            listener.slot_is_free()
+            try:
+                self.slots.release(slot)
+            finally:
+                listener.slot_is_free()
 
 
 class _Listener:

@@ -10,18 +10,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
 
 import msgspec
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
-from ckpt.errors import CkptError, CommitError, SaveSkipped
+from ckpt.errors import CkptError, CommitError, TierBehind
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.workers import Workers
 
 _log = logging.getLogger("ckpt")
-_BEHIND: Final = "the tier is behind, and newer steps wait for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,11 @@ class Drain:
         self._running = False
 
     @property
+    def shared(self) -> bool:
+        """Whether other ranks have a queue like this."""
+        return self._coordinator.world_size > 1
+
+    @property
     def waiting(self) -> list[StepRef]:
         """Steps that are not there yet, the one on its way included."""
         with self._changed:
@@ -93,12 +96,17 @@ class Drain:
                     return
             try:
                 item, dropped = self._next()
-            except CkptError as error:  # nobody says what comes next: all that waits is lost for this tier
+            except BaseException as error:  # noqa: BLE001 - those that wait must hear of it
+                if isinstance(error, CommitError) and not self._closing:
+                    _log.warning("ckpt: %s; asking again", error)
+                    continue
                 for lost in self._take_all():
-                    lost.failed(error)
+                    lost.failed(
+                        error if isinstance(error, CkptError) else CkptError(f"a drain has failed: {error!r}")
+                    )
                 continue
             for lost in dropped:
-                lost.failed(SaveSkipped(lost.ref.step, _BEHIND))
+                lost.failed(TierBehind(lost.ref.step))
             self._perform(item)
 
     def _perform(self, item: Waiting) -> None:
@@ -117,18 +125,21 @@ class Drain:
     def _next(self) -> tuple[Waiting, list[Waiting]]:
         if self._coordinator.world_size == 1:
             return self._take(self._choose())
-        self._serial += 1
-        subject = f"order/{self._index}/{self._serial}"
+        subject = f"order/{self._index}/{self._serial + 1}"
         if self._coordinator.rank == LEADER:
             order = self._choose()
             self._coordinator.decide(subject, msgspec.json.encode(order))
+            self._serial += 1
             return self._take(order)
         told = self._coordinator.verdict(subject, timeout=self._timeout)
         if told is None:
             raise CommitError(
                 f"rank {LEADER} did not say within {self._timeout} s which step tier {self._index} takes next"
             )
-        return self._take(msgspec.json.decode(told, type=_Order))
+        order = msgspec.json.decode(told, type=_Order)
+        found = self._take(order)
+        self._serial += 1
+        return found
 
     def _choose(self) -> _Order:
         with self._changed:

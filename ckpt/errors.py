@@ -243,6 +243,14 @@ class SaveSkipped(StagingError):
         super().__init__(f"step {step} was skipped: {reason}")
 
 
+class TierBehind(CommitError):
+    """A step was given up on a tier that is too slow: more steps than ``backlog`` waited. Nearer tiers have it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"step {step} was given up on a tier that is behind: newer steps wait for it")
+
+
 class RestoreError(CkptError):
     """The target and the checkpoint do not fit, or there is nothing to restore."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -71,25 +72,30 @@ class SaveJob:
 
 
 class Lane:
-    """Threads: ``commit``, ``refuse`` from one background thread at a time; ``evict`` from the training thread; ``prune`` from any; ``close`` from the owner, at the end.
+    """Threads: ``evict`` and ``keeps`` from the training thread; ``close`` from the owner, at the end; all else from any.
 
     Attributes:
         restored_step: What the job has restored: later steps are history given up.
     """
 
     def __init__(self, tier: OpenTier, coordinator: Coordinator, config: SaveConfig) -> None:
-        self.tier, self.restored_step = tier, None
+        self.tier = tier
+        self.restored_step: int | None = None
+        self._turn = (
+            threading.Lock()
+        )  # a tier may be served from the image and by its drain, for different steps
         self._backend = tier.backend
         self._coordinator, self._config = coordinator, config
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
+        self._pruner: Workers | None = None
+        if tier.tier.keep_last is not None and coordinator.rank == LEADER:
+            self._pruner = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
+        self._prune_queued = False
         self._retry = RetryPolicy()
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
         self._taken: set[int] | None = None
         self._lodgers: dict[str, StepRef] = {}
-        self._swept = False
-
-    restored_step: int | None
 
     @property
     def url(self) -> str:
@@ -106,17 +112,22 @@ class Lane:
         Raises:
             CkptError: It did not become one.
         """
+        with self._turn:
+            return self._commit(job, on_bytes, intact)
+
+    def _commit(self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
         committer = self._committer(job.trial)
         if veto := self._veto(job.ref):
             committer.commit(job.ref, Failed(str(veto)), veto=veto)
             raise veto
         try:
             chunks = self._write(job, on_bytes)
+            intact()  # before the fragment: whoever finds all fragments may commit them
             word = Durable(self._put_fragment(job, chunks))
             intact()
         except Exception as error:
-            self.refuse(job.ref, job.trial, str(error) or repr(error))
-            self._clean_up(job.ref)
+            self._refuse(job.ref, job.trial, str(error) or repr(error))
+            self._clean_up(job)
             raise
         verdict = committer.commit(
             job.ref, word
@@ -126,16 +137,22 @@ class Lane:
                 f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen ({verdict.reason})"
             )
         if isinstance(verdict, Refused):
-            self._clean_up(job.ref)
+            self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
-        if self.in_memory and not self._swept and self._coordinator.rank == LEADER:
-            self._swept = True  # what an earlier job left in memory is outdated now
-            with contextlib.suppress(CkptError):
-                sweep(self._backend, keep=self._coordinator.attempt)
         return chunks
+
+    def sweep(self, *, but_newest: bool = False) -> None:
+        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the leader."""
+        if self.in_memory and self._coordinator.rank == LEADER:
+            with contextlib.suppress(CkptError):
+                sweep(self._backend, keep=self._coordinator.attempt, but_newest=but_newest)
 
     def refuse(self, ref: StepRef, trial: int, reason: str) -> None:
         """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
+        with self._turn:
+            self._refuse(ref, trial, reason)
+
+    def _refuse(self, ref: StepRef, trial: int, reason: str) -> None:
         veto = PeerFailed(ref.step, {LEADER: reason}) if self._coordinator.rank == LEADER else None
         try:
             self._committer(trial).commit(ref, Failed(reason), veto=veto)
@@ -147,26 +164,38 @@ class Lane:
         key = job.ref.key(data_name(self._coordinator.rank))
         return StoredImage(self._backend, key, job.plan.size, self._retry)
 
-    def prune(self, protected: frozenset[StepRef]) -> None:
-        """Remove what need not be kept, but nothing that farther tiers still wait for. On the leader; elsewhere nothing."""
+    def prune_later(self, waiting: Callable[[], frozenset[StepRef]]) -> None:
+        """Remove what need not be kept, but nothing that farther tiers are ``waiting`` for. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
+        if self._pruner is not None and not self._prune_queued:
+            self._prune_queued = True
+            self._pruner.submit(self._prune, waiting)
+
+    def _prune(self, waiting: Callable[[], frozenset[StepRef]]) -> None:
+        self._prune_queued = False
         keep = self.tier.tier
-        if keep.keep_last is None or self._coordinator.rank != LEADER:
-            return
         try:
             rule = Retention(keep_last=keep.keep_last, keep_every=keep.keep_every)
-            prune(self._backend, rule, own=self._coordinator.attempt, undated=True, protected=protected)
+            prune(self._backend, rule, own=self._coordinator.attempt, protected=waiting)
         except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
             _log.warning("ckpt: old steps on %s were not removed: %s", self.url, error)
 
     def evict(self, path: str) -> None:
         """The slot that is this file will be overwritten: take the step that lies in it off, manifest first."""
-        if (ref := self._lodgers.pop(path, None)) is not None:
+        if (ref := self._lodgers.get(path)) is not None:
             for name in (ref.manifest, *map(ref.key, self._own_names())):
                 self._backend.delete(name)
+            del self._lodgers[path]
+
+    def keeps(self, path: str) -> int:
+        """The step that lies in the slot that is this file; -1 if there is none."""
+        ref = self._lodgers.get(path)
+        return -1 if ref is None else ref.step
 
     def close(self, durable_step: int) -> None:
         """Stop the threads and give the root back. Steps up to ``durable_step`` need not stay in memory."""
         self._workers.close()
+        if self._pruner is not None:
+            self._pruner.close()
         for path, ref in list(self._lodgers.items()):
             if ref.step <= durable_step:
                 with contextlib.suppress(CkptError):
@@ -186,7 +215,12 @@ class Lane:
             timeout=self._config.commit_timeout_seconds,
             retry=self._retry.call,
             known=self._known,
+            before_put=self._confirm,
         )
+
+    def _confirm(self) -> None:
+        """Asked right before the manifest is put: since the first check another job may have taken the root over, and cleared away what it took for remains."""
+        self._retry.call(lambda: confirm(self._backend, self._owner))
 
     def _veto(self, ref: StepRef) -> CkptError | None:
         """The leader's reasons to refuse before anything is written: the root is another's, or the step is taken."""
@@ -256,16 +290,15 @@ class Lane:
             metadata=msgspec.Raw(job.metadata),
         )
 
-    def _clean_up(self, ref: StepRef) -> None:
+    def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
         try:
-            self._backend.head(ref.manifest)
+            self._backend.head(job.ref.manifest)
         except ObjectNotFound:
-            pass
+            for name in self._own_names():
+                with contextlib.suppress(StorageError):
+                    self._backend.delete(job.ref.key(name))
+            if job.image.path:
+                self._lodgers.pop(job.image.path, None)
         except StorageError:
-            return
-        else:
-            return
-        for name in self._own_names():
-            with contextlib.suppress(StorageError):
-                self._backend.delete(ref.key(name))
+            pass

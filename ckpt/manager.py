@@ -23,7 +23,7 @@ from ckpt.catalog.index import committed
 from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
+from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.lane import SaveJob
 from ckpt.model.layout import StepRef
@@ -262,7 +262,7 @@ class CheckpointManager:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
-        tiers = self._background.saver.urls_of(ref.step)
+        tiers = self._background.saver.names_of(ref.step)
         if not tiers:  # as every rank finds
             pending = PendingSave(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), heard=True)
@@ -314,10 +314,11 @@ class CheckpointManager:
         )
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
-        skipped = isinstance(error, SaveSkipped)
+        skipped = isinstance(error, SaveSkipped | TierBehind)
         if error is not None:
-            self._saved.discard(pending.step)
-            self.skipped += skipped
+            if not isinstance(error, TierBehind):  # else nearer tiers have it, as was wanted
+                self._saved.discard(pending.step)
+            self.skipped += isinstance(error, SaveSkipped)
             _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
             self._background.notify(SaveFailed(step=pending.step, error=error))
         pending.finish(error, heard=skipped)  # skipping is what was asked for: no later call raises it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, final
 
 from ckpt.errors import CkptError, ConfigError
@@ -27,17 +27,24 @@ class PendingSave:
     """
 
     def __init__(
-        self, step: int, nbytes: int, snapshot: Snapshot | None, *, began: float, tiers: Sequence[str] = ()
+        self,
+        step: int,
+        nbytes: int,
+        snapshot: Snapshot | None,
+        *,
+        began: float,
+        tiers: Mapping[str, str] | None = None,
     ) -> None:
-        """``began``: ``time.perf_counter()`` at the call. ``tiers``: where it goes."""
+        """``began``: ``time.perf_counter()`` at the call. ``tiers``: where it goes: URL -> what the user calls it."""
         self.step, self.nbytes = step, nbytes
         self.call_seconds = 0.0
         self.durable_seconds: float | None = None
         self._snapshot = snapshot
         self._held = snapshot.held_seconds if snapshot else []
-        self._began, self._total = began, nbytes * len(tiers)
+        self._names = dict(tiers or {})
+        self._began, self._total = began, nbytes * len(self._names)
         self._written = 0
-        self._left = dict.fromkeys(tiers)
+        self._left = set(self._names)
         self._ends: dict[str, CkptError | None] = {}
         self._changed = threading.Condition()
         self._finished = False
@@ -93,16 +100,17 @@ class PendingSave:
         return self._error
 
     def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
+        url = next((url for url, name in self._names.items() if tier in (url, name)), None)
         with self._changed:
-            if tier not in self._left and tier not in self._ends and not self._finished:
+            if url is None:
                 raise ConfigError(
-                    f"step {self.step} does not go to {tier!r}; it goes to {', '.join(self._left)}"
+                    f"step {self.step} does not go to {tier!r}; it goes to {', '.join(self._names.values())}"
                 )
-            if not self._changed.wait_for(lambda: tier in self._ends or self._finished, timeout):
+            if not self._changed.wait_for(lambda: url in self._ends or self._finished, timeout):
                 raise TimeoutError(
                     f"step {self.step} is not committed on {tier} after {timeout} s; it goes on"
                 )
-            return self._ends.get(tier, self._error)
+            return self._ends.get(url, self._error)
 
     def done(self) -> bool:
         """Whether it is over on all tiers; ``result`` tells how."""
@@ -122,7 +130,7 @@ class PendingSave:
         """It is over on ``tier``. Returns True while others are left, else what the whole ended with."""
         with self._changed:
             self._ends[tier] = error
-            self._left.pop(tier, None)
+            self._left.discard(tier)
             if error is not None and required:
                 self._error = self._error or error
             self._changed.notify_all()

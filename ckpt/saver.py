@@ -6,17 +6,18 @@ at its own pace on a thread of its own, so that none holds up a nearer one, nor 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.drain import Drain, Waiting
-from ckpt.errors import CkptError, TensorChanged
+from ckpt.errors import SaveSkipped, TensorChanged
 from ckpt.lane import Lane, SaveJob
 from ckpt.model.layout import StepRef
-from ckpt.pipeline.workers import Workers
 from ckpt.storage.tiers import OpenTier
 
 SKIPPED: Final = "skipped: no slot was free"
@@ -42,9 +43,19 @@ class Listener(Protocol):
 
 
 class Saver:
-    """Threads: ``run`` and ``give_up`` from one background thread; ``evict`` from the training thread; ``close`` from the owner, when that thread has stopped."""
+    """Threads: ``run`` and ``give_up`` from the streaming thread; ``evict`` and ``keeps`` from the training thread; ``close`` from the owner, when the streaming thread has stopped.
+    A `Listener` hears from the streaming thread and from those of the drains.
+    """
 
-    def __init__(self, tiers: Sequence[OpenTier], coordinator: Coordinator, config: SaveConfig) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        coordinator: Coordinator,
+        config: SaveConfig,
+        *,
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_room`` is told when memory that an earlier job had left was freed."""
         # farther tiers wait at their own pace, each with a connection of its own to the other ranks
         self._lanes = [
             Lane(tier, coordinator.clone() if tier.index else coordinator, config) for tier in tiers
@@ -60,82 +71,139 @@ class Saver:
             )
             for lane in self._lanes[1:]
         }
-        self._pruner = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
+        self._lock = threading.Lock()
         self._durable_step = -1
+        self._leaving: set[StepRef] = set()
+        self._swept = False
+        self._on_room = on_room
 
-    def lanes_of(self, step: int) -> tuple[list[Lane], list[Lane]]:
-        """The tiers that ``step`` goes to: those served from the image, and the farther ones."""
-        lanes = [lane for lane in self._lanes if lane.tier.takes(step)]
-        near = next((i + 1 for i, lane in enumerate(lanes) if not lane.in_memory), len(lanes))
-        return lanes[:near], lanes[near:]
+    def lanes_of(self, step: int) -> list[Lane]:
+        """The tiers that ``step`` goes to, nearest first."""
+        return [lane for lane in self._lanes if lane.tier.takes(step)]
 
-    def urls_of(self, step: int) -> list[str]:
-        """Where ``step`` goes, nearest first."""
-        return [lane.url for lanes in self.lanes_of(step) for lane in lanes]
+    def names_of(self, step: int) -> dict[str, str]:
+        """Where ``step`` goes, nearest first: URL -> what the user calls it."""
+        return {lane.url: lane.tier.tier.url for lane in self.lanes_of(step)}
 
     def set_restored(self, step: int) -> None:
-        """The job goes on from ``step``."""
+        """The job goes on from ``step``. Older steps that an earlier job has left in memory are of no use any more."""
+        self._durable_step = min(self._durable_step, step)
         for lane in self._lanes:
             lane.restored_step = step
+            lane.sweep(but_newest=True)
 
     def run(self, job: SaveJob, listener: Listener, *, intact: Callable[[], None]) -> None:
-        """Commit ``job`` to the near tiers, and leave it to the farther ones. On return its image is not needed any more. Every tier's end is told to ``listener``.
+        """Commit ``job`` to the nearest durable tier, and to those in memory before it; farther ones will have it from there. On return its image is not needed any more.
+
+        Every tier's end is told to ``listener``; all ranks come to the same ends, for they hear the same verdicts.
 
         Args:
-            intact: Asked last on each near tier; raises if the image is not what it should be.
+            intact: Asked last on each tier; raises if the image is not what it should be.
         """
-        near, far = self.lanes_of(job.ref.step)
-        for position, lane in enumerate(near):
-            try:
-                job = replace(job, known=lane.commit(job, on_bytes=listener.written, intact=intact))
-            except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
-                last = position + 1 == len(near)
-                required = lane.tier.required or last or isinstance(error, TensorChanged)
-                listener.failed(lane.url, error, required=required)
-                if required:
-                    for later in (*near[position + 1 :], *far):  # as on every rank: the verdict is the same
-                        listener.failed(later.url, error, required=True)
-                    for later in near[position + 1 :]:
-                        later.refuse(job.ref, job.trial, f"tier {lane.url}: {error}")
-                    return
-            else:
-                self._on_commit(lane, job.ref)
-                listener.committed(lane.url)
-        job = replace(job, image=near[-1].stored(job))
-        for lane in far:
-            self._leave_to(lane, job, listener)
+        lanes = self.lanes_of(job.ref.step)
+        with self._lock:
+            self._leaving.add(job.ref)
+        try:
+            for position, lane in enumerate(lanes):
+                farther = lanes[position + 1 :]
+                try:
+                    job = replace(job, known=lane.commit(job, on_bytes=listener.written, intact=intact))
+                except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
+                    if not self._goes_on(lane, farther, job, error, listener):
+                        return
+                else:
+                    listener.committed(lane.url)
+                    self._on_commit(lane, job.ref)
+                    if not lane.in_memory:
+                        self._leave(
+                            farther,
+                            replace(job, image=lane.stored(job), replicas=dict(job.replicas()).copy),
+                            listener,
+                        )
+                        return
+        finally:
+            with self._lock:
+                self._leaving.discard(job.ref)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         """Tell the others that this rank has no part in a save, so that they need not wait."""
-        for lane in self.lanes_of(ref.step)[0]:
-            lane.refuse(ref, trial, reason)
+        self._refuse(self.lanes_of(ref.step), ref, trial, reason)
 
     def evict(self, path: str) -> None:
         """The slot that is this file will be overwritten."""
         for lane in self._lanes:
             lane.evict(path)
 
+    def keeps(self, path: str) -> int:
+        """The step that lies in the slot that is this file; -1 if there is none."""
+        return max(lane.keeps(path) for lane in self._lanes)
+
     def close(self) -> None:
         """Finish what is left to the farther tiers, stop the threads, give the roots back."""
         for drain in self._drains.values():
             drain.close()
-        self._pruner.close()
         for lane in self._lanes:
             lane.close(self._durable_step)
 
-    def _leave_to(self, lane: Lane, job: SaveJob, listener: Listener) -> None:
-        def work() -> None:
-            lane.commit(job, on_bytes=listener.written, intact=lambda: None)
-            self._on_commit(lane, job.ref)
-            listener.committed(lane.url)
+    def _goes_on(
+        self, lane: Lane, farther: Sequence[Lane], job: SaveJob, error: BaseException, listener: Listener
+    ) -> bool:
+        """After a failure: whether the next tier may have the image. If not, the save has failed everywhere, and a farther tier's queue is told so too."""
+        passing = (
+            job.image.capacity < job.image.size and not lane.in_memory
+        )  # it went by, and cannot be had again
+        goes_on = not lane.tier.required and not isinstance(error, TensorChanged)
+        if goes_on and farther and not passing:
+            listener.failed(lane.url, error, required=False)
+            return True
+        if lane.in_memory and goes_on:
+            error = SaveSkipped(job.ref.step, f"it was to be kept in memory only, and was not: {error}")
+        for each in (lane, *farther):
+            listener.failed(each.url, error, required=True)
+        reason = f"tier {lane.url}: {error}"
+        if goes_on:
+            self._refuse(farther, job.ref, job.trial, reason)
+        else:
+            self._refuse_later(farther, job.ref, job.trial, reason)
+        return False
 
-        def failed(error: CkptError) -> None:
-            listener.failed(lane.url, error, required=lane.tier.required)
+    def _refuse(self, lanes: Sequence[Lane], ref: StepRef, trial: int, reason: str) -> None:
+        """Where the others come to one after the other: each up to the first that nobody goes on from. Farther ones in their queues."""
+        for position, lane in enumerate(lanes):
+            lane.refuse(ref, trial, reason)
+            if lane.tier.required:
+                self._refuse_later(lanes[position + 1 :], ref, trial, reason)
+                return
 
-        self._drains[lane.url].push(Waiting(job.ref, work, failed))
+    def _refuse_later(self, lanes: Sequence[Lane], ref: StepRef, trial: int, reason: str) -> None:
+        """Every step goes through a tier's queue once on every rank, or their orders would not match."""
+        for lane in lanes:
+            drain = self._drains[lane.url]
+            if drain.shared:
+                drain.push(Waiting(ref, partial(lane.refuse, ref, trial, reason), lambda _: None))
+
+    def _leave(self, lanes: Sequence[Lane], job: SaveJob, listener: Listener) -> None:
+        for lane in lanes:
+            failed = partial(listener.failed, lane.url, required=lane.tier.required)
+            self._drains[lane.url].push(Waiting(job.ref, partial(self._take, lane, job, listener), failed))
+
+    def _take(self, lane: Lane, job: SaveJob, listener: Listener) -> None:
+        lane.commit(job, on_bytes=listener.written, intact=lambda: None)
+        listener.committed(lane.url)
+        self._on_commit(lane, job.ref)
 
     def _on_commit(self, lane: Lane, ref: StepRef) -> None:
         if not lane.in_memory:
-            self._durable_step = max(self._durable_step, ref.step)
-        waiting = frozenset(ref for drain in self._drains.values() for ref in drain.waiting)
-        self._pruner.submit(lane.prune, waiting | {ref})
+            with self._lock:
+                self._durable_step = max(self._durable_step, ref.step)
+        if not self._swept:
+            self._swept = True  # what an earlier job left in memory is outdated now
+            for each in self._lanes:
+                each.sweep()
+            self._on_room()
+        lane.prune_later(self._waiting)
+
+    def _waiting(self) -> frozenset[StepRef]:
+        """Steps that a nearer tier must keep for a farther one."""
+        with self._lock:
+            return frozenset(self._leaving).union(*(drain.waiting for drain in self._drains.values()))

@@ -7,7 +7,7 @@ import threading
 import time
 
 from ckpt.drain import Drain, Waiting
-from ckpt.errors import CkptError, CommitError, SaveSkipped
+from ckpt.errors import CkptError, CommitError, TierBehind
 from ckpt.model.layout import StepRef
 from tests.coordination.world import World
 
@@ -49,7 +49,7 @@ def test_all_ranks_take_the_same_steps_in_the_same_order_however_late_each_is():
         assert sorted(took + lost) == list(range(12))
         assert took[0] == 0 or 0 in lost
         assert 11 in took
-        assert kinds <= {SaveSkipped}
+        assert kinds <= {TierBehind}
 
 
 def test_a_leader_that_is_gone_does_not_hold_the_others_for_ever():

@@ -175,3 +175,67 @@ def test_a_name_cannot_lead_out_of_memory(url):
 def test_a_wrong_policy_is_refused(wrong):
     with pytest.raises(ConfigError):
         Tier("x", **wrong)
+
+
+def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(near, tmp_path, monkeypatch):
+    tiers, _ = near
+    with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
+        manager.save({"x": torch.ones(9)}, 1)
+        manager.save({"x": torch.ones(9)}, 2)
+        with monkeypatch.context() as broken:
+            broken.setattr("ckpt.lane.adopt_image", lambda *_, **__: 1 / 0)
+            assert manager.save_async({"x": torch.ones(9)}, 3).exception(10) is not None
+        seen: list[list[int]] = []
+        from ckpt.pipeline import writer
+
+        original = writer.adopt_image
+        monkeypatch.setattr(
+            "ckpt.lane.adopt_image", lambda *a, **k: (seen.append(manager.steps()), original(*a, **k))[1]
+        )
+        manager.save({"x": torch.ones(9)}, 4)
+    assert seen == [[2]]
+
+
+def test_a_step_that_cannot_be_taken_off_memory_is_not_overwritten(near, monkeypatch):
+    from ckpt.errors import AccessDenied
+    from ckpt_backends.shm import ShmBackend
+
+    tiers, folder = near
+    with CheckpointManager(tiers) as manager:
+        for step in (1, 2):
+            manager.save({"x": torch.full((9,), step)}, step)
+        with monkeypatch.context() as broken:
+            broken.setattr(
+                ShmBackend, "delete", lambda self, key: (_ for _ in ()).throw(AccessDenied(key, "no"))
+            )
+            with pytest.raises(AccessDenied):
+                manager.save({"x": torch.full((9,), 3)}, 3)
+        assert whole(f"shm://{folder.name.split('-')[-1]}") == [1, 2]
+        manager.save({"x": torch.full((9,), 4)}, 4)
+        assert whole(f"shm://{folder.name.split('-')[-1]}") == [2, 4]
+
+
+@pytest.mark.parametrize("wrong", ["mode", "link", "owner"])
+def test_a_folder_in_shared_memory_that_is_not_ours_alone_is_not_used(near, tmp_path, wrong):
+    tiers, folder = near
+    if wrong == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.mkdir(mode=0o700)
+        os.chmod(folder, 0o777) if wrong == "mode" else os.chown(folder, 65534, -1)
+    try:
+        with pytest.raises(ConfigError, match="this user alone"):
+            CheckpointManager(tiers)
+    finally:
+        folder.unlink() if wrong == "link" else folder.rmdir()
+
+
+def test_a_step_for_memory_alone_that_finds_no_room_is_skipped(near):
+    tiers, _ = near
+    with CheckpointManager(
+        [Tier("memory"), Tier(tiers[1].url, every=10)], staging_bytes=176 << 20
+    ) as manager:
+        save = manager.save_async({"x": torch.ones(60 << 20)}, 3)
+        assert isinstance(save.exception(20), SaveSkipped)
+        manager.save({"x": torch.ones(60 << 20)}, 10)

@@ -22,7 +22,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
 
-def whole(root: Path) -> list[int]:
+def whole(root: Path | str) -> list[int]:
     """Steps listed below ``root``, each of which verifies."""
     backend = open_backend(str(root))
     with Workers("check", 2) as workers:

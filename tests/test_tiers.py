@@ -10,7 +10,7 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import ConfigError, OutOfSpace, SaveSkipped, StorageError
+from ckpt.errors import ConfigError, OutOfSpace, StorageError, TierBehind
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.test_review import faulty, whole
@@ -84,9 +84,9 @@ def test_a_tier_too_far_behind_gives_up_the_oldest_and_says_so(tmp_path, gated, 
                 time.sleep(0.01)
         gated.open.set()
         outcomes = {save.step: type(save.exception(10)) for save in saves}
-    assert outcomes == dict.fromkeys((1, 4, 5, 6), type(None)) | dict.fromkeys((2, 3), SaveSkipped)
+    assert outcomes == dict.fromkeys((1, 4, 5, 6), type(None)) | dict.fromkeys((2, 3), TierBehind)
     assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([1, 2, 3, 4, 5, 6], [1, 4, 5, 6])
-    assert "the tier is behind" in caplog.text
+    assert "a tier that is behind" in caplog.text
 
 
 def test_what_a_far_tier_waits_for_is_not_pruned_from_the_near_one(tmp_path, gated):
@@ -175,3 +175,49 @@ def test_tiers_that_skip_steps_drain_from_the_nearest_that_has_them(tmp_path):
         for step in range(1, 7):
             manager.save(state(step), step)
     assert [whole(tmp_path / name) for name in "abc"] == [[2, 4, 6], [3, 6], [1, 2, 3, 4, 5, 6]]
+
+
+def test_where_the_nearest_tier_is_not_required_the_next_takes_its_place(tmp_path, monkeypatch):
+    faulty(
+        monkeypatch,
+        tmp_path / "near",
+        [Rule(verb="upload", key="", nth=None, fault=Raise(StorageError("k", "broken")))],
+    )
+    tiers = [
+        Tier(str(tmp_path / "near"), required=False),
+        Tier(str(tmp_path / "next")),
+        Tier(str(tmp_path / "far")),
+    ]
+    with CheckpointManager(tiers) as manager:
+        manager.save(state(1), 1)
+    assert [whole(tmp_path / name) for name in ("near", "next", "far")] == [[], [1], [1]]
+
+
+def test_a_tier_that_is_near_for_one_step_and_far_for_another_mixes_nothing(tmp_path):
+    tiers = [Tier(str(tmp_path / "a"), every=3), Tier(str(tmp_path / "b"), every=2)]
+    with CheckpointManager(tiers, slots=2) as manager:
+        saves = [manager.save_async(state(step), step) for step in (6, 8, 9, 10, 12, 14)]
+        for save in saves:
+            save.result(20)
+    assert [whole(tmp_path / name) for name in "ab"] == [[6, 9, 12], [6, 8, 10, 12, 14]]
+    for name, steps in (("a", [6, 9, 12]), ("b", [6, 8, 10, 12, 14])):
+        with CheckpointManager(tmp_path / name) as manager:
+            for step in steps:
+                found = state(0)
+                manager.restore(found, step)
+                assert found["x"].unique().tolist() == [step]
+
+
+def test_tiers_answer_to_the_names_they_were_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager([Tier("memory"), Tier("near")]) as manager:
+        save = manager.save(state(1), 1)
+        for name in ("memory", "near", str(tmp_path / "near")):
+            assert save.result(tier=name) is save
+        with pytest.raises(ConfigError, match="it goes to memory, near"):
+            save.result(tier="s3://typo/never")
+
+
+def test_memory_comes_first(tmp_path):
+    with pytest.raises(ConfigError, match="put it before"):
+        CheckpointManager([Tier(str(tmp_path)), Tier("shm://behind")])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -144,3 +146,67 @@ def test_too_little_for_waves_is_said_before_the_first_save(tmp_path):
             manager.prepare({"net": net, "optimizer": optimizer})
         with pytest.raises(HostMemoryExhausted):
             manager.save_async({"net": net, "optimizer": optimizer})
+
+
+def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_path, monkeypatch):
+    """The other writer runs ahead until the ring is full; both must hear of it, and so must the copy and the fence."""
+    net, optimizer = trained()
+    backend = open_backend(str(tmp_path))
+    failing = threading.Event()
+
+    class Slow:
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def upload(self, key, size):
+            upload = backend.upload(key, size)
+            write = upload.write
+
+            def stubborn(offset: int, data: memoryview) -> None:
+                if offset == 8 * MIB and not failing.is_set():
+                    time.sleep(1.0)  # as long as retries take
+                    failing.set()
+                    raise OutOfSpace(key, "disk full")
+                write(offset, data)
+
+            upload.write = stubborn
+            return upload
+
+    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
+    with CheckpointManager(tmp_path, staging_bytes=STAGING) as manager:
+        pending = manager.save_async({"net": net, "optimizer": optimizer}, 1)
+        with pytest.raises(OutOfSpace):
+            pending.result(30)
+        step(net, optimizer)
+
+
+def test_what_is_set_aside_is_set_aside_once(tmp_path):
+    """An eager tensor of many pieces: its memory is taken once, not once for each piece."""
+    from ckpt.staging import snapshot
+
+    assert snapshot.SPARE == 4
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(70 << 20))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    holder = nn.Module()
+    holder.weight = weight
+    holder.register_buffer("buffer", torch.randn(17 << 20))  # 68 MiB: three pieces
+    state = {"m": holder, "o": optimizer}
+    with CheckpointManager(tmp_path, staging_bytes=400 * MIB) as manager:
+        before = resident()
+        pending = manager.save_async(state, 1)
+        grown = resident() - before
+        expected = holder.buffer.clone()
+        holder.buffer.zero_()
+        pending.result(60)
+        assert grown < 288 * MIB + 2 * 68 * MIB
+        holder.buffer.fill_(1)
+        manager.restore(state)
+    assert torch.equal(holder.buffer, expected)
+
+
+def resident() -> int:
+    with open("/proc/self/status") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon", "RssShmem")))

@@ -1,7 +1,7 @@
 """Filling any memory from a file: past the page cache, but out of it for what lies there already.
 
 A direct read wants offset and address at multiples of a block; a tensor's memory and its bytes in a file are rarely both. Where they fit each other, whole blocks go straight to their place, and the
-ragged ends, whose blocks hold other bytes too, come by the same request through a few pages. Otherwise all of it passes through a buffer that each thread keeps: of huge pages, since a disk serves few
+ragged ends, whose blocks hold other bytes too, come by the same request through two pages. Everything else passes through a buffer that each thread keeps: of huge pages, since a disk serves few
 long pieces of memory up to twice as fast as many short ones, and small enough to be copied out of the CPU's cache.
 """
 
@@ -15,15 +15,19 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Final
 
 from ckpt.storage.api import aligned_memory
 from ckpt_backends.direct_io import ALIGNMENT, address
 
 BUFFER_BYTES: Final = 2 << 20
-_DIRECT_BYTES: Final = 64 << 10
-"""Fewer are not worth a request past the cache."""
+STRAIGHT_BYTES: Final = 1 << 20
+"""Fewer are better read together with their neighbours."""
+_DIRECT_BYTES: Final = 4096
 _DROP_CACHE_BYTES: Final = 8 << 20
+_SHORT_COPY_BYTES: Final = 64 << 10
+_MOST_PARTS: Final = 1024  # that one request to the kernel may have
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})  # EFAULT: a device's memory
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_DIOALIGN: Final = 0x2000
@@ -31,14 +35,15 @@ _SYS_CACHESTAT: Final = 451  # on every architecture but alpha
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
-def read_at(path: str, offset: int, out: memoryview, *, direct: bool = True) -> int:
-    """Fill ``out`` from ``offset`` of the file as far as the file goes; returns how many bytes that was."""
+def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool = True) -> int:
+    """Fill ``outs``, one after another, from ``offset`` of the file as far as the file goes; returns how many bytes that was."""
+    asked = sum(out.nbytes for out in outs)
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if is_cached(fd, offset, out.nbytes):
-            return _read_buffered(fd, offset, out)
-        done = _read_direct(fd, offset, out) if direct and out.nbytes >= _DIRECT_BYTES else 0
-        more = _read_buffered(fd, offset + done, out[done:])
+        if is_cached(fd, offset, asked):
+            return _read_buffered(fd, offset, outs)
+        done = _read_direct(fd, offset, outs) if direct and asked >= _DIRECT_BYTES else 0
+        more = _read_buffered(fd, offset + done, _after(outs, done))
         if more >= _DROP_CACHE_BYTES:
             os.posix_fadvise(fd, offset + done, more, os.POSIX_FADV_DONTNEED)
         return done + more
@@ -82,21 +87,45 @@ class _Buffer(threading.local):
 _buffer: Final = _Buffer()
 
 
-def _read_buffered(fd: int, offset: int, out: memoryview) -> int:
-    done = 0
-    while done < out.nbytes and (count := os.preadv(fd, [out[done:]], offset + done)):
-        done += count
+def _after(outs: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of ``outs`` once ``done`` bytes are filled."""
+    left: list[memoryview] = []
+    for out in outs:
+        if done < out.nbytes:
+            left.append(out[done:])
+        done = max(0, done - out.nbytes)
+    return left
+
+
+def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
+    left, done = _after(outs, 0), 0
+    while left and (count := os.preadv(fd, left[:_MOST_PARTS], offset + done)):
+        left, done = _after(left, count), done + count
     return done
 
 
-def _read_direct(fd: int, offset: int, out: memoryview) -> int:
+def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
     """How many bytes were read; what is left lies behind the end of the file, or must be read buffered."""
     memory_block, block = blocks_of(fd)
-    fits = not (address(out) + -offset % block) % memory_block  # the first whole block's place
-    return (_read_straight if fits else _read_through)(fd, offset, out, block)
+
+    def fits(part: tuple[memoryview, int]) -> bool:
+        out, start = part
+        return out.nbytes >= STRAIGHT_BYTES and not (address(out) + -start % block) % memory_block
+
+    starts = accumulate((out.nbytes for out in outs), initial=offset)
+    end = offset
+    for straight, group in groupby(zip(outs, starts, strict=False), fits):
+        parts = [out for out, _ in group]
+        for some in [[part] for part in parts] if straight else [parts]:
+            count = (_read_straight if straight else _read_through)(fd, end, some, block)
+            end += count
+            if count < sum(out.nbytes for out in some):
+                return end - offset
+    return end - offset
 
 
-def _read_straight(fd: int, offset: int, out: memoryview, block: int) -> int:
+def _read_straight(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+    [out] = outs
     lead, head = (
         offset % block,
         -offset % block,
@@ -111,31 +140,47 @@ def _read_straight(fd: int, offset: int, out: memoryview, block: int) -> int:
     return min(max(count - lead, 0), out.nbytes)
 
 
-def _read_through(fd: int, offset: int, out: memoryview, block: int) -> int:
-    buffer, place, done = _buffer.get(), address(out), 0
-    while done < out.nbytes:
+def _read_through(fd: int, offset: int, outs: Sequence[memoryview], block: int) -> int:
+    buffer = _buffer.get()
+    left, done, asked = list(outs), 0, sum(out.nbytes for out in outs)
+    while done < asked:
         lead = (offset + done) % block
-        asked = min(buffer.nbytes, -(-(lead + out.nbytes - done) // block) * block)
-        count = _pread_direct(fd, [buffer[:asked]], offset + done - lead)
-        useful = min(max(count - lead, 0), out.nbytes - done)
-        ctypes.memmove(
-            place + done, address(buffer) + lead, useful
-        )  # lets other threads run, as a slice does not
+        room = min(buffer.nbytes, -(-(lead + asked - done) // block) * block)
+        count = _pread_direct(fd, [buffer[:room]], offset + done - lead)
+        useful = min(max(count - lead, 0), asked - done)
+        left = _pour(buffer[lead : lead + useful], left)
         done += useful
-        if count < asked:
+        if count < room:
             break
     return done
+
+
+def _pour(source: memoryview, outs: list[memoryview]) -> list[memoryview]:
+    """Fill the first of ``outs`` with ``source``; returns what is left of them."""
+    for index, out in enumerate(outs):
+        if out.nbytes > source.nbytes:
+            _copy(out[: source.nbytes], source)
+            return [out[source.nbytes :], *outs[index + 1 :]]
+        _copy(out, source[: out.nbytes])
+        source = source[out.nbytes :]
+    return []
+
+
+def _copy(out: memoryview, source: memoryview) -> None:
+    if out.nbytes < _SHORT_COPY_BYTES:
+        out[:] = source
+    else:  # lets other threads run meanwhile, as a slice does not
+        ctypes.memmove(address(out), address(source), out.nbytes)
 
 
 def _pread_direct(fd: int, parts: Sequence[memoryview], offset: int) -> int:
     """0 also if it is refused, at the first read or at a later one."""
     try:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         try:
             return os.preadv(fd, [part for part in parts if part.nbytes], offset)
         finally:
-            fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+            fcntl.fcntl(fd, fcntl.F_SETFL, 0)
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise

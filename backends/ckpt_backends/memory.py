@@ -57,7 +57,9 @@ class MemoryBackend:
     def __init__(self, store: _Store, url: str, prefix: str, *, shared: bool) -> None:
         self._store, self._url = store, url
         self._prefix = f"{prefix}/" if prefix else ""
-        self._capabilities = Capabilities(put_if_absent=True, shared=shared, part_bytes=_PART_BYTES, takes_parts=True)
+        self._capabilities = Capabilities(
+            put_if_absent=True, shared=shared, part_bytes=_PART_BYTES, takes_parts=True
+        )
 
     @property
     def capabilities(self) -> Capabilities:

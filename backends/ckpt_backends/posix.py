@@ -144,12 +144,16 @@ class PosixBackend:
         return _PosixUpload(self, key, _Paths(temporary, target), writer, size)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        self.read_parts(key, offset, [out])
+
+    def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
         path = self._readable(check_key(key))
+        parts = [out.cast("B") for out in outs]
         with mapped(key):
-            done = read_at(path, offset, out.cast("B"), direct=self._direct)
-        if done != out.nbytes:
+            done = read_at(path, offset, parts, direct=self._direct)
+        if done != (asked := sum(part.nbytes for part in parts)):
             raise StorageError(
-                key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for"
+                key, f"ends at byte {offset + done}, bytes up to {offset + asked} were asked for"
             )
 
     def head(self, key: str) -> ObjectInfo:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -45,6 +46,7 @@ class ShmBackend(PosixBackend):
     def __init__(self, name: str) -> None:
         super().__init__(f"{_SHM}/ckpt-memory-{os.getuid()}-{name}", shared=False, direct=False)
         self._name = name
+        self._check()
         self._capabilities = replace(self._capabilities, alignment=1)
 
     @property
@@ -60,6 +62,19 @@ class ShmBackend(PosixBackend):
         with suppress(OSError):
             os.rmdir(self._root)
 
+    def _check(self) -> None:
+        """``/dev/shm`` is everybody's: a folder that another user has put in our place is not used."""
+        with suppress(FileNotFoundError):
+            found = os.lstat(self._root)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError(
+                    f"{self._root} is not a folder of this user alone: remove it, or name another"
+                )
+
+    def _make_folders(self, folder: str) -> None:
+        super()._make_folders(folder)
+        self._check()
+
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
         """Make the file at ``path``, cut to ``size`` bytes, the object ``key``, without a copy: it stays what it is under its own name too.
 
@@ -74,7 +89,11 @@ class ShmBackend(PosixBackend):
             beside = f"{temporary[:-4]}.link.tmp"
             try:
                 os.link(path, beside, follow_symlinks=False)
-                os.truncate(beside, size)
+                descriptor = os.open(beside, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    os.ftruncate(descriptor, size)
+                finally:
+                    os.close(descriptor)
                 self._publish(beside, target, if_absent=False)
             finally:
                 self._discard(

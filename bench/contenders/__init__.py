@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 if TYPE_CHECKING:  # the parent reads the table below and needs no torch
-    from bench.state import Training
+    from bench.state import Subject
 
 
 @dataclass(frozen=True)
@@ -27,44 +28,81 @@ class Contender(Protocol):
     ``save``, ``wait_safe`` from the training thread; ``wait_durable`` from any. What lies in ``folder`` and belongs to a checkpoint is named ``step-*``.
     """
 
-    def prepare(self, state: Training, folder: str) -> None:
-        """Get ready to save ``state`` below ``folder``; not on the clock, as it is done once per job."""
+    def prepare(self, subject: Subject, folder: str) -> None:
+        """Get ready to save ``subject`` below ``folder``; not on the clock, as it is done once per job."""
 
     def save(self, step: int) -> Handle:
         """Save the state as ``step``, and return as soon as the contender lets go of the caller."""
         ...
 
     def wait_safe(self, handle: Handle) -> None:
-        """Return when the optimizer may change the state."""
+        """Return when the state may be changed."""
 
     def wait_durable(self, handle: Handle) -> None:
         """Return when the checkpoint is complete and would survive a power cut."""
 
-    def load_back(self, path: str, into: Training) -> None:
-        """Load what lies at ``path`` into a live training, as a resumed job would."""
+    def load_back(self, path: str, into: Subject) -> None:
+        """Load what lies at ``path`` into live objects, as a resumed job would."""
 
     def close(self) -> None:
-        """Finish and let go of everything."""
+        """Finish and let go of everything, processes included."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """How a contender is named in reports and where its code is. ``fsync`` tells who makes its files durable."""
+    """How a contender is named in reports and where its code is.
+
+    ``fsync`` tells who makes its files durable; ``needs`` is the package to import, "" if torch or the bench brings it; ``distributed``
+    tells whether ranks can save one checkpoint together.
+    """
 
     label: str
     module: str
     kind: str
     fsync: str
     asynchronous: bool
+    needs: str = ""
+    distributed: bool = True
 
 
 ALL: Final[dict[str, Row]] = {
     "torch.save": Row("torch.save", "torch_save", "TorchSave", "bench", False),
-    "dcp.save": Row("DCP save", "dcp", "DcpSave", "bench", False),
-    "dcp.async_save": Row("DCP async_save", "dcp", "DcpAsyncSave", "bench", True),
+    "safetensors": Row("safetensors", "safetensors", "SafetensorsSave", "bench", False, "safetensors"),
+    "dcp.save": Row("DCP save", "dcp", "DcpSave", "itself, folders bench", False),
+    "dcp.async_save": Row("DCP async_save", "dcp", "DcpAsyncSave", "itself, folders bench", True),
+    "dcp.best": Row("DCP async_save, at its best", "dcp_best", "DcpBest", "itself, folders bench", True),
+    "torch_checkpointing": Row(
+        "torch_checkpointing",
+        "torch_checkpointing",
+        "TorchCheckpointing",
+        "bench",
+        True,
+        "torch_checkpointing",
+    ),
+    "torchsnapshot.take": Row(
+        "torchsnapshot take", "torchsnapshot", "SnapshotTake", "bench", False, "torchsnapshot"
+    ),
+    "torchsnapshot.async_take": Row(
+        "torchsnapshot async_take", "torchsnapshot", "SnapshotAsyncTake", "bench", True, "torchsnapshot"
+    ),
+    "nvrx": Row("nvrx fork (CUDA sync stubbed)", "nvrx", "Nvrx", "bench", True, "nvidia_resiliency_ext"),
     "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself", False),
     "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself", True),
 }
+
+
+def available() -> list[str]:
+    """Names of those whose package is installed."""
+    return [name for name in ALL if name not in missing()]
+
+
+def missing() -> dict[str, str]:
+    """The other names, each with the reason. Nothing is imported to find out."""
+    return {
+        name: f"{row.needs} is not installed"
+        for name, row in ALL.items()
+        if row.needs and importlib.util.find_spec(row.needs) is None
+    }
 
 
 def make(name: str) -> Contender:
@@ -78,8 +116,13 @@ def fsync_tree(path: str) -> None:
     paths = [path, os.path.dirname(path)]
     for folder, folders, files in os.walk(path):
         paths += [os.path.join(folder, name) for name in (*folders, *files)]
-    for each in paths:
-        descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+    fsync(*paths)
+
+
+def fsync(*paths: str) -> None:
+    """Flush these files and folders."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:

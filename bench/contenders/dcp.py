@@ -7,25 +7,25 @@ import warnings
 from concurrent.futures import Future
 from typing import Any, cast
 
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from bench.contenders import Handle, fsync_tree
-from bench.state import Training
+from bench.state import Subject
 
 warnings.filterwarnings("ignore", module="torch.distributed")
 
 
 class DcpSave:
-    """``dcp.save``; returns when the files are written, the bench fsyncs them."""
+    """``dcp.save``; returns when the files are written and fsynced, the bench fsyncs their folder."""
 
-    def prepare(self, state: Training, folder: str) -> None:
-        self._state, self._folder = state, folder
+    def prepare(self, subject: Subject, folder: str) -> None:
+        self._subject, self._folder = subject, folder
 
     def save(self, step: int) -> Handle:
         path = os.path.join(self._folder, f"step-{step}")
-        save(_state_dict(self._state), checkpoint_id=path)
+        save(self._subject.state_dict(), checkpoint_id=path)
         return Handle(step, path)
 
     def wait_safe(self, handle: Handle) -> None:
@@ -34,34 +34,41 @@ class DcpSave:
     def wait_durable(self, handle: Handle) -> None:
         fsync_tree(handle.path)
 
-    def load_back(self, path: str, into: Training) -> None:
-        state = _state_dict(into)
+    def load_back(self, path: str, into: Subject) -> None:
+        state = into.state_dict()
         load(state, checkpoint_id=path)
-        set_state_dict(
-            into.model,
-            into.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        into.step = state["step"]
+        into.load_state_dict(state)
 
     def close(self) -> None:
         """Nothing is held."""
 
 
 class DcpAsyncSave(DcpSave):
-    """``dcp.async_save``; it copies the state before it returns, then writes in a thread of the trainer. The bench fsyncs."""
+    """``dcp.async_save``; it copies the state before it returns, then writes in a thread of the trainer. The bench fsyncs the folder."""
+
+    def prepare(self, subject: Subject, folder: str) -> None:
+        super().prepare(subject, folder)
+        # The thread's collectives must not mix with those of the training.
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = cast("dist.ProcessGroup | None", group)
+        self._last: Future[Any] | None = None
 
     def save(self, step: int) -> Handle:
+        if self._last is not None:  # one at a time, as its tutorial has it
+            self._last.result()
         path = os.path.join(self._folder, f"step-{step}")
-        future = async_save(_state_dict(self._state), checkpoint_id=path)
-        return Handle(step, path, future)
+        self._last = cast(
+            "Future[Any]",
+            async_save(self._subject.state_dict(), checkpoint_id=path, process_group=self._group),
+        )
+        return Handle(step, path, self._last)
 
     def wait_durable(self, handle: Handle) -> None:
         cast("Future[Any]", handle.payload).result()
         super().wait_durable(handle)
 
-
-def _state_dict(state: Training) -> dict[str, Any]:
-    model, optimizer = get_state_dict(state.model, state.optimizer)
-    return {"model": model, "optimizer": optimizer, "step": state.step}
+    def close(self) -> None:
+        if self._last is not None:
+            self._last.exception()  # whoever waited for it has been told
+        if self._group is not None:
+            dist.destroy_process_group(self._group)

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import cast
 
 from bench.contenders import Handle
-from bench.state import Training
+from bench.state import Subject
 from ckpt import CheckpointManager, PendingSave
 
 
 class CkptSaveAsync:
     """``CheckpointManager.save_async``."""
 
-    def prepare(self, state: Training, folder: str) -> None:
-        self._training, self._folder = state, folder
-        self._state: dict[str, Any] = {"model": state.model, "optimizer": state.optimizer, "step": 0}
+    def prepare(self, subject: Subject, folder: str) -> None:
+        self._subject, self._folder = subject, folder
+        self._state = subject.objects()
         self._manager = CheckpointManager(folder)
+        self._manager.prepare(self._state)
 
     def save(self, step: int) -> Handle:
-        self._state["step"] = self._training.step
+        self._state["step"] = self._subject.step
         return Handle(step, self._path(step), self._manager.save_async(self._state, step))
 
     def wait_safe(self, handle: Handle) -> None:
-        # The hook on the optimizer waits for this as well. Asked for by name so that the wait can be timed apart from the step.
+        # The hook on an optimizer waits for this as well. Asked for by name so that the wait can be timed apart from the step.
         cast(PendingSave, handle.payload).wait_staged()
 
     def wait_durable(self, handle: Handle) -> None:
         cast(PendingSave, handle.payload).result()
 
-    def load_back(self, path: str, into: Training) -> None:
-        state: dict[str, Any] = {"model": into.model, "optimizer": into.optimizer, "step": 0}
+    def load_back(self, path: str, into: Subject) -> None:
+        state = into.objects()
         root, _, step = path.rpartition(os.sep)
         with CheckpointManager(root) as manager:
             report = manager.restore(state, int(step))
@@ -50,6 +51,6 @@ class CkptSave(CkptSaveAsync):
     """``CheckpointManager.save``: all of it in the foreground."""
 
     def save(self, step: int) -> Handle:
-        self._state["step"] = self._training.step
+        self._state["step"] = self._subject.step
         pending = self._manager.save(self._state, step)
         return Handle(step, self._path(step), pending, durable=True)

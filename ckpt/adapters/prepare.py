@@ -22,7 +22,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 from ckpt.staging.copies import Copy
 from ckpt.staging.image import Image, copyable
-from ckpt.staging.slots import Slot
+from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Batch, Check, Snapshot
 
 Part = Segment | Held

@@ -16,7 +16,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import OWNER, StepRef, parse_folder
+from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
@@ -67,13 +67,19 @@ def committed(backend: StorageBackend) -> list[StepRef]:
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
 
 
-def sweep(backend: StorageBackend, *, keep: str) -> None:
-    """Remove all steps but those of the attempt ``keep``, each manifest first. For stores that one job has for itself, and only while it runs."""
-    for ref in attempts(backend):
-        if not ref.attempt.startswith(keep):
+def sweep(backend: StorageBackend, *, keep: str, but_newest: bool = False) -> None:
+    """Remove all steps but those of the attempt ``keep``, each manifest first. For stores that one job has for itself, and only while it runs.
+
+    ``but_newest``: the newest committed step of all stays too.
+    """
+    refs = attempts(backend)
+    newest = next((ref for ref in refs if is_committed(backend, ref)), None) if but_newest else None
+    for ref in refs:
+        if ref != newest and not ref.attempt.startswith(keep):
             backend.delete(ref.manifest)
             for info in list(backend.list(f"{ref.folder}/")):
-                backend.delete(info.key)
+                if is_file_name(info.key.removeprefix(f"{ref.folder}/")):
+                    backend.delete(info.key)
 
 
 def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:

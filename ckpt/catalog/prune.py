@@ -11,7 +11,7 @@ from typing import Final
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.errors import IntegrityError, ObjectNotFound
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import StepRef
+from ckpt.model.layout import StepRef, is_file_name
 from ckpt.model.manifest import Fragment
 from ckpt.plan.retention import Retention, doomed
 from ckpt.storage.api import StorageBackend, read_object
@@ -37,7 +37,7 @@ def prune(
     dry_run: bool = False,
     grace_seconds: float = GRACE_SECONDS,
     undated: bool = False,
-    protected: frozenset[StepRef] = frozenset(),
+    protected: Callable[[], frozenset[StepRef]] = frozenset,
     on_pruned: Callable[[Pruned], None] = lambda _: None,
 ) -> list[Pruned]:
     """Apply ``rule``, and clear away what failed saves have left. Only files in folders of steps are touched, and only those named as ours.
@@ -47,13 +47,13 @@ def prune(
     Args:
         own: The running attempt; nothing uncommitted of it is touched.
         grace_seconds: Age from which an uncommitted step counts as the remains of a failed save, by the youngest of its fragments.
-        protected: Steps that stay whatever the rule.
+        protected: Asked after the steps were listed: those that stay whatever the rule.
         undated: Whether those without a fragment count as such too: nobody can ever commit them, but somebody may still be writing.
     """
     everything = attempts(backend)
     whole = [ref for ref in everything if is_committed(backend, ref)]
     going = dict.fromkeys(doomed(whole, rule, own=own), True)
-    for ref in protected:
+    for ref in protected():
         going.pop(ref, None)
     for ref in set(everything) - set(whole):
         if not (own and ref.attempt.startswith(own)):
@@ -69,7 +69,9 @@ def prune(
 
 def _remove(backend: StorageBackend, ref: StepRef, *, dry_run: bool) -> int:
     objects = [
-        info for info in backend.list(f"{ref.folder}/") if is_ours(info.key.removeprefix(f"{ref.folder}/"))
+        info
+        for info in backend.list(f"{ref.folder}/")
+        if is_file_name(info.key.removeprefix(f"{ref.folder}/"))
     ]
     if not dry_run:
         backend.delete(ref.manifest)
@@ -78,20 +80,11 @@ def _remove(backend: StorageBackend, ref: StepRef, *, dry_run: bool) -> int:
     return sum(info.size for info in objects)
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file in a step's folder is one that a save makes."""
-    if name == "manifest.json":
-        return True
-    stem, _, kind = name.partition(".")
-    number = stem.removeprefix("rank-")
-    return stem.startswith("rank-") and number.isdigit() and kind in ("json", "safetensors")
-
-
 def _begun(backend: StorageBackend, ref: StepRef) -> float | None:
     """When the youngest of its fragments was made; None if there is none that can be read."""
     times: list[float] = []
     for info in backend.list(f"{ref.folder}/"):
-        if info.key.endswith(".json") and is_ours(info.key.removeprefix(f"{ref.folder}/")):
+        if info.key.endswith(".json") and is_file_name(info.key.removeprefix(f"{ref.folder}/")):
             with suppress(ObjectNotFound, IntegrityError):
                 data = read_object(backend, info.key, limit=MAX_RECORD_BYTES)
                 times.append(unpack(data, Fragment, key=info.key).created_at)

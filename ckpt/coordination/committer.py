@@ -81,9 +81,10 @@ class Committer:
         timeout: float,
         retry: Retry = _at_once,
         known: Known | None = None,
+        before_put: Callable[[], None] = lambda: None,
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
-        self._retry, self._known = retry, known or Known()
+        self._retry, self._known, self._before_put = retry, known or Known(), before_put
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
         """Say this rank's word and return the verdict.
@@ -120,6 +121,7 @@ class Committer:
                     raise PeerFailed(ref.step, action.failures)
                 raise CommitTimeout(ref.step, action.missing, self._timeout, "the part")
             data = self._merged(ref, action.fragments)
+            self._before_put()
         except CkptError as error:
             return refusal(error)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain

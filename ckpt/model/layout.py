@@ -45,6 +45,11 @@ def parse_folder(name: str) -> StepRef | None:
     return ref if ref is not None and ref.folder == name else None  # more zeros than we write: not ours
 
 
+def is_file_name(name: str) -> bool:
+    """Whether a file in a step's folder is one that a save makes."""
+    return name == MANIFEST or _FILE.fullmatch(name) is not None
+
+
 def data_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 

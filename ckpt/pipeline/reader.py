@@ -1,8 +1,8 @@
 """A restore plan -> bytes in place, each chunk verified before it counts.
 
-A chunk whose target is one piece of memory is read straight into it, if it is worth a request of its own. Small chunks that are neighbours in their file are one request into a buffer, and so is a
-chunk of which only parts are wanted or whose target lies elsewhere: they are verified there and then placed. Memory beside the target: a buffer of ``RUN_BYTES`` a thread, or of the largest
-chunk that cannot go straight.
+Neighbouring chunks are one request. A store that can read into many places at once fills the targets' own memory wherever that is in one piece, and so does any store with a chunk that is a request of its
+own. What is left (a part of a chunk, a target that is strided or on a device, small chunks of a store that has one answer for one request) passes through a buffer, is verified there, and then placed. Memory
+beside the target: for each thread a buffer of ``RUN_BYTES``, or of the largest chunk that passes through it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.storage.api import StorageBackend, aligned_memory
+from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
 
-RUN_BYTES: Final = 2 << 20
-"""What small chunks are joined to on a disk; larger requests gain nothing there, and the first touch of their buffer costs as much as reading."""
-ALONE_BYTES: Final = 512 << 10
-"""A chunk of this size is a request of its own on a disk."""
-FAR_RUN_BYTES: Final = 16 << 20
-"""Both, for a store that asks for no alignment: there each request is a round trip."""
+RUN_BYTES: Final = 16 << 20
 GAP_BYTES: Final = 64 << 10
 """Unwanted bytes worth reading to save a request."""
 
@@ -57,13 +52,7 @@ def read_plan(
         ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
         StorageError: A file is missing, short or unreadable.
     """
-    near = backend.capabilities.alignment > 1
-    runs = coalesce(
-        plan.reads,
-        most_bytes=RUN_BYTES if near else FAR_RUN_BYTES,
-        gap_bytes=GAP_BYTES,
-        alone_bytes=ALONE_BYTES if near else FAR_RUN_BYTES,
-    )
+    runs = coalesce(plan.reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
     job = _Job(sink, backend, retry, on_bytes)
     workers.run_all(partial(job.read, run, *file_of(run.rank)) for run in runs)
 
@@ -77,15 +66,36 @@ class _Job:
         self._buffers = _Buffers()
 
     def read(self, run: Run, key: str, size: int) -> None:
-        if not self._read_straight(run, key):
+        if isinstance(self._backend, ScatterReads):
+            self._read_scattered(run, key, self._backend)
+        elif self._alignment > 1 or not self._read_straight(run, key):
             self._read_buffered(run, key, size)
         self._on_bytes(run.nbytes)
 
+    def _read_scattered(self, run: Run, key: str, backend: ScatterReads) -> None:
+        """What has no place of its own, and what nobody wants, goes to the buffer, where it lies as in the file."""
+        places = [self._sink.direct(read) for read in run.reads]
+        straight = sum(place.nbytes for place in places if place is not None)
+        phase = run.offset % self._alignment
+        buffer = self._buffers.get(phase + run.nbytes)[phase:] if straight < run.nbytes else memoryview(b"")
+        outs: list[memoryview] = []
+        done = 0
+        for read, place in zip(run.reads, places, strict=True):
+            if place is not None:
+                begin = read.offset - run.offset
+                outs += [buffer[done:begin], place] if done < begin else [place]
+                done = begin + read.nbytes
+        outs += [buffer[done : run.nbytes]] if done < run.nbytes else []
+        self._retry.call(partial(backend.read_parts, key, run.offset, outs))
+        for read, place in zip(run.reads, places, strict=True):
+            data = buffer[read.offset - run.offset :][: read.nbytes] if place is None else place
+            verify(data, read.checksum, key=key, offset=read.offset)
+            if place is None:
+                self._sink.place(read, data)
+
     def _read_straight(self, run: Run, key: str) -> bool:
-        if len(run.reads) != 1 or (self._alignment > 1 and run.nbytes < ALONE_BYTES):
-            return False
         read = run.reads[0]
-        memory = self._sink.direct(read)
+        memory = self._sink.direct(read) if len(run.reads) == 1 else None
         if memory is None:
             return False
         self._retry.call(partial(self._backend.read_into, key, read.offset, memory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 
+from ckpt.errors import CkptError
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend
 
@@ -29,4 +30,7 @@ class StoredImage:
         """Each view has memory of its own."""
 
     def hashed(self, start: int, end: int) -> None:
+        """Each view has memory of its own."""
+
+    def lost(self, error: CkptError) -> None:
         """Each view has memory of its own."""

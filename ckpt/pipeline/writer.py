@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from functools import partial
 from typing import Final, Protocol
 
-from ckpt.errors import StagingError
+from ckpt.errors import CkptError, StagingError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
@@ -49,6 +49,10 @@ class Source(Protocol):
 
     def hashed(self, start: int, end: int) -> None: ...
 
+    def lost(self, error: CkptError) -> None:
+        """A part or chunk of it will never be written or hashed: nobody shall wait for the room it takes."""
+        ...
+
 
 class Whole:
     """An image that is all in memory."""
@@ -65,6 +69,9 @@ class Whole:
         """It stays."""
 
     def hashed(self, start: int, end: int) -> None:
+        """It stays."""
+
+    def lost(self, error: CkptError) -> None:
         """It stays."""
 
 
@@ -186,7 +193,11 @@ class _Job:
     def write(self, offset: int) -> None:
         end = min(self._source.size, offset + self._upload.part_bytes)
         part = self._source.view(offset, end)
-        self._retry.call(lambda: self._upload.write(offset, part))
+        try:
+            self._retry.call(lambda: self._upload.write(offset, part))
+        except CkptError as error:
+            self._source.lost(error)
+            raise
         self._source.written(offset, end)
         self._on_bytes(end - offset)
 

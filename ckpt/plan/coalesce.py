@@ -18,13 +18,10 @@ class Run:
     reads: tuple[ChunkRead, ...]
 
 
-def coalesce(
-    reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int, alone_bytes: int | None = None
-) -> list[Run]:
+def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
     """Join reads that follow each other in a file with at most ``gap_bytes`` between them, up to ``most_bytes`` a run.
 
-    ``reads`` come in file order. A single read larger than ``most_bytes`` is a run of its own, and so is one of at least ``alone_bytes``:
-    it is worth a request, and what is alone can go straight to its place.
+    ``reads`` come in file order. A single read larger than ``most_bytes`` is a run of its own.
     """
     runs: list[Run] = []
     pending: list[ChunkRead] = []
@@ -32,8 +29,7 @@ def coalesce(
         if pending:
             last = pending[-1]
             near = read.rank == last.rank and 0 <= read.offset - (last.offset + last.nbytes) <= gap_bytes
-            alone = alone_bytes is not None and max(read.nbytes, last.nbytes) >= alone_bytes
-            if not near or alone or read.offset + read.nbytes - pending[0].offset > most_bytes:
+            if not near or read.offset + read.nbytes - pending[0].offset > most_bytes:
                 runs.append(_run(pending))
                 pending = []
         pending.append(read)

@@ -36,10 +36,10 @@ class Known:
         """The merged tensors of ``fragments``: those of last time if nothing about them has changed, and no two ranks stored the same."""
         own = [fragment.tensors for fragment in fragments]
         if not self._merged or own != self._merged_from:
-            self._merged = _merge_tensors(fragments)
+            merged = _merge_tensors(fragments)
             shards = sum(len(tensor.shards) for tensors in own for tensor in tensors)
-            once = shards == sum(len(tensor.shards) for tensor in self._merged)
-            self._merged_from = own if once else []  # copies must be compared each time
+            once = shards == sum(len(tensor.shards) for tensor in merged)
+            self._merged, self._merged_from = merged, own if once else []  # copies must be compared each time
         return self._merged
 
 

@@ -11,7 +11,7 @@ import torch
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan
 from ckpt.staging.copies import PIECE_BYTES
-from ckpt.staging.slots import Slot
+from ckpt.staging.slot import Slot
 from ckpt.staging.window import Window
 
 # torch cannot copy or index these; the same bytes under another name it can

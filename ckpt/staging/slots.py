@@ -10,141 +10,20 @@ Files are named by process and start time; those of processes that are gone are 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final
-
-import torch
+from typing import Final
 
 from ckpt.errors import HostMemoryExhausted
-from ckpt.staging.budget import Budget, decide, measure
+from ckpt.staging.budget import Budget, Room, decide, measure
+from ckpt.staging.slot import NotWanted, Slot
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; files are 0600 and their names hold our pid
 _PREFIX: Final = "ckpt-slot"
-_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14
-_STEP_BYTES: Final = 64 << 20
-_ROUND: Final = 2 << 20  # a huge page; also leaves room for the padded last block of a direct write
 _log = logging.getLogger("ckpt")
-
-
-class NotWanted(Exception):
-    """The making of a slot was given up: the pool is closing."""
-
-
-class Slot:
-    """One buffer. ``view`` is its memory as bytes, ``tensor`` the same memory for torch.
-
-    Attributes:
-        shared: Whether it is a file in /dev/shm.
-        generation: Counts the images it has held; a plan's views belong to the slot, not to a generation.
-    """
-
-    def __init__(self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True) -> None:
-        """``wanted`` is asked now and then while it is made, which takes a second per GiB: False ends that with ``NotWanted``."""
-        self._wanted = wanted
-        self.capacity = -(-nbytes // _ROUND) * _ROUND
-        self.path = path
-        self.generation = 0
-        self._pinned = False
-        self._map = _map_file(path, self.capacity, wanted) if path else _map_anonymous(self.capacity)
-        self.view = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        # also when nobody closes it; a fork that ends leaves its parent's file alone
-        self._remove = weakref.finalize(self, _unlink, path, os.getpid())
-        if torch.cuda.is_available():
-            self._pin()
-
-    @property
-    def shared(self) -> bool:
-        return self.path is not None
-
-    def regrow(self) -> None:
-        """Back to its full length: it was cut when a store in memory took the image in it.
-
-        Raises:
-            HostMemoryExhausted: Others have taken what was cut off.
-        """
-        if self.path and (size := os.stat(self.path).st_size) < self.capacity:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                os.posix_fallocate(descriptor, size, self.capacity - size)
-            except OSError as error:
-                raise HostMemoryExhausted(self.capacity, os.strerror(error.errno or errno.ENOSPC)) from None
-            finally:
-                os.close(descriptor)
-
-    def prefault(self) -> None:
-        """Touch every page now: a first touch is many times slower than a reuse.
-
-        Raises:
-            HostMemoryExhausted: The pages are not there; touching them would have ended the process.
-        """
-        try:
-            for start in range(0, self.capacity, _STEP_BYTES):
-                _ask(self._wanted)
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_STEP_BYTES, self.capacity - start))
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise HostMemoryExhausted(self.capacity, os.strerror(error.errno or errno.ENOMEM)) from None
-            self.tensor[:: mmap.PAGESIZE] = 0  # a kernel that does not know the word
-
-    def close(self) -> None:
-        """Remove the file and let go of the memory. Views that are still held keep their mapping alive, not the file."""
-        if self._pinned:
-            _cudart().cudaHostUnregister(self.tensor.data_ptr())
-        self._remove()
-
-    def _pin(self) -> None:
-        code = _cudart().cudaHostRegister(self.tensor.data_ptr(), self.capacity, 0)
-        self._pinned = int(code) == 0
-        if not self._pinned:
-            _log.warning(
-                "ckpt: could not pin a slot of %d MiB (CUDA error %s): copies from the GPU will be slower",
-                self.capacity >> 20,
-                code,
-            )
-
-
-def _unlink(path: str | None, owner: int) -> None:
-    if path and os.getpid() == owner:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _ask(wanted: Callable[[], bool]) -> None:
-    if not wanted():
-        raise NotWanted
-
-
-def _map_file(path: str, nbytes: int, wanted: Callable[[], bool]) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        for start in range(0, nbytes, _STEP_BYTES):
-            _ask(wanted)
-            os.posix_fallocate(descriptor, start, min(_STEP_BYTES, nbytes - start))
-        return mmap.mmap(descriptor, nbytes)
-    except BaseException:
-        os.unlink(path)
-        raise
-    finally:
-        os.close(descriptor)
-
-
-def _map_anonymous(nbytes: int) -> mmap.mmap:
-    try:
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise HostMemoryExhausted(nbytes, os.strerror(error.errno or errno.ENOMEM)) from None
 
 
 class SlotPool:
@@ -156,7 +35,8 @@ class SlotPool:
     Args:
         ranks: Ranks of this job on this node, which all ask for as much.
         limit: Bytes to stay below, beside what the machine has.
-        on_drop: Told the file of a slot that is let go for a larger one.
+        on_drop: Told the file of a slot that is let go for another.
+        keeps: The step that is kept in a slot's file, -1 if none is: the slot with the least is taken.
     """
 
     def __init__(
@@ -166,9 +46,10 @@ class SlotPool:
         ranks: int = 1,
         limit: int | None = None,
         on_drop: Callable[[str], None] = lambda _: None,
+        keeps: Callable[[str], int] = lambda _: -1,
     ) -> None:
         self._count, self._ranks, self._limit = count, ranks, limit
-        self._on_drop = on_drop
+        self._on_drop, self._keeps = on_drop, keeps
         self._free: list[Slot] = []
         self._made: list[Slot] = []
         self._making = 0
@@ -237,7 +118,7 @@ class SlotPool:
     def release(self, slot: Slot) -> None:
         """The image in it is no longer needed."""
         with self._changed:
-            if self._budget and slot.capacity < self._budget.slot_bytes:
+            if self._budget and not _is_good(slot, self._budget):
                 self._drop(slot)
             else:
                 self._free.append(slot)
@@ -256,13 +137,31 @@ class SlotPool:
                 self._drop(slot)
             self._free.clear()
 
+    def reconsider(self) -> None:
+        """There may be room in /dev/shm now that was not there when the budget was made: decide again, if slots are elsewhere."""
+        with self._changed:
+            known = self._budget
+            if known and not known.shared and known.slot_bytes >= known.nbytes:
+                budget = decide(known.nbytes, wanted=self._count, room=self._room())
+                if budget.shared:
+                    self._budget = budget
+                    _log.info("ckpt: %s", budget.sentence)
+                    for slot in list(self._free):
+                        self._free.remove(slot)
+                        self._drop(slot)
+
+    def _room(self) -> Room:
+        held = _held_by_siblings() if self._ranks > 1 else 0
+        return measure(_SHM, ranks=self._ranks, limit=self._limit, held=held)
+
     def _take(self, nbytes: int) -> Slot | None:
-        for slot in self._free:
-            if slot.capacity >= self._slot_bytes(nbytes):
-                self._free.remove(slot)
-                slot.generation += 1
-                return slot
-        return None
+        fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
+        if not fitting:
+            return None
+        slot = min(fitting, key=lambda slot: self._keeps(slot.path) if slot.path else -1)
+        self._free.remove(slot)
+        slot.generation += 1
+        return slot
 
     def _may_make(self, nbytes: int) -> bool:
         """Whether one more slot of this size is due; frees those that are too small first. Holds the lock."""
@@ -270,9 +169,7 @@ class SlotPool:
             self._free.remove(slot)
             self._drop(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
-            held = _held_by_siblings() if self._ranks > 1 else 0
-            room = measure(_SHM, ranks=self._ranks, limit=self._limit, held=held)
-            self._budget = decide(nbytes, wanted=self._count, room=room)
+            self._budget = decide(nbytes, wanted=self._count, room=self._room())
             _log.log(
                 logging.INFO if self._budget.shared else logging.WARNING, "ckpt: %s", self._budget.sentence
             )
@@ -325,6 +222,10 @@ class SlotPool:
         if slot.path and not self._closed:
             self._on_drop(slot.path)
         slot.close()
+
+
+def _is_good(slot: Slot, budget: Budget) -> bool:
+    return slot.capacity >= budget.slot_bytes and (slot.shared or not budget.shared)
 
 
 def _remove_orphans() -> None:

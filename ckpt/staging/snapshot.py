@@ -119,7 +119,10 @@ class Snapshot:
                 for event in events.values():
                     event.synchronize()
                 self.window.land(end)
-            self._finish(self._changed())  # what is seen now need not wait; `settle` has the last word
+            with (
+                self._settling
+            ):  # a fence that settles lets the optimizer go on: then nothing is compared any more
+                self._finish(self._changed())
         except Exception as error:  # noqa: BLE001 - a source freed or moved under the copy; the waiter gets it
             self._finish(
                 error
@@ -196,7 +199,8 @@ class Snapshot:
         self.foreground = sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
         if not self.foreground:
             self._eager = [
-                copy._replace(source=copy.source.detach().to("cpu", copy=True)) for copy in self._eager
+                copy._replace(source=copy.elements.detach().to("cpu", copy=True), part=None)
+                for copy in self._eager
             ]
         self._late += self._eager
         self._eager = []

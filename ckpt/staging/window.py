@@ -14,7 +14,7 @@ from ckpt.errors import CkptError, StagingError
 class Window:
     """The part of one image that is in memory.
 
-    Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written`` and ``hashed`` from any that stream; ``abandon`` from any.
+    Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written``, ``hashed`` and ``lost`` from any that stream; ``abandon`` from any.
 
     Args:
         memory: The buffer. A ring's length must be a multiple of every part's.
@@ -83,6 +83,11 @@ class Window:
     def hashed(self, start: int, end: int) -> None:
         """Bytes ``start`` to ``end`` are in the chunk table."""
         self._used(1, start, end)
+
+    def lost(self, error: CkptError) -> None:
+        """A part of it will never be written: in a ring nobody gets any farther. All of an image that fits is still there for the next tier."""
+        if not self.whole:
+            self.fail(error)
 
     def abandon(self) -> None:
         """Nobody will write any more: a copy that waits for room need not."""

@@ -149,6 +149,15 @@ class Adopting(Protocol):
         ...
 
 
+@runtime_checkable
+class ScatterReads(Protocol):
+    """What a backend may do beside: one request into many places."""
+
+    def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
+        """As ``read_into``; fills ``outs`` one after another from ``offset``. Raises what that raises."""
+        ...
+
+
 def check_key(key: str) -> str:
     """Return ``key`` if it cannot leave the root on any store or system, else raise ``StorageError``.
 

@@ -29,7 +29,12 @@ class OpenTier:
     @property
     def required(self) -> bool:
         """Whether a save that does not get there has failed."""
-        return not isinstance(self.backend, Adopting) if self.tier.required is None else self.tier.required
+        return not self.in_memory if self.tier.required is None else self.tier.required
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether images stay there where they are staged."""
+        return isinstance(self.backend, Adopting)
 
     def takes(self, step: int) -> bool:
         """Whether ``step`` goes there."""
@@ -66,6 +71,9 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
                 raise ConfigError(f"the tier {urls[-1]} is named twice")
             if isinstance(opened[-1].backend, Adopting) and tier.keep_last is not None:
                 raise ConfigError(f"{urls[-1]} keeps what its slots hold: leave keep_last out")
+            durable = any(not isinstance(other.backend, Adopting) for other in opened[:-1])
+            if isinstance(opened[-1].backend, Adopting) and durable:
+                raise ConfigError(f"{urls[-1]} is memory: put it before the tiers that are farther away")
     except BaseException:
         for done in opened:
             done.backend.close()

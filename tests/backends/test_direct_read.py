@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckpt.errors import StorageError
 from ckpt_backends import direct_read
 from ckpt_backends.direct_io import address
-from ckpt_backends.direct_read import BUFFER_BYTES, blocks_of, is_cached, read_at
+from ckpt_backends.direct_read import BUFFER_BYTES, STRAIGHT_BYTES, blocks_of, is_cached, read_at
 from ckpt_backends.posix import open_posix
 
 SIZE = 3 * BUFFER_BYTES + 4321
@@ -92,35 +92,70 @@ class Room:
         return bool((self._all[: self.begin] == GUARD).all() and (self._all[self.end :] == GUARD).all())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+LENGTHS = st.one_of(
+    st.integers(0, 9000),
+    st.integers(1, 40).map(lambda n: 512 * n),
+    st.integers(STRAIGHT_BYTES - 5000, 2 * STRAIGHT_BYTES),
+)
+PLACES = st.one_of(st.integers(0, 4095), st.sampled_from([0, 64, 512]))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     offset=st.one_of(st.integers(0, SIZE + 5000), st.integers(0, SIZE // 512).map(lambda n: 512 * n)),
-    nbytes=st.one_of(st.integers(0, 9000), st.integers(60_000, SIZE + 9000)),
-    at=st.one_of(st.integers(0, 4095), st.sampled_from([0, 64, 512])),
+    parts=st.lists(st.tuples(LENGTHS, PLACES), max_size=8),
 )
-@example(offset=4096, nbytes=SIZE - 4096, at=0)
-@example(offset=4096, nbytes=SIZE, at=64)
-@example(offset=4160, nbytes=2 * BUFFER_BYTES, at=64)
-@example(offset=4095, nbytes=BUFFER_BYTES + 2, at=4095)
-@example(offset=SIZE, nbytes=100_000, at=0)
-def test_any_bytes_come_to_any_memory_and_nowhere_else(disk: Path, offset: int, nbytes: int, at: int) -> None:
+@example(offset=4096, parts=[(SIZE - 4096, 0)])
+@example(offset=4096, parts=[(SIZE, 64)])
+@example(offset=4160, parts=[(2 * BUFFER_BYTES, 64), (100, 3), (STRAIGHT_BYTES, 164)])
+@example(offset=4095, parts=[(BUFFER_BYTES + 2, 4095)])
+@example(offset=0, parts=[(BUFFER_BYTES, 64), (0, 0), (BUFFER_BYTES, 64), (STRAIGHT_BYTES, 0), (SIZE, 1)])
+@example(offset=SIZE, parts=[(100_000, 0)])
+def test_any_bytes_come_to_any_memory_and_nowhere_else(
+    disk: Path, offset: int, parts: list[tuple[int, int]]
+) -> None:
     evict(disk)
-    room = Room(nbytes, at)
-    expected = DATA[offset : offset + nbytes]
-    assert read_at(str(disk), offset, room.view) == len(expected)
-    assert room.view[: len(expected)] == expected
-    assert room.untouched_around()
+    rooms = [Room(nbytes, at) for nbytes, at in parts]
+    expected = DATA[offset:][: sum(nbytes for nbytes, _ in parts)]
+    assert read_at(str(disk), offset, [room.view for room in rooms]) == len(expected)
+    for room in rooms:
+        here, expected = expected[: room.view.nbytes], expected[room.view.nbytes :]
+        assert room.view[: len(here)] == here
+        assert room.untouched_around()
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_more_parts_than_the_kernel_takes_at_once(disk: Path, warm: bool) -> None:
+    evict(disk)
+    if warm:
+        disk.read_bytes()
+    outs = [memoryview(bytearray(nbytes)) for nbytes in (*range(1, 3000), 7)]
+    asked = sum(out.nbytes for out in outs)
+    assert read_at(str(disk), 5, outs) == asked
+    assert b"".join(outs) == DATA[5 : 5 + asked]
 
 
 def test_memory_that_fits_its_offset_is_read_into_itself(disk: Path, direct_reads: list[Read]) -> None:
     evict(disk)
     room = Room(BUFFER_BYTES + 700, at=100)
-    assert read_at(str(disk), 8192 + 100, room.view) == room.view.nbytes
+    assert read_at(str(disk), 8192 + 100, [room.view]) == room.view.nbytes
     [read] = direct_reads
     start = address(room.view)
     inside = [n for place, n in zip(read.places, read.nbytes, strict=True) if start <= place < start + n]
     assert sum(inside) > room.view.nbytes - 2 * blocks_of_file(disk)[1]
     assert room.view == DATA[8292 : 8292 + room.view.nbytes]
+
+
+def test_small_neighbours_of_memory_that_fits_come_together(disk: Path, direct_reads: list[Read]) -> None:
+    evict(disk)
+    block = blocks_of_file(disk)[1]
+    small = [Room(700, at=k) for k in range(10)]
+    large = Room(BUFFER_BYTES, at=(7000 + block) % block)
+    outs = [room.view for room in [*small, large, *small]]
+    assert read_at(str(disk), block, outs) == 14_000 + BUFFER_BYTES
+    assert len(direct_reads) == 3
+    assert large.view == DATA[block + 7000 :][:BUFFER_BYTES]
+    assert b"".join(room.view for room in small) == DATA[block + 7000 + BUFFER_BYTES :][:7000]
 
 
 def test_memory_that_does_not_fit_passes_through_one_small_buffer(
@@ -130,8 +165,8 @@ def test_memory_that_does_not_fit_passes_through_one_small_buffer(
     if blocks_of_file(disk)[0] <= 64:
         pytest.skip("NOT TESTED: this disk takes memory at any 64 bytes")
     room = Room(2 * BUFFER_BYTES, at=64)
-    read_at(str(disk), 4096, room.view)
-    read_at(str(disk), 4096, room.view)
+    read_at(str(disk), 4096, [room.view])
+    read_at(str(disk), 4096, [room.view])
     assert len({read.places for read in direct_reads}) == 1
     assert {read.nbytes for read in direct_reads} == {(BUFFER_BYTES,)}
     assert room.view == DATA[4096 : 4096 + room.view.nbytes]
@@ -148,7 +183,7 @@ def blocks_of_file(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("at", [0, 64])
 def test_a_direct_read_leaves_nothing_in_the_page_cache(disk: Path, at: int) -> None:
     evict(disk)
-    read_at(str(disk), 0, Room(BUFFER_BYTES, at).view)
+    read_at(str(disk), 0, [Room(BUFFER_BYTES, at).view])
     assert not cached(disk, 0, BUFFER_BYTES)
 
 
@@ -157,7 +192,7 @@ def test_a_large_buffered_read_leaves_nothing_there_either(disk: Path) -> None:
     path.write_bytes(DATA * 2)
     evict(path)
     out = memoryview(bytearray(2 * SIZE))
-    assert read_at(str(path), 0, out, direct=False) == out.nbytes
+    assert read_at(str(path), 0, [out], direct=False) == out.nbytes
     assert out == DATA * 2
     assert not cached(path, 0, out.nbytes)
     path.unlink()
@@ -170,7 +205,7 @@ def test_what_lies_in_the_page_cache_is_taken_from_there_and_stays(
     disk.read_bytes()
     assert cached(disk)
     room = Room(SIZE, at)
-    assert read_at(str(disk), 0, room.view) == SIZE
+    assert read_at(str(disk), 0, [room.view]) == SIZE
     assert direct_reads == []
     assert room.view == DATA
     assert cached(disk)
@@ -182,7 +217,7 @@ def test_what_lies_there_in_part_is_read_from_the_disk(disk: Path, direct_reads:
         file.read(BUFFER_BYTES)
     assert cached(disk, 0, 4096)
     room = Room(SIZE, at=0)
-    read_at(str(disk), 0, room.view)
+    read_at(str(disk), 0, [room.view])
     assert direct_reads
     assert room.view == DATA
 
@@ -192,7 +227,7 @@ def test_memory_files_are_never_asked_for_direct_reads(direct_reads: list[Read])
     try:
         path.write_bytes(DATA)
         room = Room(SIZE - 1, at=3)
-        assert read_at(str(path), 1, room.view) == SIZE - 1
+        assert read_at(str(path), 1, [room.view]) == SIZE - 1
     finally:
         path.unlink()
     assert direct_reads == []
@@ -206,7 +241,7 @@ def test_a_kernel_that_cannot_tell_what_is_cached_reads_from_the_disk(
     disk.read_bytes()
     assert not cached(disk)
     room = Room(BUFFER_BYTES, at=0)
-    read_at(str(disk), 0, room.view)
+    read_at(str(disk), 0, [room.view])
     assert len(direct_reads) == 1
     assert room.view == DATA[:BUFFER_BYTES]
 
@@ -217,7 +252,7 @@ def test_a_kernel_that_cannot_tell_its_blocks_is_asked_for_whole_pages(
     monkeypatch.setattr(direct_read, "_STATX_DIOALIGN", 0)
     evict(disk)
     room = Room(BUFFER_BYTES, at=512)
-    read_at(str(disk), 512 + 4096, room.view)
+    read_at(str(disk), 512 + 4096, [room.view])
     assert direct_reads
     for read in direct_reads:
         assert not any(number % 4096 for number in (*read.places, *read.nbytes, read.offset))
@@ -242,7 +277,7 @@ def test_a_direct_read_that_is_refused_goes_on_buffered(
     evict(disk)
     monkeypatch.setattr(os, "preadv", preadv)
     room = Room(SIZE, at)
-    assert read_at(str(disk), 0, room.view) == SIZE
+    assert read_at(str(disk), 0, [room.view]) == SIZE
     assert asked
     assert len(asked) <= refused_from + 1  # one refusal is enough
     assert room.view == DATA
@@ -261,7 +296,7 @@ def test_a_file_system_without_direct_reads_is_read_buffered(
     evict(disk)
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     room = Room(SIZE, at=0)
-    assert read_at(str(disk), 0, room.view) == SIZE
+    assert read_at(str(disk), 0, [room.view]) == SIZE
     assert direct_reads == []
     assert room.view == DATA
 
@@ -284,7 +319,7 @@ def test_direct_reads_that_stop_short_are_gone_on_with(
     evict(disk)
     monkeypatch.setattr(os, "preadv", preadv)
     room = Room(SIZE - 100, at)
-    assert read_at(str(disk), 100, room.view) == SIZE - 100
+    assert read_at(str(disk), 100, [room.view]) == SIZE - 100
     assert room.view == DATA[100:]
 
 
@@ -316,7 +351,7 @@ def test_a_thread_takes_its_buffer_along_when_it_ends(disk: Path) -> None:
 
     def read() -> None:
         evict(disk)
-        read_at(str(disk), 0, Room(BUFFER_BYTES, at=64).view)
+        read_at(str(disk), 0, [Room(BUFFER_BYTES, at=64).view])
 
     def in_a_thread() -> None:
         thread = threading.Thread(target=read)
@@ -334,7 +369,7 @@ def test_reads_at_once_do_not_meet(disk: Path) -> None:
     evict(disk)
     rooms = [Room(SIZE - 1000 * k, at=64 + 8 * k) for k in range(6)]
     threads = [
-        threading.Thread(target=read_at, args=(str(disk), 1000 * k, room.view))
+        threading.Thread(target=read_at, args=(str(disk), 1000 * k, [room.view]))
         for k, room in enumerate(rooms)
     ]
     for thread in threads:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.layout import data_name
-from ckpt.pipeline.reader import ALONE_BYTES, FAR_RUN_BYTES, GAP_BYTES, RUN_BYTES, read_plan
+from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
@@ -125,7 +126,7 @@ def test_neighbouring_chunks_are_one_request_and_far_ones_are_not(memory, saved,
         np.array_equal(array, ARRAY[one.boxes[0].slices()])
         for array, one in zip(sink.arrays, wanted, strict=True)
     )
-    assert max(sizes) <= FAR_RUN_BYTES
+    assert max(sizes) <= RUN_BYTES
 
 
 def test_nothing_wanted_is_no_request(memory, workers, retry):
@@ -233,71 +234,95 @@ def test_a_store_that_wants_alignment_gets_it(memory, workers, retry, rows):
         assert np.array_equal(found, array[row : row + 1])
 
 
-# a disk: small requests are cheap, and large chunks need no buffer
+# a store that can read into many places at once
 
-SIZES = [1000, 2000, ALONE_BYTES, 3000, ALONE_BYTES - 1, 2 * ALONE_BYTES, 5000, 5000]
-"""Of chunks, in file order. Odd ones, so that the large ones lie at no block of the disk."""
+SIZES = [1000, 2000, 600_000, 3000, 1, 1_300_001, 5000, 5000]
+"""Of chunks, in file order, so that few of them lie at a block of the disk."""
+
+
+class Scattering:
+    """A store that notes what it is asked for."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.capabilities = inner, inner.capabilities
+        self.asked: list[tuple[int, list[memoryview]]] = []
+        self.stumbles = 0
+
+    def read_parts(self, key: str, offset: int, outs: list[memoryview]) -> None:
+        self.asked.append((offset, list(outs)))
+        if self.stumbles:
+            self.stumbles -= 1
+            outs[0][:] = b"\xff" * outs[0].nbytes  # half-way
+            raise TransientStorageError(key)
+        self.inner.read_parts(key, offset, outs)
 
 
 @pytest.fixture
 def mixed(tmp_path):
     """One file of large and small chunks: (its store, its manifest, what is in it, what can be wanted)."""
     leaves = [Leaf(f"x{k}", "uint8", (n,), (Box((0,), (n,)),)) for k, n in enumerate(SIZES)]
-    arrays = {
-        f"x{k}": np.random.default_rng(k).integers(0, 256, n, dtype=np.uint8) for k, n in enumerate(SIZES)
-    }
-    image, fragment = fragment_of(0, 1, leaves, arrays, chunk_bytes=8 << 20)
+    arrays = [np.random.default_rng(k).integers(0, 256, n, dtype=np.uint8) for k, n in enumerate(SIZES)]
+    named = {leaf.name: array for leaf, array in zip(leaves, arrays, strict=True)}
+    image, fragment = fragment_of(0, 1, leaves, named, chunk_bytes=8 << 20)
     store = open_posix(str(tmp_path), {})
     store.put(data_name(0), [image])
-    return store, merge([with_ref(fragment)]), list(arrays.values()), leaves
+    return Scattering(store), merge([with_ref(fragment)]), arrays, leaves
 
 
-def test_on_a_disk_large_chunks_go_straight_and_small_neighbours_share_a_request(mixed, workers, retry):
+def test_neighbours_of_any_size_come_by_one_request_into_their_own_memory(mixed, workers, retry):
     store, manifest, arrays, wanted = mixed
-    faulty = FaultyBackend(store)
-    sink, _, _ = read(faulty, manifest, wanted, workers, retry)
-    assert [one.nbytes for one in sorted(sink.direct_reads, key=lambda one: one.offset)] == [
-        ALONE_BYTES,
-        2 * ALONE_BYTES,
+    sink, _, _ = read(store, manifest, wanted, workers, retry)
+    [(offset, outs)] = store.asked
+    assert (offset, [out.nbytes for out in outs]) == (4096, SIZES)
+    assert len(sink.direct_reads) == len(SIZES)
+    assert sink.placed_reads == []
+    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+
+
+def test_what_nobody_wants_between_two_chunks_goes_to_a_buffer(mixed, workers, retry):
+    store, manifest, arrays, wanted = mixed
+    sink, _, _ = read(store, manifest, [wanted[0], wanted[3], wanted[5]], workers, retry)
+    assert [(offset, [out.nbytes for out in outs]) for offset, outs in store.asked] == [
+        (4096, SIZES[:1]),
+        (4096 + sum(SIZES[:3]), [SIZES[3], SIZES[4], SIZES[5]]),
     ]
-    assert len(faulty.calls) == 5  # small ones before, between, between, behind; and the two large ones
-    assert max(call.nbytes for call in faulty.calls) <= RUN_BYTES
-    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+    assert all(np.array_equal(found, arrays[k]) for found, k in zip(sink.arrays, (0, 3, 5), strict=True))
 
 
-def test_on_a_store_far_away_all_of_them_are_one_request(memory, mixed, workers, retry):
+def test_parts_of_chunks_share_a_buffer_that_is_aligned_as_the_file(mixed, workers, retry):
     store, manifest, arrays, wanted = mixed
-    image = bytearray(store.head(data_name(0)).size)
-    store.read_into(data_name(0), 0, memoryview(image))
-    memory.put(data_name(0), [image])
-    faulty = FaultyBackend(memory)
-    sink, _, _ = read(faulty, manifest, wanted, workers, retry)
-    assert len(faulty.calls) == 1
-    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+    part = Leaf("x1", "uint8", (SIZES[1],), (Box((7,), (1000,)),))
+    other = Leaf("x2", "uint8", (SIZES[2],), (Box((1,), (SIZES[2] - 1,)),))
+    sink, _, _ = read(store, manifest, [wanted[0], part, other, wanted[3]], workers, retry)
+    [(_, outs)] = store.asked
+    assert [out.nbytes for out in outs] == [SIZES[0], SIZES[1] + SIZES[2], SIZES[3]]
+    assert np.frombuffer(outs[1], np.uint8).ctypes.data % 4096 == (4096 + SIZES[0]) % 4096
+    assert len(sink.placed_reads) == 2
+    expected = [arrays[0], arrays[1][7:1007], arrays[2][1:], arrays[3]]
+    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, expected, strict=True))
 
 
+@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("index", range(len(SIZES)))
-def test_on_a_disk_damage_is_named_whichever_way_the_chunk_goes(mixed, workers, retry, index):
+def test_damage_is_named_whichever_way_a_chunk_goes(mixed, workers, retry, index, direct):
     store, manifest, _, wanted = mixed
     start = 4096 + sum(SIZES[:index])
-    flip_byte(store, data_name(0), start + SIZES[index] - 1)
+    flip_byte(store.inner, data_name(0), start + SIZES[index] - 1)
     with pytest.raises(ChecksumMismatch) as caught:
-        read(store, manifest, wanted, workers, retry)
+        read(store, manifest, wanted, workers, retry, direct=direct)
     assert (caught.value.offset, caught.value.nbytes) == (start, SIZES[index])
 
 
-def test_a_large_chunk_that_stumbles_is_read_again(mixed, workers, retry):
+def test_a_request_that_stumbles_half_way_is_made_again(mixed, workers, retry):
     store, manifest, arrays, wanted = mixed
-    faulty = FaultyBackend(store, [Rule(verb="read_into", nth=2, fault=Raise(TransientStorageError))])
-    sink, _, _ = read(faulty, manifest, wanted[2:3] + wanted[5:6], workers, retry)
-    assert len(faulty.calls) == 3
-    assert np.array_equal(sink.arrays[0], arrays[2])
-    assert np.array_equal(sink.arrays[1], arrays[5])
-
-
-def test_a_part_of_a_large_chunk_passes_through_a_buffer(mixed, workers, retry):
-    store, manifest, arrays, _ = mixed
-    wanted = [Leaf("x5", "uint8", (SIZES[5],), (Box((7,), (ALONE_BYTES,)),))]
+    store.stumbles = 2
     sink, _, _ = read(store, manifest, wanted, workers, retry)
-    assert sink.direct_reads == []
-    assert np.array_equal(sink.arrays[0], arrays[5][7 : 7 + ALONE_BYTES])
+    assert len(store.asked) == 3
+    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+
+
+def test_a_file_that_ends_early_is_an_error_of_the_store(mixed, workers, retry, tmp_path):
+    store, manifest, _, wanted = mixed
+    os.truncate(tmp_path / data_name(0), 700_000)
+    with pytest.raises(StorageError, match="ends at byte 700000"):
+        read(store, manifest, wanted, workers, retry)

@@ -63,18 +63,6 @@ def test_two_runs_that_could_be_one_are_one(reads, most, gap):
         assert not near or first.offset + first.nbytes - one.offset > most
 
 
-@given(files(), st.integers(1, 80), st.integers(0, 15), st.integers(1, 30))
-def test_a_read_worth_a_request_is_alone_and_the_others_are_as_before(reads, most, gap, alone):
-    runs = coalesce(reads, most_bytes=most, gap_bytes=gap, alone_bytes=alone)
-    assert [one for run in runs for one in run.reads] == reads
-    assert all(len(run.reads) == 1 or max(one.nbytes for one in run.reads) < alone for run in runs)
-    for one, two in itertools.pairwise(runs):
-        first = two.reads[0]
-        near = one.rank == two.rank and first.offset - (one.offset + one.nbytes) <= gap
-        full = first.offset + first.nbytes - one.offset > most
-        assert not near or full or max(one.reads[-1].nbytes, first.nbytes) >= alone
-
-
 def test_neighbours_are_joined_until_the_run_is_full():
     reads = [read(0, 0, 10), read(0, 10, 10), read(0, 25, 5), read(0, 31, 10), read(1, 41, 10)]
     assert runs_of(reads, 100, 5) == [(0, 0, 41, 4), (1, 41, 10, 1)]
@@ -88,9 +76,3 @@ def test_neighbours_are_joined_until_the_run_is_full():
         (1, 41, 10, 1),
     ]
     assert runs_of([], 1, 5) == []
-
-
-def test_a_large_read_parts_its_neighbours():
-    reads = [read(0, 0, 3), read(0, 3, 3), read(0, 6, 8), read(0, 14, 3), read(0, 17, 3)]
-    runs = coalesce(reads, most_bytes=100, gap_bytes=0, alone_bytes=8)
-    assert [(run.offset, run.nbytes) for run in runs] == [(0, 6), (6, 8), (14, 6)]

@@ -45,6 +45,22 @@ def test_the_ranks_of_a_node_share_what_is_there(tmp_path):
     assert 0 < eight.shared <= eight.memory
 
 
+def test_the_last_rank_to_ask_gets_as_much_as_the_first(cgroup, tmp_path):
+    """Of four, three have taken their part already."""
+    cgroup(("/job", 1000, 0, 0))
+    first = measure(str(tmp_path), ranks=4).memory
+    cgroup(("/job", 1000, 3 * first // MIB, 0))
+    assert first <= measure(str(tmp_path), ranks=4, held=3 * first).memory <= 1.1 * first
+    assert measure(str(tmp_path), ranks=4).memory < first / 2  # what it would get if they were strangers
+
+
+def test_a_rank_gets_no_more_than_there_is_whatever_the_others_hold(cgroup, tmp_path):
+    cgroup(("/job", 1000, 900, 0))
+    got = measure(str(tmp_path), ranks=2, held=900 * MIB)
+    assert got.memory / MIB / budget._HEADROOM == pytest.approx(100, abs=1)
+    assert got.shared <= got.memory
+
+
 def test_a_shared_memory_that_is_not_there_has_no_room(tmp_path):
     assert measure(str(tmp_path / "missing"), ranks=1).shared == 0
 

@@ -125,6 +125,7 @@ def test_every_optimizer_is_hooked_and_all_hooks_are_removed():
     assert [len(optimizer._optimizer_step_pre_hooks) for optimizer in optimizers] == [1, 1, 1]
     fence.remove()
     assert [len(optimizer._optimizer_step_pre_hooks) for optimizer in optimizers] == [0, 0, 0]
+    assert [len(optimizer._optimizer_step_post_hooks) for optimizer in optimizers] == [0, 0, 0]
     fence.guard(optimizers[:1])
     assert len(optimizers[0]._optimizer_step_pre_hooks) == 1
 

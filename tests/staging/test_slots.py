@@ -163,6 +163,21 @@ def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_li
         assert not os.path.exists(paths[1])
 
 
+def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
+    """Those that the same process has started; this test's own are not among them, and it is not among theirs."""
+    script = "from ckpt.staging import slots; print(slots._held_by_siblings())"
+    take(pools(1), 32 * MIB)
+    with child() as rank:
+        rank.stdout.readline()
+        other = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        held = slots_module._held_by_siblings()
+        rank.kill()
+    assert 1 * MIB <= int(other.stdout) <= 2 * MIB
+    assert held == 0
+
+
 def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
     stale = f"/dev/shm/ckpt-slot-{os.getpid()}-1-1-abc"  # our pid, but another start
     Path(stale).touch()
@@ -262,7 +277,7 @@ def test_a_slot_is_prefaulted(pools):
 
 
 def test_a_kernel_that_cannot_populate_has_its_pages_touched_one_by_one(pools, monkeypatch):
-    monkeypatch.setattr(slots_module, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as from a kernel before 5.14
+    monkeypatch.setattr("ckpt.staging.slot._MADV_POPULATE_WRITE", 9999)  # EINVAL, as from a kernel before 5.14
     slot = take(pools(1), 8 * MIB)
     assert os.stat(slot.path).st_blocks * 512 >= 8 * MIB
     slot.tensor.fill_(1)

@@ -15,7 +15,7 @@ from nets import build, step
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import SaveSkipped
+from ckpt.errors import TierBehind
 from ckpt.storage.registry import open_backend
 
 STEPS = 10
@@ -61,7 +61,7 @@ def main() -> None:
             saves.append(manager.save_async(state))
             assert time.perf_counter() - began < 2, "held up by the far tier"
         outcomes = [None if (error := save.exception(60)) is None else type(error) for save in saves]
-        assert set(outcomes) <= {None, SaveSkipped}, outcomes
+        assert set(outcomes) <= {None, TierBehind}, outcomes
         gathered: list[Any] = [None, None]
         dist.all_gather_object(gathered, outcomes)
         assert gathered[0] == gathered[1], gathered

@@ -1,0 +1,41 @@
+"""What is measured, one file each. A scenario is a module with ``Options``, ``QUICK``, ``run`` and ``plot``, and one row of ``ALL``."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import field
+from typing import Any, Final, Protocol, cast
+
+from bench.result import Result
+from bench.runner import Bench
+
+
+class Scenario(Protocol):
+    """The module of a scenario. ``Options`` is a frozen dataclass whose fields become words of the command line; ``QUICK`` one of a smoke run."""
+
+    Options: Any
+    QUICK: Any
+
+    def run(self, bench: Bench, options: Any) -> Result: ...
+    def plot(self, result: Result, path: str) -> None: ...
+
+
+ALL: Final[dict[str, str]] = {
+    "raw": "bare tensors of 1 and 4 GiB, nothing overlaps: until safe to change, until durable",
+    "small": "thousands of small tensors: what each of them costs",
+    "train": "a training loop: stall, drag, durable, memory",
+    "restore": "load a checkpoint into live tensors, cold and warm",
+    "ranks": "2 and 4 ranks under torchrun, FSDP2 shards",
+    "growth": "64 MiB to 8 GiB: how each grows",
+    "soak": "200 saves: memory, descriptors, threads",
+    "every": "a save every step: how much slower training is",
+}
+
+
+def load(name: str) -> Scenario:
+    return cast(Scenario, importlib.import_module(f"bench.scenarios.{name}"))
+
+
+def told(default: Any, words: str) -> Any:
+    """A field of ``Options`` with its line of help."""
+    return field(default=default, metadata={"help": words})

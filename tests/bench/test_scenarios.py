@@ -1,0 +1,118 @@
+"""Every scenario runs through the command line, compares what it measures, and writes what it says. Nothing here is about speed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import report, scenarios
+from bench.measure import Spread
+from bench.result import Result
+
+ROOT = Path(__file__).resolve().parents[2]
+TWO = ("torch.save", "ckpt.save_async")
+
+
+def bench(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    sources = [str(ROOT), str(ROOT / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bench")
+    done = bench("all", "--quick", "--contenders", *TWO, "--dir", "disk", "--out", "out", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list((folder / "disk").iterdir()), "the run cleans up behind itself"
+    return folder / "out"
+
+
+def spread(result: Result, case: str, name: str, key: str) -> Spread:
+    line = result.find(case, name)
+    assert line is not None, (result.scenario, case, name, result.failures)
+    value = line.numbers[key]
+    assert isinstance(value, Spread)
+    return value
+
+
+CASES = {
+    "raw": [("16 MiB", TWO, "safe_seconds", 2), ("16 MiB", TWO, "durable_over_write", 2)],
+    "small": [("300 tensors", TWO, "call_seconds", 2), ("model + optimizer, 100 parameters", TWO, "safe_seconds", 2)],
+    "train": [("8 MiB", TWO, "stall_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "idle_durable_seconds", 2)],
+    "restore": [("8 MiB", TWO, "cold_seconds", 2), ("8 MiB", TWO, "warm_bytes_per_second", 2)],
+    "ranks": [("2 ranks", TWO[1:], "stall_seconds", 2), ("2 ranks", TWO[1:], "durable_seconds", 2)],
+    "growth": [("4 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2)],
+    "soak": [("4 MiB", TWO[1:], "memory_bytes", 12), ("4 MiB", TWO[1:], "descriptors", 12)],
+    "every": [("4 MiB", TWO[1:], "clean_step_seconds", 4), ("4 MiB", TWO[1:], "saving_step_seconds", 4)],
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("scenario", scenarios.ALL)
+def test_a_scenario_measures_who_was_asked_for_and_reports_it(results: Path, scenario: str) -> None:
+    result = report.read(str(results))[scenario]
+    for case, names, key, count in CASES[scenario]:
+        for name in names:
+            values = spread(result, case, name, key)
+            assert len(values.all) == count
+            assert values.low > 0
+    assert result.failures == []
+    assert (results / f"{scenario}.png").read_bytes().startswith(b"\x89PNG")
+    table = (results / f"{scenario}.md").read_text()
+    assert all(line.label in table for line in result.lines)
+    with open(results / f"{scenario}.csv") as file:
+        assert [row["name"] for row in csv.DictReader(file)] == [line.name for line in result.lines]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_save_in_training_was_compared(results: Path) -> None:
+    result = report.read(str(results))["train"]
+    for name in TWO:
+        line = result.find("8 MiB", name)
+        assert line is not None
+        assert line.numbers["saves_compared_equal"] == 4  # the first, two in training, the last idle
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_page_has_the_main_table_and_names_the_disk_that_was_measured(results: Path) -> None:
+    page = (results / "README.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| **ckpt save_async** |")]
+    assert len(rows) == 1
+    assert "GB/s" in rows[0]
+    df = subprocess.run(["df", "--output=source", str(results)], capture_output=True, text=True, check=True)
+    assert df.stdout.split()[-1] in page
+    assert all(f"[{name}]({name}.md)" in page for name in scenarios.ALL)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> None:
+    done = bench(
+        "raw",
+        "--size-mib",
+        str(1 << 24),
+        "--contenders",
+        *TWO,
+        "--dir",
+        str(tmp_path / "disk"),
+        "--out",
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "MiB are free for it" in (tmp_path / "raw.md").read_text()
+    assert not (tmp_path / "raw.png").exists()

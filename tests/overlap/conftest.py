@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ckpt.pipeline.workers import Workers
+from tests.overlap.window import Window
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing by more, and a fork loses those that torch has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def root() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def window(monkeypatch: pytest.MonkeyPatch) -> Iterator[Window]:
+    made = Window()
+    monkeypatch.setattr(
+        Workers, "submit", lambda self, work, /, *args, **kwargs: made.submit(self, work, *args, **kwargs)
+    )
+    yield made
+    made.close()

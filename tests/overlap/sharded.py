@@ -1,0 +1,113 @@
+"""A rank of a job that overlaps its saves with steps of a sharded or replicated model. Started by torchrun: sharded.py FOLDER."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt import CheckpointManager
+from ckpt.errors import CkptError, TensorChanged, UnsupportedValue
+from ckpt.pipeline.workers import Workers
+from tests.adapters.saving import assert_same
+from tests.overlap.jobs import WIDTH, Net
+from tests.overlap.window import Window, assert_restores, content
+
+MODES = ("fully_shard", "tensor parallel", "DDP")
+
+
+def build(mode: str, seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    net: nn.Module = Net()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    if mode == "fully_shard":
+        fully_shard(net.two, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    elif mode == "tensor parallel":
+        parallelize_module(net, mesh, {"one": ColwiseParallel(), "two": RowwiseParallel()})
+    else:
+        net = DistributedDataParallel(net)
+    state = {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=0.01)}
+    train(state, 0)
+    return state
+
+
+def train(state: dict[str, Any], number: int) -> None:
+    state["optimizer"].zero_grad()
+    state["model"](torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))).backward()
+    state["optimizer"].step()
+
+
+def overlapped(mode: str, folder: str, window: Window) -> None:
+    state, twin = build(mode, 0), build(mode, 0)
+    root = f"{folder}/{mode}"
+    with CheckpointManager(root) as manager:
+        for number in range(1, 4):
+            pending = window.save(manager, state, number)
+            window.must_wait(partial(train, state, number), patience=0.3)
+            train(twin, number)
+            pending.result(60)
+    assert_same(content(state), content(twin))
+    assert_restores(root, window.reference, build(mode, 5))
+
+
+def changed(mode: str, folder: str, window: Window) -> None:
+    """One rank changes a shard behind our back: no rank has that checkpoint, and the next is right."""
+    state = build(mode, 0)
+    with CheckpointManager(f"{folder}/{mode} changed") as manager:
+        pending = window.save(manager, state, 1)
+        if dist.get_rank() == 1:
+            weight = next(state["model"].parameters())
+            with torch.no_grad():
+                (weight._local_tensor if isinstance(weight, DTensor) else weight).add_(1)
+        window.close()
+        error = pending.exception(60)
+        mine = dist.get_rank() == 1 and mode != "DDP"  # of a replica, another rank may be the one that copies
+        assert isinstance(error, TensorChanged if mine else CkptError), error
+        assert "one.weight" in str(error), error
+        assert manager.steps() == []
+        if mode != "DDP":  # there the replicas differ now, and are refused
+            manager.save(state, 2)
+            assert manager.steps() == [2]
+
+
+def zero(folder: str) -> None:
+    """Its state is where nobody but itself finds it: refused on every rank before anything is begun."""
+    net = DistributedDataParallel(Net())
+    state = {"model": net, "optimizer": ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)}
+    train(state, 0)
+    with CheckpointManager(f"{folder}/zero") as manager:
+        with pytest.raises(UnsupportedValue, match="'optimizer' is a ZeroRedundancyOptimizer"):
+            manager.save_async(state, 1)
+        train(state, 1)
+        manager.save({"model": net}, 2)
+        assert manager.steps() == [2]
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    window = Window()
+    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(self, work, *args, **kwargs)  # type: ignore[method-assign]
+    for mode in MODES:
+        overlapped(mode, folder, window)
+        changed(mode, folder, window)
+    zero(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("ALL WELL")
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,229 @@
+"""A job in a container whose /dev/shm has 64 MB: what happens there, scene by scene. Run in a mount namespace of its own, where it may fill it.
+
+small_shm.py FOLDER. Prints a line for each scene that went well; a SIGBUS would end them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import HostMemoryExhausted
+from ckpt.staging.slots import SlotPool
+from tests.overlap.window import assert_restores, content
+
+MIB = 1 << 20
+SHM = Path("/dev/shm")
+LOG: list[str] = []
+
+
+class Keep(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        LOG.append(record.getMessage())
+
+
+def state_of(mib: int, fill: float = 1.0) -> dict[str, Any]:
+    weight = torch.nn.Parameter(torch.full((mib // 2, MIB // 4), fill))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, fill + 1)
+    return {"weight": torch.nn.ParameterList([weight]), "optimizer": optimizer}
+
+
+def step(state: dict[str, Any]) -> None:
+    for parameter in state["weight"]:
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
+
+
+def slots() -> list[Path]:
+    return sorted(SHM.glob("ckpt-slot-*"))
+
+
+def free() -> int:
+    room = os.statvfs(SHM)
+    return room.f_bavail * room.f_frsize
+
+
+def eat(leave: int = 0) -> None:
+    """Another's file takes all but ``leave`` bytes."""
+    descriptor = os.open(SHM / "another", os.O_CREAT | os.O_WRONLY)
+    os.posix_fallocate(descriptor, 0, free() - leave)
+    os.close(descriptor)
+
+
+@contextlib.contextmanager
+def before_slots_are_made_ahead(act: Callable[[], None]) -> Iterator[None]:
+    original = SlotPool.reserve
+
+    def reserve(self: SlotPool, nbytes: int) -> None:
+        if not (SHM / "another").exists():
+            act()
+        original(self, nbytes)
+
+    SlotPool.reserve = reserve  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SlotPool.reserve = original  # type: ignore[method-assign]
+
+
+def overlapped(manager: CheckpointManager, state: dict[str, Any], root: str, saves: int = 3) -> None:
+    """Save and step, several times, both slots in use; then compare."""
+    references = []
+    for number in range(saves):
+        references.append(content(state))
+        manager.save_async(state, number)
+        step(state)
+    manager.close()
+    for number, reference in enumerate(references):
+        assert_restores(
+            root, reference, state_of(sum(p.nbytes for p in state["weight"]) * 2 // MIB, 9.0), number
+        )
+
+
+def a_small_state_is_staged_there(root: str) -> None:
+    manager = CheckpointManager(root)
+    state = state_of(8)
+    manager.prepare(state)
+    manager.save(state, 100)
+    files = slots()
+    assert files
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    overlapped(manager, state, root)
+    assert "2 slot(s) of 8 MiB each in /dev/shm" in "\n".join(LOG), LOG
+
+
+def a_large_state_is_staged_elsewhere_and_that_is_said(root: str) -> None:
+    manager = CheckpointManager(root)
+    overlapped(manager, state_of(200), root)
+    told = "\n".join(LOG)
+    assert "2 slot(s) of 200 MiB each in anonymous memory" in told, LOG
+    assert "images are lost with the process" in told, LOG
+    assert " MiB of /dev/shm are free" in told, LOG
+
+
+def filled_up_after_it_was_measured(root: str) -> None:
+    with before_slots_are_made_ahead(eat):
+        manager = CheckpointManager(root)
+        state = state_of(20)
+        manager.prepare(state)
+        while free():  # it is eaten by the thread that makes slots ahead
+            time.sleep(0.01)
+        overlapped(manager, state, root)
+    assert "anonymous memory" in "\n".join(LOG), LOG
+
+
+def filled_up_between_the_first_slot_and_the_second(root: str) -> None:
+    with before_slots_are_made_ahead(lambda: eat(leave=3 * MIB)):
+        manager = CheckpointManager(root)
+        state = state_of(20)
+        manager.save(state, 100)
+        assert len(slots()) == 1
+        overlapped(manager, state, root)
+    assert "No space left on device" in "\n".join(LOG), LOG
+
+
+def filled_up_when_the_slots_are_there(root: str) -> None:
+    manager = CheckpointManager(root)
+    state = state_of(20)
+    manager.save(state, 100)
+    manager.save_async(state, 101)
+    manager.save(state, 102)
+    assert len(slots()) == 2
+    eat()
+    overlapped(manager, state, root)
+
+
+def full_from_the_beginning(root: str) -> None:
+    eat()
+    overlapped(CheckpointManager(root), state_of(20), root)
+    assert "anonymous memory" in "\n".join(LOG), LOG
+
+
+def a_state_that_grows_out_of_it(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        references = {}
+        for number, mib in enumerate([8, 20, 40, 80, 8]):
+            state = state_of(mib, float(number))
+            references[number] = content(state)
+            manager.save_async(state, number)
+            step(state)
+    for (number, reference), mib in zip(references.items(), [8, 20, 40, 80, 8], strict=True):
+        assert_restores(root, reference, state_of(mib, 9.0), number)
+
+
+def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
+    """A slot that was kept as a checkpoint is as long as the image; what was cut off it is another's now."""
+    state = state_of(9)
+    with CheckpointManager([Tier("memory"), root], slots=1) as manager:
+        manager.save(state, 0)
+        eat()
+        told = 0
+        references = {}
+        for number in (1, 2):
+            reference = content(state)
+            try:
+                manager.save(state, number)
+            except HostMemoryExhausted as error:
+                told += "No space left" in str(error)
+            else:
+                references[number] = reference
+            step(state)
+        assert told + len(references) == 2
+        (SHM / "another").unlink()
+        references[3] = content(state)
+        manager.save_async(state, 3)
+        step(state)
+    for number, reference in references.items():
+        assert_restores(root, reference, state_of(9, 9.0), number)
+
+
+SCENES = (
+    a_small_state_is_staged_there,
+    a_large_state_is_staged_elsewhere_and_that_is_said,
+    filled_up_after_it_was_measured,
+    filled_up_between_the_first_slot_and_the_second,
+    filled_up_when_the_slots_are_there,
+    full_from_the_beginning,
+    a_state_that_grows_out_of_it,
+    the_memory_tier_is_full_when_a_slot_is_wanted_back,
+)
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    logger = logging.getLogger("ckpt")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Keep())
+    assert free() <= 64 * MIB, "not a small /dev/shm"
+    for scene in SCENES:
+        LOG.clear()
+        try:
+            scene(f"{folder}/{scene.__name__}")
+            (SHM / "another").unlink(missing_ok=True)
+            assert not slots(), slots()
+            gc.collect()
+            assert free() > 63 * MIB, "memory is still held"
+        except Exception:
+            traceback.print_exc()
+        else:
+            print(f"well: {scene.__name__}", flush=True)
+        (SHM / "another").unlink(missing_ok=True)
+        for left in slots():
+            left.unlink()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,17 @@
+"""FSDP2, tensor parallel and DDP over two ranks, each of which steps while its shards are copied; ZeroRedundancyOptimizer is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import torchrun
+
+WORKER = Path(__file__).resolve().parent / "sharded.py"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_rank_waits_for_its_own_copy(tmp_path: Path) -> None:
+    assert "ALL WELL" in torchrun(2, str(WORKER), tmp_path)

@@ -1,0 +1,412 @@
+"""More than one of everything: threads that step, managers that save, saves before a step, processes that fork."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager
+from ckpt.errors import ConfigError, StagingError
+from ckpt.staging import fence
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Delay, FaultyBackend, Rule
+from tests.overlap.jobs import train, trained
+from tests.overlap.window import Window, assert_restores, content
+
+
+@pytest.fixture
+def slow_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of every upload takes longer than a few steps."""
+    rules = [Rule(verb="finish", fault=Delay(0.5))]
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), rules),
+    )
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_in_another_thread_waits(root: str, window: Window) -> None:
+    state = trained()
+    with CheckpointManager(root) as manager:
+        window.save(manager, state)
+        window.must_wait(lambda: in_a_thread(lambda: train(state, 3)))
+    assert_restores(root, window.reference, trained(seed=5))
+
+
+class Counting(torch.optim.Optimizer):
+    """Every tensor it owns holds the number of its steps."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("count", torch.zeros_like(parameter)).add_(1)
+                parameter.add_(1)
+
+
+def counted(numbers: int = 200_000) -> dict[str, Any]:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(numbers)) for _ in range(6)])
+    state = {"model": model, "optimizer": Counting(list(model))}
+    state["optimizer"].step()
+    return state
+
+
+def test_a_thread_that_steps_all_the_time_never_tears_a_checkpoint(root: str) -> None:
+    """Nobody should: but every save is of one moment, or fails with a name."""
+    state = counted()
+    ended = threading.Event()
+    kept = []
+
+    def steps() -> None:
+        while not ended.is_set():
+            state["optimizer"].step()
+            time.sleep(0.004)
+
+    stepper = threading.Thread(target=steps)
+    with CheckpointManager(root) as manager:
+        manager.save(state, 0)  # the hooks are there from now on
+        stepper.start()
+        try:
+            for number in range(1, 41):
+                try:
+                    error = manager.save_async(state, number).exception(60)
+                except StagingError as told:
+                    error = told
+                if error is None:
+                    kept.append(number)
+                else:
+                    assert isinstance(error, StagingError), error
+        finally:
+            ended.set()
+            stepper.join()
+    assert kept
+    for number in kept:
+        target = counted()
+        with CheckpointManager(root) as manager:
+            manager.restore(target, number)
+        first = target["model"][0].flatten()[0]
+        for parameter in target["model"]:
+            assert bool((parameter == first).all())
+            assert bool((target["optimizer"].state[parameter]["count"] == first).all())
+
+
+class Halting(Counting):
+    """Stops in the midst of a step until it is told to go on; raises if told to."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.inside, self.go, self.fail = threading.Event(), threading.Event(), False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]["params"][0]
+        first.add_(1)
+        self.inside.set()
+        assert self.go.wait(30)
+        if self.fail:
+            raise ZeroDivisionError
+        super().step()
+        first.sub_(1)
+
+
+def test_a_save_in_the_midst_of_another_threads_step_is_refused(root: str) -> None:
+    """What could be saved then is the state of no step."""
+    state = counted(10)
+    optimizer = state["optimizer"] = Halting(list(state["model"]))
+    with CheckpointManager(root) as manager:
+        manager.save(state, 1)
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        assert optimizer.inside.wait(30)
+        with pytest.raises(StagingError, match=r"another thread is in the midst of Halting\.step"):
+            manager.save_async(state, 2)
+        optimizer.go.set()
+        thread.join()
+        reference = content(state)
+        manager.save(state, 2)
+    assert_restores(root, reference, blank(10))
+
+
+def blank(numbers: int) -> dict[str, Any]:
+    target = counted(numbers)
+    optimizer = Halting(list(target["model"]))
+    optimizer.go.set()
+    optimizer.step()
+    return target | {"optimizer": optimizer}
+
+
+@pytest.mark.parametrize("where", ["here", "in a thread that is gone"])
+def test_a_step_that_raised_is_over(where: str, root: str) -> None:
+    state = counted(10)
+    optimizer = state["optimizer"] = Halting(list(state["model"]))
+    optimizer.go.set()
+    with CheckpointManager(root) as manager:
+        optimizer.step()
+        manager.save(state, 1)
+        optimizer.fail = True
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step() if where == "here" else in_a_thread(optimizer.step)
+        reference = content(state)
+        manager.save(state, 2)
+    assert_restores(root, reference, blank(10))
+
+
+# -- saves and managers -----------------------------------------------------------------------------------------------
+
+
+def test_two_saves_before_a_step_hold_the_same_and_both_are_waited_for(root: str, window: Window) -> None:
+    state = trained()
+    with CheckpointManager(root) as manager:
+        window.save(manager, state, 1)
+        manager.save_async(state, 2)
+        window.must_wait(lambda: train(state, 3))
+    for step in (1, 2):
+        assert_restores(root, window.reference, trained(seed=5), step=step)
+
+
+@pytest.mark.usefixtures("slow_store")
+def test_a_save_that_has_landed_is_not_blamed_for_a_step_after_the_next_one(root: str) -> None:
+    """Nothing was changed while it was copied; that it is still being written is its own business."""
+    state = trained()
+    staged = threading.Event()
+    with CheckpointManager(root, observers=[lambda event: staged.set()]) as manager:
+        first = manager.save_async(state, 1)
+        assert staged.wait(30)
+        reference = content(state)
+        second = manager.save_async(state, 2)
+        train(state, 3)
+        assert not first.done()
+        first.result(60)
+        second.result(60)
+    for step in (1, 2):
+        assert_restores(root, reference, trained(seed=5), step=step)
+
+
+def test_two_managers_over_one_model_are_both_waited_for(root: str, window: Window) -> None:
+    state = trained()
+    other = f"memory://{uuid.uuid4().hex}"
+    with CheckpointManager(root) as one, CheckpointManager(other) as two:
+        for number in range(3):
+            window.save(one, state, number)
+            two.save_async(state, number)
+            window.must_wait(lambda number=number: train(state, number))
+        one.close()
+        window.save(two, state, 3)  # the hooks of the one that is left are still there
+        window.must_wait(lambda: train(state, 3))
+    assert_restores(other, window.reference, trained(seed=5), step=3)
+    assert not state["optimizer"]._optimizer_step_pre_hooks
+
+
+def test_two_managers_that_share_a_part_of_the_state_are_both_waited_for(root: str, window: Window) -> None:
+    """The model and its optimizer here, the optimizer alone there."""
+    state = trained()
+    other = f"memory://{uuid.uuid4().hex}"
+    with CheckpointManager(root) as one, CheckpointManager(other) as two:
+        two.save({"optimizer": state["optimizer"]}, 1)
+        window.save(one, state)
+        window.must_wait(lambda: train(state, 3))
+    assert_restores(root, window.reference, trained(seed=5))
+
+
+def test_after_wait_staged_everything_may_be_changed(root: str, window: Window) -> None:
+    state = trained()
+    with CheckpointManager(root) as manager:
+        pending = window.save(manager, state)
+        window.close()
+        pending.wait_staged(60)
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.zero_()
+        pending.result(60)
+    assert_restores(root, window.reference, trained(seed=5))
+
+
+@pytest.mark.parametrize("how", ["fence", "close", "restore"])
+def test_what_says_that_it_waits_does(how: str, root: str, window: Window) -> None:
+    state = trained()
+    manager = CheckpointManager(root)
+    manager.save(state, 1)
+    train(state, 3)
+    window.save(manager, state, 2)
+    reference = window.reference
+    acts = {"fence": manager.fence, "close": manager.close, "restore": lambda: manager.restore(state, 1)}
+    window.must_wait(acts[how])
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.zero_()
+    manager.close()
+    assert_restores(root, reference, trained(seed=5), step=2)
+
+
+# -- a fork -----------------------------------------------------------------------------------------------------------
+
+
+def forked(work: Callable[[], object], seconds: float = 30) -> int:
+    """The exit status of a child that does ``work``; -1 if it hung."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -1
+
+
+def slots() -> list[str]:
+    return sorted(name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-"))
+
+
+def test_a_child_made_in_the_window_trains_on_and_the_parent_saves_on(root: str, window: Window) -> None:
+    """The child has the hooks but nobody who copies: it must neither wait for ever nor touch what is the parent's."""
+    state = trained()
+    with CheckpointManager(root) as manager:
+        window.save(manager, state)
+        held = slots()
+        assert held
+        assert forked(state["optimizer"].step) == 0
+        assert set(held) <= set(slots())
+        window.must_wait(lambda: train(state, 3))
+        manager.save(state, 2)
+    assert_restores(root, window.reference, trained(seed=5), step=1)
+
+
+@pytest.mark.parametrize("method", ["save_async", "save", "prepare", "fence", "restore", "steps"])
+def test_a_child_that_uses_the_manager_is_told(method: str, root: str) -> None:
+    state = trained()
+
+    def use() -> None:
+        arguments = () if method in ("fence", "steps") else (state,)
+        with pytest.raises(ConfigError, match="before a fork"):
+            getattr(manager, method)(*arguments)
+        manager.close()
+
+    with CheckpointManager(root) as manager:
+        manager.save(state, 1)
+        held = slots()
+        assert forked(use) == 0
+        assert set(held) <= set(slots())
+        manager.save(state, 2)
+        assert manager.steps() == [1, 2]
+
+
+def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) -> None:
+    """With atexit and all: as a data loader's worker, or a script that forks by itself."""
+    state = trained()
+    with CheckpointManager(root) as manager:
+        pending = manager.save_async(state, 1)
+        held = slots()
+        child = os.fork()
+        if child == 0:
+            os.close(1), os.close(2)  # what pytest prints at its end is the parent's to print
+            threading._shutdown()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert set(held) <= set(slots())
+        pending.result(60)
+        manager.save(state, 2)
+        assert manager.steps() == [1, 2]
+
+
+def test_workers_of_a_data_loader_do_no_harm(root: str, window: Window) -> None:
+    state = trained()
+    loader = torch.utils.data.DataLoader(
+        [torch.ones(3)] * 8, num_workers=2, multiprocessing_context="fork", batch_size=2
+    )
+    with CheckpointManager(root) as manager:
+        for number in range(2):
+            window.save(manager, state, number)
+            assert len(list(loader)) == 4
+            window.must_wait(lambda number=number: train(state, number))
+        manager.fence()
+    assert_restores(root, window.reference, trained(seed=5))
+
+
+# -- a captured step --------------------------------------------------------------------------------------------------
+
+
+def test_once_a_step_was_captured_nothing_is_copied_late_any_more(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: torch is made to say that a capture is going on while one step runs. What a replay does is played by a step
+    that calls no hook and moves no counter.
+    """
+    state = trained()
+    with CheckpointManager(root) as manager:
+        manager.save(state, 1)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(fence.torch.cuda, "is_available", lambda: True)
+            capturing.setattr(fence.torch.cuda, "is_current_stream_capturing", lambda: True)
+            train(state, 3)
+        for number in (2, 3):
+            reference = content(state)
+            pending = manager.save_async(state, number)
+            replay(state)
+            pending.result(60)
+    assert_restores(root, reference, trained(seed=5), step=3)
+
+
+def replay(state: dict[str, Any]) -> None:
+    for parameter in state["model"].parameters():
+        parameter.data.add_(1)
+        state["optimizer"].state[parameter]["exp_avg"].data.add_(1)
+
+
+@pytest.mark.usefixtures("slow_store")
+def test_the_first_capture_waits_for_a_copy_under_way(
+    root: str, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = trained()
+    with CheckpointManager(root) as manager:
+        window.save(manager, state, 1)
+        with monkeypatch.context() as capturing:
+            capturing.setattr(fence.torch.cuda, "is_available", lambda: True)
+            capturing.setattr(fence.torch.cuda, "is_current_stream_capturing", lambda: True)
+            window.must_wait(lambda: train(state, 3))
+    assert_restores(root, window.reference, trained(seed=5))

@@ -1,0 +1,128 @@
+"""The window between a call of ``save_async`` and its late copy, held open for as long as a test likes, and the state as it was at the call."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckpt import CheckpointManager, PendingSave, PerRank
+from ckpt.pipeline.workers import Workers
+from tests.adapters.saving import assert_same, bits
+
+COPIER = "copy"
+PATIENCE = 0.06
+"""Seconds a call is given to prove that it does not wait. It has done so before the window, so that nothing about it is slow the first time."""
+
+
+def content(value: Any) -> Any:
+    """All that a checkpoint of ``value`` is to hold, with memory of its own."""
+    if isinstance(value, torch.Tensor):
+        return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+    if isinstance(value, PerRank):
+        return content(value.value)
+    if isinstance(value, Mapping):
+        return {key: content(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(content(item) for item in value)
+    if isinstance(value, Optimizer | nn.Module) or hasattr(value, "load_state_dict"):
+        return content(dict(value.state_dict()))
+    return copy.deepcopy(value)
+
+
+def owned(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors that the optimizers of a state own: those that may be copied late."""
+    if isinstance(value, Optimizer):
+        for group in value.param_groups:
+            for parameter in group["params"]:
+                yield parameter
+                yield from (held for held in value.state.get(parameter, {}).values() if torch.is_tensor(held))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from owned(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from owned(item)
+
+
+class Window:
+    """Late copies wait at a gate. ``save`` leaves it closed; ``overtake``, ``close`` or the end of the test opens it.
+
+    Attributes:
+        reference: The content of the state at the last ``save``.
+        overtaken: Whether what ``overtake`` called was over before the copy had begun.
+        changed: Whether an owned tensor had changed by then.
+    """
+
+    def __init__(self) -> None:
+        self.reference: Any = None
+        self.overtaken = self.changed = False
+        self._gate, self._entered = threading.Event(), threading.Event()
+        self._gate.set()
+        self._owned: list[tuple[torch.Tensor, bytes]] = []
+
+    def submit(self, workers: Workers, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``Workers.submit``."""
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._entered.set()
+            self._gate.wait(20)  # a test that failed with the window open shall not hang
+            return work(*args, **kwargs)
+
+        return workers._pool.submit(held if workers.name == COPIER else work, *args, **kwargs)
+
+    def save(self, manager: CheckpointManager, state: Mapping[str, Any], step: int = 1) -> PendingSave:
+        """Save with the window open: on return nothing late has been copied."""
+        self.reference = content(state)
+        self._owned = [(tensor, _now(tensor)) for tensor in owned(state)]
+        self._gate.clear()
+        self._entered.clear()
+        pending = manager.save_async(state, step)
+        assert self._entered.wait(30), "nothing is copied late: the window would prove nothing"
+        return pending
+
+    def overtake(self, act: Callable[[], object], *, patience: float = PATIENCE) -> None:
+        """Call ``act``, which changes owned tensors, with the window open; close it when ``act`` has shown whether it waits."""
+        over = threading.Event()
+
+        def close() -> None:
+            self.overtaken = over.wait(patience)
+            self.changed = any(_now(tensor) != before for tensor, before in self._owned)
+            self._gate.set()
+
+        closer = threading.Thread(target=close)
+        closer.start()
+        try:
+            act()
+        finally:
+            over.set()
+            closer.join()
+
+    def must_wait(self, act: Callable[[], object], *, patience: float = PATIENCE) -> None:
+        """``overtake``, and nothing may have overtaken."""
+        self.overtake(act, patience=patience)
+        assert not self.overtaken, "it did not wait for the copy"
+        assert not self.changed, "an owned tensor changed before it was copied"
+
+    def close(self) -> None:
+        """Let the copy be made."""
+        self._gate.set()
+
+
+def _now(tensor: torch.Tensor) -> bytes:
+    return bits(content(tensor))  # a tensor that NumPy has seen cannot be resized any more: it sees a copy
+
+
+def assert_restores(root: Any, expected: Any, target: dict[str, Any], step: int | None = None) -> None:
+    """The checkpoint, read into ``target``, is ``expected`` to the bit."""
+    with CheckpointManager(root) as manager:
+        report = manager.restore(target, step)
+    assert report is not None
+    assert report.skipped == ()
+    assert_same(content(target), expected)
