@@ -283,6 +283,29 @@ def test_a_direct_read_that_is_refused_goes_on_buffered(
     assert room.view == DATA
 
 
+@pytest.mark.parametrize("refused", range(5))
+def test_after_one_refusal_nothing_is_left_out(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    """A later request may well succeed: its bytes must not take the place of those that are missing."""
+    real, asked = os.preadv, []
+
+    def preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            asked.append(offset)
+            if len(asked) == refused + 1:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, parts, offset)
+
+    evict(disk)
+    monkeypatch.setattr(os, "preadv", preadv)
+    rooms = [Room(nbytes, 0) for nbytes in (STRAIGHT_BYTES, 500, BUFFER_BYTES, STRAIGHT_BYTES, 4096)]
+    outs = [room.view for room in rooms]
+    assert read_at(str(disk), 0, outs) == sum(out.nbytes for out in outs)
+    assert len(asked) >= min(refused + 1, 3)
+    assert b"".join(outs) == DATA[: sum(out.nbytes for out in outs)]
+
+
 def test_a_file_system_without_direct_reads_is_read_buffered(
     disk: Path, direct_reads: list[Read], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,7 +78,7 @@ class Counting(torch.optim.Optimizer):
                 parameter.add_(1)
 
 
-def counted(numbers: int = 200_000) -> dict[str, Any]:
+def counted(numbers: int = 50_000) -> dict[str, Any]:
     model = nn.ParameterList([nn.Parameter(torch.zeros(numbers)) for _ in range(6)])
     state = {"model": model, "optimizer": Counting(list(model))}
     state["optimizer"].step()
@@ -94,7 +94,7 @@ def test_a_thread_that_steps_all_the_time_never_tears_a_checkpoint(root: str) ->
     def steps() -> None:
         while not ended.is_set():
             state["optimizer"].step()
-            time.sleep(0.004)
+            time.sleep(0.01)
 
     stepper = threading.Thread(target=steps)
     with CheckpointManager(root) as manager:
