@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench import plots, style
+from bench.heat import Checker, Heat, Session
 from bench.measure import Block, Spread
 from bench.result import Column, Line, Result
-from bench.runner import Bench, Checker, Heat, Session, Shape, label, size_label
+from bench.runner import Bench, Shape, label, size_label
 from bench.scenarios import told
 
 _COLUMNS = (

@@ -35,13 +35,12 @@ def run(bench: Bench, options: Options) -> Result:
     lines: list[Line] = []
     names = [name for name in _WHO if name in bench.names] or list(bench.names)
     mib = options.from_mib
-    while mib <= options.to_mib:
+    while mib <= options.to_mib and names:
         case = size_label(mib << 20)
+        names = _in_time(bench, case, names, lines, options)
         shape = Shape("raw", mib << 20, max(_TENSORS_PER_GIB, _TENSORS_PER_GIB * mib >> 10))
-        found = idle.measure(
-            bench, case, shape, options.repeats, _in_time(bench, case, names, lines, options)
-        )
-        lines += found
+        lines += idle.measure(bench, case, shape, options.repeats, names)
+        names = [name for name in names if not bench.failed(case, name)]
         mib *= 2
     columns = (
         idle.SAFE,
@@ -56,19 +55,18 @@ def run(bench: Bench, options: Options) -> Result:
 
 
 def _in_time(bench: Bench, case: str, names: list[str], lines: list[Line], options: Options) -> list[str]:
-    """Those that will probably end in time: saves of twice the size take twice as long."""
+    """Those that will probably end in time: saves of twice the size take twice as long. Whoever is left out has come to its end."""
     kept = []
+    left = bench.left()
     for name in names:
         last = next((line for line in reversed(lines) if line.name == name), None)
         expected = 2 * (last.median("durable_seconds") or 0.0) * (options.repeats + 2) if last else 0.0
-        if lines and last is None:
-            continue  # it was left out, or failed, before
-        if expected > bench.left():
-            bench.skip(
-                case, name, f"it would take about {expected:.0f} s, {max(0.0, bench.left()):.0f} s are left"
-            )
+        if expected > left:
+            told = f"it would take about {expected:.0f} s, {max(0.0, left):.0f} s are left"
+            bench.skip(f"{case} and more", name, told)
         else:
             kept.append(name)
+            left -= expected
     return kept
 
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from bench.heat import Heat, Session
 from bench.measure import Spread
 from bench.result import Column, Line
-from bench.runner import Bench, Heat, Session, Shape, label
+from bench.runner import Bench, Shape, label
 
 PATIENCE: Final = 0.2  # of the scenario's time: whose saves would take longer than that is left out
 

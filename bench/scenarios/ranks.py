@@ -1,6 +1,6 @@
 """Scenario 5: several ranks under torchrun, FSDP2 shards of one GPT over gloo, and a save that all of them make together.
 
-One job per number of ranks trains, and saves with one contender after the other (each is closed before the next). A rank that fails ends its job: that contender has no
+One job per number of ranks and lot of contenders trains, and saves with one contender after the other (each is closed before the next). A rank that fails ends its job: that contender has no
 numbers, and a new job goes on with the next. All ranks share the machine: this is about what saving together costs, not about how it scales.
 """
 
@@ -22,7 +22,7 @@ from bench.contenders import ALL
 from bench.measure import Spread, Step, TrainedSave
 from bench.process import BenchError
 from bench.result import Column, Line, Result
-from bench.runner import Bench, label
+from bench.runner import Bench, label, lots
 from bench.scenarios import told
 
 _QUIET_SECONDS: Final = 60.0  # without a word from any rank
@@ -61,13 +61,15 @@ def run(bench: Bench, options: Options) -> Result:
     for ranks in options.ranks:
         case = f"{ranks} ranks"
         seen: dict[str, list[dict[str, Any]]] = {}
-        waiting = [name for name in bench.names if ALL[name].distributed]
-        while waiting:
-            if bench.over():
-                for name in waiting:
+        names = [name for name in bench.names if ALL[name].distributed]
+        for number, lot in enumerate(lots(dict.fromkeys(names, 0), 0)):
+            if number and bench.over():
+                for name in lot:
                     bench.skip(case, name, f"the {bench.budget_seconds:.0f} s of this scenario were over")
-                break
-            waiting = _job(bench, case, ranks, waiting, options, seen)
+                continue
+            waiting = lot
+            while waiting:
+                waiting = _job(bench, case, ranks, waiting, options, seen)
         for name, saves in seen.items():
             if len(saves) == options.repeats + 1 and not bench.failed(case, name):
                 lines.append(_line(case, name, saves))

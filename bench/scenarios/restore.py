@@ -13,10 +13,11 @@ from typing import Any, Final
 
 from bench import plots
 from bench.floors import Floors
+from bench.heat import Checker, Heat, Session
 from bench.measure import Spread
 from bench.process import BenchError
 from bench.result import Column, Line, Result
-from bench.runner import Bench, Checker, Heat, Session, Shape, label, size_label
+from bench.runner import Bench, Shape, label, size_label
 from bench.scenarios import told
 
 # Who reads what another has written in the same way, and what reading is called.

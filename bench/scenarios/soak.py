@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any, Final
 
 from bench import plots, style
+from bench.heat import Checker, Heat, Session
 from bench.measure import Footprint, Spread, footprint, slope
 from bench.result import Column, Kind, Line, Result
-from bench.runner import Bench, Checker, Heat, Session, Shape, label, size_label
+from bench.runner import Bench, Shape, label, size_label
 from bench.scenarios import told
 
 _SETTLED: Final = 0.75  # the part of the saves that must be flat: the last

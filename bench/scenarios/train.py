@@ -22,9 +22,10 @@ from typing import Any
 
 from bench import plots
 from bench.contenders import ALL
+from bench.heat import Checker, Heat, Session
 from bench.measure import Spread, Step, TrainedSave
 from bench.result import Column, Line, Result
-from bench.runner import Bench, Checker, Heat, Session, Shape, label, size_label
+from bench.runner import Bench, Shape, label, size_label
 from bench.scenarios import told
 
 _COLUMNS = (

@@ -14,6 +14,7 @@ from bench.machine import disk_of, evict
 from bench.measure import Block, Spread, Step, TrainedSave, footprint, host_memory_bytes, slope, tree_bytes
 from bench.plots import spread_out
 from bench.result import Column, Failure, Line, Result
+from bench.runner import Shape, lots
 from bench.scenarios.soak import flat
 from bench.style import cell, seconds
 
@@ -137,3 +138,15 @@ def test_names_at_the_ends_of_lines_do_not_overlap_and_keep_their_order() -> Non
     assert placed[1] == 0.1
     assert placed[3] == 0.9
     assert placed[2] == max(placed[0], placed[2], placed[4])
+
+
+def test_lots_fit_into_memory_keep_the_order_and_are_not_too_many() -> None:
+    assert lots({"a": 3, "b": 3, "c": 5, "d": 1}, room=6) == [["a", "b"], ["c", "d"]]
+    assert lots(dict.fromkeys("abcdefgh", 1), room=100) == [list("abcdef"), list("gh")]
+    assert lots({}, room=1) == []
+
+
+def test_ours_makes_do_with_one_image_where_two_do_not_fit() -> None:
+    shape = Shape("raw", 8 << 30, 128)
+    assert shape.need_bytes("ckpt.save_async") - shape.need_bytes("ckpt.save_async", least=True) == 8 << 30
+    assert shape.need_bytes("torch.save") == shape.need_bytes("torch.save", least=True)

@@ -277,7 +277,9 @@ def test_a_slot_is_prefaulted(pools):
 
 
 def test_a_kernel_that_cannot_populate_has_its_pages_touched_one_by_one(pools, monkeypatch):
-    monkeypatch.setattr("ckpt.staging.slot._MADV_POPULATE_WRITE", 9999)  # EINVAL, as from a kernel before 5.14
+    monkeypatch.setattr(
+        "ckpt.staging.slot._MADV_POPULATE_WRITE", 9999
+    )  # EINVAL, as from a kernel before 5.14
     slot = take(pools(1), 8 * MIB)
     assert os.stat(slot.path).st_blocks * 512 >= 8 * MIB
     slot.tensor.fill_(1)
