@@ -21,6 +21,7 @@ _PRELOADED: Final = [
 ]
 _QUIET_SECONDS: Final = 0.3
 _SETTLE_SECONDS: Final = 30.0
+_LINGER_SECONDS: Final = 2.0
 
 
 class BenchError(Exception):
@@ -87,9 +88,11 @@ class Process:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
-        for each in psutil.wait_procs(below, timeout=2)[1]:
+        workers = [each for each in below if not _tidies_up(each)]
+        for each in psutil.wait_procs(workers, timeout=_LINGER_SECONDS)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+        psutil.wait_procs(below, timeout=_SETTLE_SECONDS)  # what it shared is gone from /dev/shm then
 
     def __enter__(self) -> Self:
         return self
@@ -116,3 +119,10 @@ class Process:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     ticks += sum(each.cpu_times()[:2])
         return round(ticks * 20), host_memory_bytes(self.pid) >> 20
+
+
+def _tidies_up(process: psutil.Process) -> bool:
+    """Whether it is torch's own, which ends by itself once it has removed what killed processes have left in ``/dev/shm``."""
+    with contextlib.suppress(psutil.Error):
+        return bool(process.name() == "torch_shm_manager")
+    return False

@@ -240,7 +240,8 @@ def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
     _known("tiers.", row, ("url", "options", "every", "keep_last", "keep_every", "required"))
-    tier = Tier(row.get("url", ""), **{"options": {}, **{k: v for k, v in row.items() if k != "url"}})
+    fields: dict[str, Any] = {"url": "", **row}
+    tier = Tier(**fields)
     if tier.url == MEMORY:
         return tier
     if folder and "://" not in tier.url and "::" not in tier.url and not tier.url.startswith("~"):

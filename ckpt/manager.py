@@ -12,6 +12,7 @@ from operator import index
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, Unpack
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -236,8 +237,8 @@ class CheckpointManager:
         if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
             return
         self._closed = True
-        self._fence.remove()
         self._background.finish()
+        self._fence.remove()
         self._plans.forget()
         self._memory.forget()
         self._background.slots.close()
@@ -261,6 +262,7 @@ class CheckpointManager:
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # views of a slot made in that mode could not be copied to outside of it
     def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
         tiers = self._background.saver.names_of(ref.step)
         if not tiers:  # as every rank finds

@@ -36,11 +36,16 @@ class Entry:
 def unwrapped(optimizer: Any) -> Optimizer:
     """The optimizer whose ``step`` does the work: Accelerate and others hold it as ``.optimizer``."""
     found: Optimizer = optimizer
-    while isinstance(inner := found.__dict__.get("optimizer"), Optimizer) and (
+    while (inner := _inner(found)) is not None and (
         found.state is inner.state and found.param_groups is inner.param_groups
     ):
         found = inner
     return found
+
+
+def _inner(optimizer: Optimizer) -> Optimizer | None:
+    held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))  # Accelerate, Lightning
+    return next((each for each in held if isinstance(each, Optimizer)), None)
 
 
 def check_optimizer(path: str, optimizer: Optimizer) -> None:

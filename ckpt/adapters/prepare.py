@@ -80,14 +80,16 @@ class Prepared:
         checks: list[Check] = []
         for offset, held in enumerate(part.held if isinstance(part, Segment) else (part,)):
             leaf = self.leaves[first + offset]
-            memory = local(held.tensor)
+            # an alias: `parameter.data = other` within the window changes what the parameter is, not what is copied
+            memory = local(held.tensor).detach()
             is_late = overlap and held.late and not memory.is_inference()  # those have no version to watch
             for item, region in self.by_leaf[first + offset]:
                 source = copyable(memory, leaf.dtype)
                 source = source if region is None else source[region]
+                address = source.data_ptr()
                 (late if is_late else eager).extend(
-                    Copy(held.name, source, view, memory, end, part)
-                    for view, end, part in image.targets(item, flat=source.is_contiguous())
+                    Copy(held.name, source, view, memory, end, cut, address)
+                    for view, end, cut in image.targets(item, flat=source.is_contiguous())
                 )
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)

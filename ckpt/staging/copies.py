@@ -19,6 +19,7 @@ class Copy(NamedTuple):
         guarded: The tensor whose version is watched.
         end: Where it ends in the image, in bytes.
         part: Which elements of the flattened source it is; None for all.
+        address: Where the source lies. One whose storage was resized since lies elsewhere, or nowhere, and must not be read.
     """
 
     name: str
@@ -27,6 +28,12 @@ class Copy(NamedTuple):
     guarded: torch.Tensor
     end: int = 0
     part: slice | None = None
+    address: int = 0
+
+    @property
+    def moved(self) -> bool:
+        """Whether the memory was taken away from the source."""
+        return bool(self.address) and self.source.data_ptr() != self.address
 
     @property
     def start(self) -> int:

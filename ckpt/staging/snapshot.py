@@ -184,7 +184,9 @@ class Snapshot:
         for group, end in zip(waiting, [*ends, self.window.size], strict=False):
             if not self.window.whole:
                 self.window.wait_room(group[-1].end)
+            self._check_there(group)
             run(group, self._cuda)
+            self._check_there(group)
             if not self._cuda:
                 self.window.land(end)
             elif self.window.whole:
@@ -194,12 +196,16 @@ class Snapshot:
                 self.window.land(end)
         return launched
 
+    def _check_there(self, group: Sequence[Copy]) -> None:
+        if moved := next((copy.name for copy in group if copy.moved), None):
+            raise TensorChanged(moved, self.step)
+
     def _set_aside(self) -> None:
         """Eager sources of an image that passes through a ring: copied where they keep, if they are few, to take their turn later."""
         self.foreground = sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
         if not self.foreground:
             self._eager = [
-                copy._replace(source=copy.elements.detach().to("cpu", copy=True), part=None)
+                copy._replace(source=copy.elements.detach().to("cpu", copy=True), part=None, address=0)
                 for copy in self._eager
             ]
         self._late += self._eager

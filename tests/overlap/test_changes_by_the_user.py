@@ -117,16 +117,7 @@ ELSEWHERE: dict[str, Callable[[State], object]] = {
 }
 
 
-UNSEEN = pytest.mark.xfail(
-    strict=True,
-    reason="prepare._batch copies from the parameter, not from an alias of what it was at the call",
-)
-BY_DATA = {way for way in ELSEWHERE if ".data" in way or way == "vector_to_parameters"}
-
-
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=UNSEEN if way in BY_DATA else ()) for way in ELSEWHERE]
-)
+@pytest.mark.parametrize("way", ELSEWHERE)
 def test_other_memory_under_the_name_is_not_what_is_saved(way: str, root: str, window: Window) -> None:
     state = trained()
     pending = save(window, root, state, lambda: ELSEWHERE[way](state))

@@ -169,10 +169,7 @@ def test_a_parameter_that_is_in_the_state_by_itself_too_is_of_the_same_moment(
     "mode",
     [
         torch.no_grad,
-        pytest.param(
-            torch.inference_mode,
-            marks=pytest.mark.xfail(strict=True, reason="a slot's views are made in the mode of the caller"),
-        ),
+        torch.inference_mode,
         partial(torch.autocast, "cpu"),
         partial(torch.device, "meta"),
     ],

@@ -87,19 +87,7 @@ def set_up(fabric: Any, seed: int) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                strict=True, reason="modules.unwrapped does not look below ``_optimizer``"
-            ),
-        ),
-        True,
-    ],
-    ids=["wrapper in the state", "inner one in the state"],
-)
+@pytest.mark.parametrize("inner", [False, True], ids=["wrapper in the state", "inner one in the state"])
 def test_lightning_fabric(root: str, window: Window, fabric: Any, inner: bool) -> None:
     state, twin, target = (set_up(fabric, seed) for seed in (0, 0, 5))
     seen = dict(state)
