@@ -38,8 +38,8 @@ check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
 
-bench: $(STAMP) ## stall, drag and durable against torch.save and DCP: a table and a plot in bench/results
-	$(BIN)/python -m bench save --out bench/results $(ARGS)
+bench: $(STAMP) ## eight scenarios against the peers: tables and plots in bench/results (25 minutes)
+	$(BIN)/python -m bench all --out bench/results $(ARGS)
 
 build: $(STAMP) ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
