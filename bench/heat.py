@@ -24,6 +24,8 @@ class Session:
         self.name, self.shape = name, shape
         self._bench = bench
         self.folder = folder or bench.place()
+        if not folder:  # another root is the contender's to make
+            os.makedirs(self.folder)
         self.process = bench.process()
         self.process.tell("setup", **vars(shape))
         self.setup: dict[str, Any] = {}

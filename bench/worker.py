@@ -6,7 +6,6 @@ They live for a whole heat, so that a round measures saves and not imports; the 
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import threading
 import time
@@ -57,8 +56,6 @@ class Worker:
         return {"forward_backward": computed}
 
     def prepare(self, name: str, folder: str) -> Any:
-        if "://" not in folder:
-            os.makedirs(folder, exist_ok=True)
         self.contender = contenders.make(name)
         self.contender.prepare(self.subject, folder)
         return {}

@@ -6,6 +6,9 @@ still streaming at the end of a block is waited for off the clock (*tail*): a lo
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +18,7 @@ from bench.measure import Block, Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench, Shape, label, size_label
 from bench.scenarios import told
+from ckpt.storage.registry import open_backend
 
 _COLUMNS = (
     Column("slowdown", "slower by", "percent"),
@@ -41,7 +45,9 @@ class Options:
     step_seconds: float = told(0.5, "of computing, at least")
     block: int = told(10, "steps with, then as many without")
     blocks: int = told(10, "of each contender")
-    root: str = told("", "folder or URL that ckpt saves to; others save below --dir")
+    root: str = told(
+        "", "folder or URL that ckpt saves below (shm://NAME: host memory); others save below --dir"
+    )
     budget_seconds: float = told(240.0, "after which no other contender is begun")
 
 
@@ -62,8 +68,14 @@ def run(bench: Bench, options: Options) -> Result:
     seen: dict[str, _Seen] = {}
     batch = 0
     for lot in bench.heats(case, shape, bench.ours_and_best(), beside_bytes=shape.check_bytes()):
-        roots = {name: options.root for name in lot if options.root and name.startswith("ckpt")}
-        with Heat(bench, case, shape, lot, roots) as heat, Checker(bench, shape) as checker:
+        roots = {name: _own(options.root) for name in lot if options.root and name.startswith("ckpt")}
+        with (
+            contextlib.ExitStack() as stack,
+            Heat(bench, case, shape, lot, roots) as heat,
+            Checker(bench, shape) as checker,
+        ):
+            for root in roots.values():
+                stack.callback(_clear, root)
             for session in heat.sessions.values():
                 batch = session.process.ask("pace", batch=batch, seconds=options.step_seconds)
             seen |= {name: _Seen(session) for name, session in heat.sessions.items()}
@@ -78,6 +90,23 @@ def run(bench: Bench, options: Options) -> Result:
             seen = {name: one for name, one in seen.items() if name in heat.sessions or name not in lot}
     lines = [_line(case, name, one, options) for name, one in seen.items()]
     return bench.result("A save every step", _COLUMNS, _NOTES, lines, training=_state(options, batch))
+
+
+def _own(root: str) -> str:
+    """A place of this run at ``root``: what else lies there is left alone."""
+    own = f"bench-{secrets.token_hex(4)}"
+    return f"{root}-{own}" if root.startswith("shm://") else f"{root.rstrip('/')}/{own}"
+
+
+def _clear(root: str) -> None:
+    backend = open_backend(root)
+    try:
+        for info in list(backend.list("")):
+            backend.delete(info.key)
+    finally:
+        backend.close()
+    with contextlib.suppress(OSError):  # no folder here, or not empty
+        os.rmdir(root)
 
 
 def _state(options: Options, batch: int) -> str:

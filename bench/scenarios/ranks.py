@@ -53,7 +53,7 @@ class Options:
     budget_seconds: float = told(120.0, "after which no other job is begun")
 
 
-QUICK = Options(ranks=(2,), size_mib=4, layers=2, repeats=2, clean_steps=1, budget_seconds=40)
+QUICK = Options(ranks=(2,), size_mib=4, layers=2, repeats=2, clean_steps=1, budget_seconds=20)
 
 
 def run(bench: Bench, options: Options) -> Result:

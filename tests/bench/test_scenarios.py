@@ -116,3 +116,18 @@ def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> N
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MiB are free for it" in (tmp_path / "raw.md").read_text()
     assert not (tmp_path / "raw.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["memory", "folder"])
+def test_a_save_every_step_goes_where_it_is_told_and_leaves_what_lay_there(tmp_path: Path, kind: str) -> None:
+    kept = tmp_path / "root" / "step-000000001.mine"
+    kept.mkdir(parents=True)
+    name = f"test-{os.getpid()}"
+    root = f"shm://{name}" if kind == "memory" else str(tmp_path / "root")
+    words = ("--quick", "--contenders", "ckpt.save_async", "--root", root, "--dir", str(tmp_path / "disk"))
+    done = bench("every", *words, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert root in (tmp_path / "out" / "every.md").read_text()
+    assert list((tmp_path / "root").iterdir()) == [kept]
+    assert not list(Path("/dev/shm").glob(f"*{name}*"))
