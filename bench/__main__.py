@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         verb = verbs.add_parser(name, help=words)
         verb.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
         verb.add_argument("--dir", default=".build/bench", help="on the disk to be measured [.build/bench]")
-        verb.add_argument("--memory-mib", type=int, default=0, help="most to take [85 % of what is free]")
+        verb.add_argument("--memory-mib", type=int, default=0, help="most to take [85 %% of what is free]")
         verb.add_argument("--quick", action="store_true", help="a small smoke run: the numbers mean nothing")
         verb.add_argument(
             "--contenders", nargs="+", choices=list(contenders.ALL), default=list(contenders.ALL), metavar="NAME",

@@ -192,6 +192,10 @@ def resolve_tier(flag: str | None) -> Tier:
     """
     tiers = load_config().tiers
     if root := flag or os.environ.get(ROOT_VARIABLE):
+        if root == MEMORY:
+            raise ConfigError(
+                'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as the log and a restore report print it'
+            )
         return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
     for tier in tiers:
         if tier.url != MEMORY and not tier.url.startswith("memory:"):

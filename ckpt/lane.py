@@ -200,6 +200,11 @@ class Lane:
             if ref.step <= durable_step:
                 with contextlib.suppress(CkptError):
                     self.evict(path)
+            else:
+                _log.warning(
+                    "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step to a durable tier too",
+                    ref.step, self.url,
+                )  # fmt: skip
         if self._taken is not None:
             with contextlib.suppress(CkptError):
                 release(self._backend, self._owner)

@@ -86,9 +86,10 @@ class CheckpointManager:
         **settings: Unpack[Settings],
     ) -> None:
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-            raise ConfigError(
-                f"unknown setting {unknown[0]!r}; there are {', '.join(Settings.__annotations__)}"
-            )
+            way = f"there are {', '.join(Settings.__annotations__)}"
+            if unknown[0] in Tier.__dataclass_fields__:
+                way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...))"
+            raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
         self._config = replace(config or SaveConfig(), **settings)
         self._metadata = to_json("metadata", dict(metadata or {}))
         self._tiers = open_tiers(as_tiers(tiers))

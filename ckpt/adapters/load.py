@@ -236,9 +236,9 @@ class _Match:
     def _optimizer(self, optimizer: Optimizer, node: Mapping[str, Node], path: str) -> None:
         names = name_groups(optimizer, self._parameters)
         by_parameter = {name: group["values"] for group in node["groups"] for name in group["params"]}
-        wanted = [name for group in names for name in group]
+        wanted = dict.fromkeys(name for group in names for name in group)
         self._missing += [f"{path}/{name}" for name in wanted if name not in by_parameter]
-        self._unexpected += [f"{path}/{name}" for name in by_parameter if name not in set(wanted)]
+        self._unexpected += [f"{path}/{name}" for name in by_parameter if name not in wanted]
         if self._missing:
             return
         for group, group_names in zip(optimizer.param_groups, names, strict=True):

@@ -99,7 +99,7 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
         raise HostMemoryExhausted(
             nbytes,
             f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this node (machine, memory cgroup or staging_bytes), "
-            f"and passing it through in waves takes {int(_LEAST_RING / _RING_SHARE) >> 20} MiB",
+            f"and passing it through in waves takes {-(-int(_LEAST_RING / _RING_SHARE) >> 20)} MiB",
         )
     return Budget(
         slots=1,

@@ -150,3 +150,15 @@ def test_ours_makes_do_with_one_image_where_two_do_not_fit() -> None:
     shape = Shape("raw", 8 << 30, 128)
     assert shape.need_bytes("ckpt.save_async") - shape.need_bytes("ckpt.save_async", least=True) == 8 << 30
     assert shape.need_bytes("torch.save") == shape.need_bytes("torch.save", least=True)
+
+
+@pytest.mark.parametrize(
+    "verb", ["raw", "small", "train", "restore", "ranks", "growth", "soak", "every", "all", "render"]
+)
+def test_every_verb_explains_itself(verb, capsys):
+    from bench.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([verb, "--help"])
+    assert ended.value.code == 0
+    assert "usage" in capsys.readouterr().out
