@@ -215,7 +215,7 @@ class _Match:
         own = {id(t) for t in (*module.parameters(), *module.buffers())}
         values = node["values"]
         inside = tuple(f"{fqn}/" for fqn in values)  # tensors in an extra state
-        saved = {name[len(path) + 1 :] for name in self._below(path)} | set(values)
+        saved = {name[len(path) + 1 :] for name in _below(self._names, path)} | set(values)
         saved = {fqn for fqn in saved if not fqn.startswith(inside)}
         extra: dict[str, Callable[[], Any]] = {}
         for entry in items_of(path, module).entries:
@@ -241,10 +241,12 @@ class _Match:
         self._unexpected += [f"{path}/{name}" for name in by_parameter if name not in wanted]
         if self._missing:
             return
+        others = sorted(node["state"])
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             self._group(group, [by_parameter[name] for name in group_names], f"{path}/param_groups")
             for parameter, name in zip(group["params"], group_names, strict=True):
-                self._state(optimizer, group, parameter, node["state"], f"{path}/{name}")
+                values = {key: node["state"][key] for key in _below(others, f"{path}/{name}")}
+                self._state(optimizer, group, parameter, values, f"{path}/{name}")
 
     def _group(self, group: dict[str, Any], values: list[Node], path: str) -> None:
         if not values:
@@ -277,7 +279,7 @@ class _Match:
         makers: dict[Any, Callable[[], Any]] = {}
         current = optimizer.state.get(parameter, {})
         keys = {state_name("", "", key)[2:]: key for key in current}
-        for name in self._below(prefix):
+        for name in _below(self._names, prefix):
             part = name[len(prefix) + 1 :]
             if "/" in part:
                 continue  # inside a container, which has a node of its own
@@ -288,9 +290,8 @@ class _Match:
             self._want(name, held)
             fresh[key] = held
         for name, node in values.items():
-            if name.startswith(f"{prefix}/"):
-                part = name[len(prefix) + 1 :]
-                makers[keys.get(part, _unescape(part))] = self._rebuild(node)
+            part = name[len(prefix) + 1 :]
+            makers[keys.get(part, _unescape(part))] = self._rebuild(node)
 
         def apply() -> None:
             fresh.update({key: made() for key, made in makers.items()})
@@ -302,12 +303,6 @@ class _Match:
         self.out.actions.append(apply)
 
     # -- helpers ------------------------------------------------------------------------------------------------------------
-
-    def _below(self, path: str) -> list[str]:
-        prefix = f"{path}/"
-        start = bisect_left(self._names, prefix)
-        end = bisect_left(self._names, f"{path}0")  # '0' follows '/'
-        return self._names[start:end]
 
     def _want(self, name: str, target: torch.Tensor) -> None:
         if name not in self._tensors:
@@ -361,6 +356,11 @@ class _Match:
                 return getattr(torch, node["v"])
             case _:
                 raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")
+
+
+def _below(names: Sequence[str], path: str) -> Sequence[str]:
+    """Of sorted names those inside ``path``."""
+    return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
 
 
 def _memory_of(target: torch.Tensor) -> Hashable:
