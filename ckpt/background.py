@@ -167,7 +167,8 @@ class _Listener:
             self._end_if_over()
 
     def slot_is_free(self) -> None:
-        """Only now may the save be over: who has waited for it will find a slot."""
+        """Only now may the save be over: who has waited for it will find a slot, and events come in order."""
+        self._staged.wait()
         with self._lock:
             self._free = True
             self._end_if_over()

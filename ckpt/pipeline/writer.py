@@ -1,7 +1,8 @@
 """An image in memory -> a file on a tier and its chunk table.
 
-Parts are written and chunks are hashed by the same few threads, turn by turn in file order and as soon as they have landed, so that the disk is busy from the first part on and memory
-is read while it is near. Each part is retried by itself; the first lasting error aborts the upload and is raised.
+Parts are written as soon as they have landed, so that the disk is busy from the first one on; chunks are hashed by the same few threads once all parts are on their way. Copying, hashing and
+training at once would be three for two cores: it costs training twice as much, and is durable no sooner (docs/decisions/0009). In a ring each chunk is hashed beside its parts, for it makes
+room only then. Each part is retried by itself; the first lasting error aborts the upload and is raised.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def write_image(
     try:
         job.check_room(takes_parts=backend.capabilities.takes_parts, key=key)
         if backend.capabilities.parallel_parts:
-            workers.run_all(job.in_turn())
+            workers.run_all(job.in_turn() if source.capacity < source.size else job.hashed_last())
         else:
             hashing = workers.submit(job.hash, 0, 0, len(job.table))
             try:
@@ -141,6 +142,7 @@ def adopt_image(
     table: list[Chunk] = list(known)
     if not known:
         offsets = list(itertools.accumulate(chunks, initial=0))
+        source.view(0, source.size)  # not beside the copying: see above
         table = workers.run_all(partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets))
     retry.call(lambda: backend.adopt(key, path, source.size))
     on_bytes(source.size)
@@ -177,7 +179,12 @@ class _Job:
                 f"{self._upload.part_bytes >> 20} MiB: give it {needed >> 20} MiB or more (staging_bytes, free memory), or smaller chunk_bytes"
             )
 
-    def in_turn(self) -> Iterator[Callable[[], None]]:
+    def hashed_last(self) -> list[partial[None]]:
+        """Each part, then the chunks."""
+        work = list(self.in_turn())
+        return sorted(work, key=lambda one: one.func == self.hash)
+
+    def in_turn(self) -> Iterator[partial[None]]:
         """Each part, and the chunks that begin in it, in file order."""
         index = start = 0
         for offset in range(0, self._source.size, self._upload.part_bytes):

@@ -76,7 +76,7 @@ class Uploads(FaultyBackend):
         parallel_parts: bool = True,
     ) -> None:
         super().__init__(inner, rules)
-        self.part_bytes, self.begun, self.open, self.running, self.most_running = part_bytes, 0, 0, 0, 0
+        self.part_bytes, self.begun, self.open, self.most_running = part_bytes, 0, 0, 0
         self._capabilities = Capabilities(
             put_if_absent=True, shared=False, part_bytes=part_bytes, parallel_parts=parallel_parts
         )
@@ -94,19 +94,20 @@ class Uploads(FaultyBackend):
 class _Counted:
     def __init__(self, store: Uploads, inner: PutUpload, key: str, size: int) -> None:
         self._store, self._inner, self._key, self._size, self._over = store, inner, key, size, False
+        self._running = 0
 
     @property
     def part_bytes(self) -> int:
         return self._store.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        self._store.running += 1
-        self._store.most_running = max(self._store.most_running, self._store.running)
+        self._running += 1
+        self._store.most_running = max(self._store.most_running, self._running)
         assert offset % self.part_bytes == 0
         assert not self._over
         assert data.nbytes == min(self.part_bytes, self._size - offset)
         self._inner.write(offset, data)
-        self._store.running -= 1
+        self._running -= 1
 
     def finish(self) -> ObjectInfo:
         assert not self._over
