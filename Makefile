@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check bench build clean
+.PHONY: help demo test test-fast torture check bench build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -30,6 +30,9 @@ test: $(STAMP) ## all tests
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
+	$(BIN)/python -m pytest -m torture $(ARGS)
 
 check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 	$(BIN)/ruff format --check .
