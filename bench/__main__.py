@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--memory-mib", type=int, default=0, help="most to take [85 %% of what is free]")
         verb.add_argument("--quick", action="store_true", help="a small smoke run: the numbers mean nothing")
         verb.add_argument(
-            "--contenders", nargs="+", choices=list(contenders.ALL), default=list(contenders.ALL), metavar="NAME",
-            help=", ".join(contenders.ALL),
+            "--contenders", nargs="+", choices=contenders.ASKED, default=contenders.ASKED, metavar="NAME",
+            help=", ".join(contenders.ASKED),
         )  # fmt: skip
         if name == "all":
             verb.add_argument("--minutes", type=float, default=25, help="for all together [25]")

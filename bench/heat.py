@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from bench.floors import Floors
 from bench.measure import MemorySampler, tree_bytes
 from bench.process import BenchError, Process
 from bench.runner import Bench, Shape, label
+from ckpt.storage.registry import open_backend
 
 _More = ParamSpec("_More")
 
@@ -188,6 +190,18 @@ class Checker:
                 f"what was loaded is not what was saved: {len(wrong)} differ, {', '.join(wrong[:3])}"
             )
         return cast(float, answer["seconds"])
+
+
+def clear(root: str) -> None:
+    """Delete a root that is a contender's own, in host memory too."""
+    backend = open_backend(root)
+    try:
+        for info in list(backend.list("")):
+            backend.delete(info.key)
+    finally:
+        backend.close()
+    with contextlib.suppress(OSError):  # no folder here, or not empty
+        os.rmdir(root)
 
 
 def _delete(entries: Sequence[str]) -> None:

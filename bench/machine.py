@@ -78,7 +78,9 @@ def _commit() -> str:
 
 
 def evict(path: str) -> None:
-    """Let the page cache forget a file, or all files below a folder; of a root and a step, those of the root."""
+    """Let the page cache forget a file, or all files below a folder; of a root and a step, those of the root. What is kept in memory stays there."""
+    if "://" in path:
+        return
     while not os.path.exists(path):
         path = os.path.dirname(path)
     files = (

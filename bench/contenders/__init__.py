@@ -53,7 +53,7 @@ class Row:
     """How a contender is named in reports and where its code is.
 
     ``fsync`` tells who makes its files durable; ``needs`` is the package to import, "" if torch or the bench brings it; ``distributed``
-    tells whether ranks can save one checkpoint together.
+    tells whether ranks can save one checkpoint together; ``everywhere`` is false for one that a scenario brings in by itself.
     """
 
     label: str
@@ -63,6 +63,7 @@ class Row:
     asynchronous: bool
     needs: str = ""
     distributed: bool = True
+    everywhere: bool = True
 
 
 ALL: Final[dict[str, Row]] = {
@@ -88,7 +89,10 @@ ALL: Final[dict[str, Row]] = {
     "nvrx": Row("nvrx fork (CUDA sync stubbed)", "nvrx", "Nvrx", "bench", True, "nvidia_resiliency_ext"),
     "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself", False),
     "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself", True),
+    "ckpt.memory": Row("ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", True, everywhere=False),
 }
+ASKED: Final = [name for name, row in ALL.items() if row.everywhere]
+"""Those that can be asked for by name."""
 
 
 def available() -> list[str]:

@@ -7,18 +7,16 @@ still streaming at the end of a block is waited for off the clock (*tail*): a lo
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench import plots, style
-from bench.heat import Checker, Heat, Session
+from bench.heat import Checker, Heat, Session, clear
 from bench.measure import Block, Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench, Shape, label, size_label
 from bench.scenarios import told
-from ckpt.storage.registry import open_backend
 
 _COLUMNS = (
     Column("slowdown", "slower by", "percent"),
@@ -75,7 +73,7 @@ def run(bench: Bench, options: Options) -> Result:
             Checker(bench, shape) as checker,
         ):
             for root in roots.values():
-                stack.callback(_clear, root)
+                stack.callback(clear, root)
             for session in heat.sessions.values():
                 batch = session.process.ask("pace", batch=batch, seconds=options.step_seconds)
             seen |= {name: _Seen(session) for name, session in heat.sessions.items()}
@@ -96,17 +94,6 @@ def _own(root: str) -> str:
     """A place of this run at ``root``: what else lies there is left alone."""
     own = f"bench-{secrets.token_hex(4)}"
     return f"{root}-{own}" if root.startswith("shm://") else f"{root.rstrip('/')}/{own}"
-
-
-def _clear(root: str) -> None:
-    backend = open_backend(root)
-    try:
-        for info in list(backend.list("")):
-            backend.delete(info.key)
-    finally:
-        backend.close()
-    with contextlib.suppress(OSError):  # no folder here, or not empty
-        os.rmdir(root)
 
 
 def _state(options: Options, batch: int) -> str:

@@ -7,13 +7,15 @@ machine, or the disk, still holds in its own memory cannot be evicted: the direc
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bench import plots
 from bench.floors import Floors
-from bench.heat import Checker, Heat, Session
+from bench.heat import Checker, Heat, Session, clear
 from bench.measure import Spread
 from bench.process import BenchError
 from bench.result import Column, Line, Result
@@ -35,7 +37,9 @@ _LABELS: Final = {
     "torchsnapshot.take": "torchsnapshot restore",
     "nvrx": "nvidia-resiliency-ext",
     "ckpt.save_async": "ckpt restore",
+    "ckpt.memory": "ckpt restore, memory tier",
 }
+_IN_MEMORY: Final = {"ckpt.memory"}
 _COLUMNS = (
     Column("cold_seconds", "cold", "seconds"),
     Column("cold_bytes_per_second", "cold", "per_second"),
@@ -47,7 +51,7 @@ _COLUMNS = (
 )
 _NOTES = (
     "Seconds, and bytes of the state per second, from the call until everything is in the live model and optimizer. **cold**: the files were evicted from the page cache right before. "
-    "**warm**: right after a cold load; whoever reads through the page cache finds the files there. **first**: the first load of its process, in no median.",
+    "**warm**: right after a cold load; whoever reads through the page cache finds the files there; ckpt neither fills that cache nor reads through it. **memory tier**: what a memory tier had kept in `/dev/shm` for the process that comes after; nothing there is ever cold. **first**: the first load of its process, in no median.",
     "**direct read**: as many bytes read with `O_DIRECT` (8 MiB, 4 threads) into warm memory, in the same round. The host of a virtual machine may hold the disk in its own memory: for all alike.",
     "Medians of the later loads (how many: *loads*), in rounds in which contenders take turns. The state is overwritten before each load and compared after it.",
 )
@@ -77,6 +81,8 @@ class _Seen:
 
 def run(bench: Bench, options: Options) -> Result:
     own = [SAME[name] if SAME.get(name) in bench.names else name for name in bench.names]
+    if "ckpt.save_async" in own:
+        own += _IN_MEMORY
     lines: list[Line] = []
     for mib in options.size_mib:
         shape = Shape("training", mib << 20, options.layers)
@@ -90,8 +96,9 @@ def _measure(bench: Bench, shape: Shape, repeats: int, names: Sequence[str]) -> 
     reads: list[float] = []
     beside = 2 * shape.size  # while the checkpoints are made
     for lot in bench.heats(case, shape, names, need=lambda _: shape.check_bytes(), beside_bytes=beside):
-        seen = _saved(bench, case, shape, lot)
-        floors = _rounds(bench, case, seen, repeats)
+        with contextlib.ExitStack() as stack:
+            seen = _saved(bench, case, shape, lot, stack)
+            floors = _rounds(bench, case, seen, repeats)
         lines += [_line(case, name, one, floors) for name, one in seen.items()]
         reads += floors
     if lines:
@@ -102,11 +109,16 @@ def _measure(bench: Bench, shape: Shape, repeats: int, names: Sequence[str]) -> 
     return lines
 
 
-def _saved(bench: Bench, case: str, shape: Shape, names: Sequence[str]) -> dict[str, _Seen]:
-    """A checkpoint of each; who made it has ended."""
+def _saved(
+    bench: Bench, case: str, shape: Shape, names: Sequence[str], stack: contextlib.ExitStack
+) -> dict[str, _Seen]:
+    """A checkpoint of each; who made it has ended. ``stack`` frees the memory of those that lie there."""
     seen: dict[str, _Seen] = {}
     for name in names:
-        with Heat(bench, case, shape, [name]) as heat:
+        roots = {name: f"shm://bench-{secrets.token_hex(6)}"} if name in _IN_MEMORY else {}
+        for root in roots.values():
+            stack.callback(clear, root)
+        with Heat(bench, case, shape, [name], roots) as heat:
             heat.each(0, lambda session: session.save("idle"))
             heat.each(0, Session.close)
             seen |= {each: _Seen(one, Checker(bench, shape)) for each, one in heat.sessions.items()}
