@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
 
 from ckpt.errors import CkptError, ConfigError
@@ -47,6 +48,7 @@ class PendingSave:
         self._left = set(self._names)
         self._ends: dict[str, CkptError | None] = {}
         self._changed = threading.Condition()
+        self._pid = os.getpid()
         self._finished = False
         self._error: CkptError | None = None
         self._heard = False
@@ -93,24 +95,29 @@ class PendingSave:
         """The error, None if it was committed. Waits like ``result``."""
         if tier is not None:
             return self._wait_for_tier(tier, timeout)
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._finished, timeout):
-                raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
+        if not self._await(lambda: self._finished, timeout):
+            raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
         self._heard = True
         return self._error
 
     def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
         url = next((url for url, name in self._names.items() if tier in (url, name)), None)
+        if url is None:
+            raise ConfigError(
+                f"step {self.step} does not go to {tier!r}; it goes to {', '.join(self._names.values())}"
+            )
+        if not self._await(lambda: url in self._ends or self._finished, timeout):
+            raise TimeoutError(f"step {self.step} is not committed on {tier} after {timeout} s; it goes on")
+        return self._ends.get(url, self._error)
+
+    def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until it is ``over``. False if it is not by then."""
+        if os.getpid() != self._pid and not over():  # what a fork copied is not told any more
+            raise ConfigError(
+                f"step {self.step} is saved by process {self._pid}: only that one hears of its end"
+            )
         with self._changed:
-            if url is None:
-                raise ConfigError(
-                    f"step {self.step} does not go to {tier!r}; it goes to {', '.join(self._names.values())}"
-                )
-            if not self._changed.wait_for(lambda: url in self._ends or self._finished, timeout):
-                raise TimeoutError(
-                    f"step {self.step} is not committed on {tier} after {timeout} s; it goes on"
-                )
-            return self._ends.get(url, self._error)
+            return self._changed.wait_for(over, timeout)
 
     def done(self) -> bool:
         """Whether it is over on all tiers; ``result`` tells how."""

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import threading
+import time
 import uuid
 from typing import Any
 
@@ -8,8 +10,8 @@ import pytest
 import torch
 
 import ckpt.storage.tiers
-from ckpt import CheckpointManager
-from ckpt.errors import AccessDenied
+from ckpt import CheckpointManager, PendingSave
+from ckpt.errors import AccessDenied, ConfigError
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
@@ -105,3 +107,15 @@ def test_many_threads_may_wait_for_one_save(memory: str, gate: threading.Event) 
         for thread in threads:
             thread.join(30)
         assert heard == [pending] * 8
+
+
+def test_a_fork_is_told_at_once_that_it_will_never_hear() -> None:
+    pending = PendingSave(3, 8, None, began=time.perf_counter(), tiers={"memory://a": "memory://a"})
+    pid = os.fork()
+    if not pid:
+        try:
+            pending.result(timeout=60)
+        except ConfigError as error:
+            os._exit(0 if "step 3 is saved by process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
