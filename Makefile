@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast torture check bench build clean
+.PHONY: help demo demo-tiers test test-fast torture check bench build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -24,6 +24,9 @@ help: ## print this list
 
 demo: $(STAMP) ## train on two ranks, be killed while a save streams, resume, compare
 	$(BIN)/python examples/demo.py $(ARGS)
+
+demo-tiers: $(STAMP) ## one training, three tiers (memory, disk, S3), killed and resumed from each
+	$(BIN)/python examples/demo_tiers.py $(ARGS)
 
 test: $(STAMP) ## all tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections import deque
 from contextlib import redirect_stdout
+from functools import partial
 from pydoc_data.topics import topics
 from typing import Any, TextIO, cast
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt import CheckpointManager, PendingSave, PerRank, RngState
+from ckpt.events import Event, Restored, SaveCommitted, SaveStaged
 
 VOCABULARY = 256  # a token is a byte
 SEED = 1234
@@ -114,6 +116,19 @@ def report_commits(saves: deque[PendingSave], log: TextIO) -> None:
         print(json.dumps(record), file=log)
 
 
+def report_tier(log: TextIO, event: Event) -> None:
+    """Note how a save travels from tier to tier, and where a restore has found it; called from background threads."""
+    record: dict[str, Any] = {}
+    if isinstance(event, SaveStaged):
+        record["staged"] = {"step": event.step, "stall": event.stall_seconds}
+    elif isinstance(event, SaveCommitted):
+        record["committed"] = {"step": event.step, "tier": event.tier, "seconds": event.durable_seconds}
+    elif isinstance(event, Restored):
+        record["restored"] = {"step": event.step, "tier": event.tier, "seconds": event.seconds}
+    if record:
+        log.write(json.dumps(record) + "\n")
+
+
 def train(args: argparse.Namespace, device: torch.device, rank: int, world: int, log: TextIO) -> None:
     """Run from the newest checkpoint under `args.root`, or from the start, to `args.steps`."""
     torch.manual_seed(SEED)  # equal weights on all ranks: FSDP2 shards what each has, it does not broadcast
@@ -132,11 +147,13 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # ckpt
     state |= {"data": excerpts, "rng": PerRank(RngState(), on_resize="same_rank"), "step": 0}  # ckpt
     saves: deque[PendingSave] = deque()
-    with CheckpointManager(args.root) as manager:  # ckpt: on leaving, every save is durable, or it raises
+    told = [partial(report_tier, log)]
+    with CheckpointManager(
+        args.root, observers=told
+    ) as manager:  # ckpt: on leaving, all is durable, or it raises
         report = manager.restore(state)  # ckpt: None if there is nothing to go on from
         if report is not None:
-            size, seconds = report.nbytes / 1e6, report.seconds
-            print(f"resumed from step {report.step}: {size:.0f} MB in {seconds:.2f} s", flush=True)
+            print(f"resumed from {report}", flush=True)
 
         for step in range(state["step"] + 1, args.steps + 1):
             loss = model(next(excerpts).to(device))
@@ -165,7 +182,8 @@ def main() -> None:
     """Read the command line, make the run deterministic, join the other ranks, train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parallel", choices=["none", "ddp", "fsdp2"], default="none")
-    parser.add_argument("--root", default="runs/gpt", help="folder or URL of the checkpoints")
+    places = "folders or URLs of the checkpoints, nearest first; `memory` is this machine's memory"
+    parser.add_argument("--root", nargs="+", default=["runs/gpt"], help=places)
     parser.add_argument("--losses", default=os.devnull, help="file for exact losses and commits (JSON lines)")
     for name, default in {"steps": 200, "save-every": 20, "print-every": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

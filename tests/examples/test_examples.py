@@ -71,3 +71,21 @@ def test_gpt_killed_while_a_save_streams_loses_nothing(tmp_path: Path, mode: str
     assert outcome["compared"] == outcome["equal_losses"] == 12 - outcome["resumed_step"]
     if outcome["killed_uncommitted"]:
         assert outcome["resumed_step"] <= outcome["killed_step"]
+
+
+def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Path) -> None:
+    options = [
+        "--json",
+        "--folder",
+        str(tmp_path / "demo"),
+        "--steps",
+        "24",
+        "--save-every",
+        "2",
+        "--width",
+        "64",
+    ]
+    output = run("demo_tiers.py", *options)
+    lives = json.loads(output[output.index("\n[") :])
+    assert [life["resumed_from"] for life in lives] == ["", "memory", "disk", "S3"]
+    assert all(life["compared"] == life["equal_losses"] > 0 for life in lives)
