@@ -271,7 +271,7 @@ class EntryMissing(RestoreError):
     def __init__(self, names: Sequence[str], step: int) -> None:
         self.names, self.step = tuple(names), step
         super().__init__(
-            f"step {step} has no {_few(names)}: take it out of the state, or restore another step"
+            f"step {step} has no {_few(names)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
         )
 
 
@@ -280,7 +280,10 @@ class EntryUnexpected(RestoreError):
 
     def __init__(self, names: Sequence[str], step: int) -> None:
         self.names, self.step = tuple(names), step
-        super().__init__(f"step {step} also holds {_few(names)}, which the state given has no place for")
+        super().__init__(
+            f"step {step} also holds {_few(names)}, which the state given has no place for: "
+            'give it one, say what you want (only="model/*"), or leave it (strict=False)'
+        )
 
 
 class ShapeMismatch(RestoreError):

@@ -22,6 +22,8 @@ from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.layout import leaf_of, local
 from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
+from ckpt.adapters.remake import Remaker
+from ckpt.adapters.selection import ALL, Selection
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
@@ -29,7 +31,6 @@ from ckpt.errors import (
     ManifestCorrupt,
     RestoreError,
 )
-from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, decode, join
 from ckpt.plan.leaf import Leaf
@@ -41,13 +42,16 @@ _LIVE = {"tensor", "array", "module", "optimizer", "object", "per_rank"}
 class Matched:
     """What a restore will do: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the rest.
 
-    ``unexpected`` names have no place in this rank's state; whether they have one on another rank (a pipeline's other stages) only all can tell.
+    ``missing`` names are not in the checkpoint. ``unexpected`` ones have no place in this rank's state; whether they have one on another rank (a pipeline's other stages)
+    only all can tell; so it is with ``unused``, the patterns of the selection that fit nothing here.
     """
 
     wanted: list[Leaf] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
+    missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def apply(self) -> None:
         """Set plain values and load objects. Call once all bytes are in place."""
@@ -55,28 +59,41 @@ class Matched:
             action()
 
 
-def match(state: MutableMapping[str, Any], manifest: Manifest, *, rank: int, world_size: int) -> Matched:
-    """Fit ``manifest`` to ``state``; changes neither.
+def match(
+    state: MutableMapping[str, Any],
+    manifest: Manifest,
+    *,
+    rank: int,
+    world_size: int,
+    selection: Selection = ALL,
+) -> Matched:
+    """Fit ``manifest`` to ``state``, as far as ``selection`` goes; changes neither.
 
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch: They do not fit.
         ConfigError: A ``PerRank`` value under another world size, without a policy.
     """
-    return _Match(state, manifest, rank, world_size).run()
+    return _Match(state, manifest, rank, world_size, selection).run()
 
 
 class _Match:
     def __init__(
-        self, state: MutableMapping[str, Any], manifest: Manifest, rank: int, world_size: int
+        self,
+        state: MutableMapping[str, Any],
+        manifest: Manifest,
+        rank: int,
+        world_size: int,
+        selection: Selection,
     ) -> None:
-        self._target, self._manifest = state, manifest
+        self._target, self._manifest, self._selection = state, manifest, selection
         self._rank, self._world = rank, world_size
         self._tensors = manifest.tensor_map()
         self._names = sorted(self._tensors)
         self._parameters = find_parameters(list(walk_objects(state)))
         self._missing: list[str] = []
         self._unexpected: list[str] = []
-        self._made: dict[str, torch.Tensor] = {}
+        self._unused = set(selection.only or ())
+        self._values = Remaker(self._tensors, self._want)
         self._filled: dict[Hashable, str] = {}
         self.out = Matched()
 
@@ -85,9 +102,11 @@ class _Match:
         if not isinstance(tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
         self._mapping(self._target, tree, "")
-        if self._missing:
-            raise EntryMissing(self._missing, self._manifest.step)
-        self.out.unexpected = tuple(self._unexpected)
+        self.out.missing = tuple(filter(self._takes, self._missing))
+        self.out.unexpected = tuple(filter(self._takes, self._unexpected))
+        self.out.unused = tuple(sorted(self._unused))
+        if self.out.missing and self._selection.strict:
+            raise EntryMissing(list(self.out.missing), self._manifest.step)
         return self.out
 
     # -- containers ---------------------------------------------------------------------------------------------------------
@@ -106,7 +125,7 @@ class _Match:
     def _pairs(self, node: Mapping[str, Node], path: str) -> dict[Any, Node]:
         if node.get("$") not in ("dict", "OrderedDict", "Counter"):
             raise KindMismatch(path, _kind(node), "dict")
-        return {decode(key, self._make): item for key, item in node["v"]}
+        return {decode(key, self._values.make): item for key, item in node["v"]}
 
     def _sequence(self, target: Sequence[Any], node: Node, path: str, put: Callable[[Any], None]) -> None:
         items = (
@@ -129,7 +148,10 @@ class _Match:
     # -- one value ----------------------------------------------------------------------------------------------------------
 
     def _item(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
-        """``put`` replaces the value in its container."""
+        """``put`` replaces the value in its container. What is not selected is left, but containers are looked into."""
+        inside = isinstance(target, nn.Module | Optimizer) or (_has_live(target) and not is_stateful(target))
+        if not self._takes(path) and not inside:
+            return
         match target:
             case torch.Tensor():
                 self._expect(node, path, "tensor", "array")
@@ -148,7 +170,7 @@ class _Match:
             case _ if is_stateful(target):
                 self._expect(node, path, "object")
                 value = node["v"]
-                made = self._rebuild(value, path)
+                made = self._values.order(value, path)
                 self.out.actions.append(lambda: target.load_state_dict(made()))
             case MutableMapping() if _has_live(target):
                 self._mapping(target, node, path)
@@ -163,7 +185,7 @@ class _Match:
             raise KindMismatch(path, _kind(node), type(target).__name__)
         if tag in ("tensor", "array") and target is not None:
             raise KindMismatch(path, _kind(node), type(target).__name__)
-        made = self._rebuild(node, path)
+        made = self._values.order(node, path)
         self.out.actions.append(lambda: put(made()))
 
     def _array(self, target: np.ndarray[Any, Any], node: Node, path: str, put: Callable[[Any], None]) -> None:
@@ -171,7 +193,7 @@ class _Match:
         if target.flags.c_contiguous and target.flags.writeable:
             self._want(node["n"], torch.from_numpy(target).reshape(target.shape))
         else:
-            made = self._rebuild(node)
+            made = self._values.order(node)
             self.out.actions.append(lambda: put(made()))
 
     def _per_rank(self, target: PerRank, path: str) -> None:
@@ -220,10 +242,12 @@ class _Match:
         extra: dict[str, Callable[[], Any]] = {}
         for entry in items_of(path, module).entries:
             name = f"{path}/{entry.fqn}"
-            if entry.fqn not in saved:
+            if not self._takes(name):
+                pass
+            elif entry.fqn not in saved:
                 self._missing.append(name)
             elif id(entry.value) not in own:  # extra state: whatever it was
-                extra[entry.key] = self._rebuild(values.get(entry.fqn, {"$": "tensor", "n": name}), name)
+                extra[entry.key] = self._values.order(values.get(entry.fqn, {"$": "tensor", "n": name}), name)
             elif entry.fqn in values:
                 raise KindMismatch(name, _kind(values[entry.fqn]), "tensor")
             else:
@@ -236,15 +260,21 @@ class _Match:
     def _optimizer(self, optimizer: Optimizer, node: Mapping[str, Node], path: str) -> None:
         names = name_groups(optimizer, self._parameters)
         by_parameter = {name: group["values"] for group in node["groups"] for name in group["params"]}
-        wanted = dict.fromkeys(name for group in names for name in group)
-        self._missing += [f"{path}/{name}" for name in wanted if name not in by_parameter]
+        wanted = {name for group in names for name in group if self._takes(f"{path}/{name}")}
+        missing = sorted(wanted - by_parameter.keys())
+        self._missing += [f"{path}/{name}" for name in missing]
         self._unexpected += [f"{path}/{name}" for name in by_parameter if name not in wanted]
-        if self._missing:
+        if missing and self._selection.strict:
             return
+        wanted &= by_parameter.keys()
         others = sorted(node["state"])
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
-            self._group(group, [by_parameter[name] for name in group_names], f"{path}/param_groups")
+            if self._takes(f"{path}/param_groups"):
+                saved = [by_parameter[name] for name in group_names if name in wanted]
+                self._group(group, saved, f"{path}/param_groups")
             for parameter, name in zip(group["params"], group_names, strict=True):
+                if name not in wanted:
+                    continue
                 values = {key: node["state"][key] for key in _below(others, f"{path}/{name}")}
                 self._state(optimizer, group, parameter, values, f"{path}/{name}")
 
@@ -255,7 +285,7 @@ class _Match:
             raise RestoreError(
                 f"{path}: parameters with different settings in the checkpoint share a group here: group them as they were saved"
             )
-        made = self._rebuild(values[0])
+        made = self._values.order(values[0])
 
         def apply() -> None:
             for key, value in made().items():
@@ -291,7 +321,7 @@ class _Match:
             fresh[key] = held
         for name, node in values.items():
             part = name[len(prefix) + 1 :]
-            makers[keys.get(part, _unescape(part))] = self._rebuild(node)
+            makers[keys.get(part, _unescape(part))] = self._values.order(node)
 
         def apply() -> None:
             fresh.update({key: made() for key, made in makers.items()})
@@ -303,6 +333,10 @@ class _Match:
         self.out.actions.append(apply)
 
     # -- helpers ------------------------------------------------------------------------------------------------------------
+
+    def _takes(self, name: str) -> bool:
+        self._unused.difference_update(self._selection.fitting(name))
+        return self._selection.takes(name)
 
     def _want(self, name: str, target: torch.Tensor) -> None:
         if name not in self._tensors:
@@ -319,43 +353,6 @@ class _Match:
     def _expect(self, node: Node, path: str, *tags: str) -> None:
         if not isinstance(node, dict) or node.get("$") not in tags:
             raise KindMismatch(path, _kind(node), tags[0])
-
-    def _rebuild(self, node: Node, path: str = "") -> Callable[[], Any]:
-        """Order the tensors of ``node`` to be read; the value can be had once they are."""
-        decode(node, partial(self._order, path))
-        return lambda: decode(node, self._make)
-
-    def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
-        if tag in ("module", "optimizer", "per_rank"):
-            raise KindMismatch(path, f"container with a {tag}", "plain value")
-        if tag in ("tensor", "array") and node["n"] not in self._made:
-            name = node["n"]
-            if (tensor := self._tensors.get(name)) is None:
-                raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
-            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-            self._want(name, self._made[name])
-        elif tag == "object":
-            decode(node["v"], partial(self._order, path))
-        elif tag not in ("tensor", "array"):
-            self._make(tag, node)  # what cannot be made is found now, not when half is set
-        return None
-
-    def _make(self, tag: str, node: Mapping[str, Node]) -> object:
-        match tag:
-            case "tensor":
-                return self._made[node["n"]]
-            case "array":
-                return self._made[node["n"]].numpy()
-            case "object":
-                return decode(node["v"], self._make)
-            case "size":
-                return torch.Size(node["v"])
-            case "device":
-                return torch.device(node["v"])
-            case "dtype" if node["v"] in DTYPES:
-                return getattr(torch, node["v"])
-            case _:
-                raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")
 
 
 def _below(names: Sequence[str], path: str) -> Sequence[str]:

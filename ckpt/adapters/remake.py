@@ -1,0 +1,64 @@
+"""Values of the tree, made anew: plain ones, and the tensors and arrays inside them once their bytes are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt.errors import KindMismatch, ManifestCorrupt
+from ckpt.model.dtype import DTYPES
+from ckpt.model.manifest import Tensor
+from ckpt.model.values import Node, decode
+
+
+class Remaker:
+    """Makes the tensors that plain values hold, each once, and the values when they are filled.
+
+    Args:
+        tensors: Those of the manifest, by name.
+        want: Told the name and the memory of each tensor that is to be read.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], None]) -> None:
+        self._tensors, self._want = tensors, want
+        self._made: dict[str, torch.Tensor] = {}
+
+    def order(self, node: Node, path: str = "") -> Callable[[], Any]:
+        """Order the tensors of ``node`` to be read; the value can be had once they are."""
+        decode(node, partial(self._order, path))
+        return lambda: decode(node, self.make)
+
+    def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
+        if tag in ("module", "optimizer", "per_rank"):
+            raise KindMismatch(path, f"container with a {tag}", "plain value")
+        if tag in ("tensor", "array") and node["n"] not in self._made:
+            name = node["n"]
+            if (tensor := self._tensors.get(name)) is None:
+                raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
+            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            self._want(name, self._made[name])
+        elif tag == "object":
+            decode(node["v"], partial(self._order, path))
+        elif tag not in ("tensor", "array"):
+            self.make(tag, node)  # what cannot be made is found now, not when half is set
+        return None
+
+    def make(self, tag: str, node: Mapping[str, Node]) -> object:
+        match tag:
+            case "tensor":
+                return self._made[node["n"]]
+            case "array":
+                return self._made[node["n"]].numpy()
+            case "object":
+                return decode(node["v"], self.make)
+            case "size":
+                return torch.Size(node["v"])
+            case "device":
+                return torch.device(node["v"])
+            case "dtype" if node["v"] in DTYPES:
+                return getattr(torch, node["v"])
+            case _:
+                raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")

@@ -1,0 +1,43 @@
+"""Which names a restore is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Names as ``ckpt show`` prints them.
+
+    Attributes:
+        only: Patterns of the shell, whose ``*`` takes slashes and dots too; what none of them fits keeps what it has. None: everything.
+        strict: Whether names must be on both sides. If not, a target that the checkpoint has no value for keeps what it has, and what has no target is left.
+    """
+
+    only: tuple[str, ...] | None = None
+    strict: bool = True
+
+    @classmethod
+    def of(cls, only: str | Sequence[str] | None, *, strict: bool = True) -> Selection:
+        """What a user gave. Raises ``ConfigError`` for what is no pattern."""
+        if only is None:
+            return cls(None, strict)
+        patterns = (only,) if isinstance(only, str) else tuple(only)
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise ConfigError(f'only={only!r}: give names or patterns such as "model/*", or leave it out')
+        return cls(patterns, strict)
+
+    def takes(self, name: str) -> bool:
+        """Whether it is about this one, or about all below it."""
+        return self.only is None or bool(self.fitting(name))
+
+    def fitting(self, name: str) -> list[str]:
+        """The patterns that fit it."""
+        return [each for each in self.only or () if fnmatchcase(name, each) or fnmatchcase(f"{name}/", each)]
+
+
+ALL = Selection()
