@@ -22,7 +22,7 @@ from ckpt.adapters.load import Matched, match
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
-from ckpt.catalog.origin import Origin, Repair
+from ckpt.catalog.origin import Found, Origin, Repair
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
 from ckpt.errors import (
@@ -35,7 +35,6 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
-from ckpt.model.manifest import File, Manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import RestorePlan, plan_restore
@@ -114,12 +113,10 @@ class _Landed:
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    manifest: Manifest
-    packed: bytes
-    listed: int
+    found: Found
     matched: Matched
     plan: RestorePlan
-    missing: list[File]
+    cache: ReadThrough
 
 
 class _Damaged(Exception):
@@ -231,41 +228,39 @@ class Restorer:
             RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
         """
         origin = Origin([tier.backend for tier in tiers], ref, retry=self._retry, on_repair=_warn(ref))
-        cache = ReadThrough(
-            tiers if self._read_through else (), origin,
-            coordinator=self._coordinator, subject=f"restore/{self._serial}/{self._round}/fetch",
-            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
-        )  # fmt: skip
         fit, unexpected = self._together(
-            "match", ref, lambda: self._fit(state, origin, cache), lambda fit: fit.matched.unexpected
+            "match", ref, lambda: self._fit(state, tiers, origin), lambda fit: fit.matched.unexpected
         )
         if unexpected:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True
-        tier, _ = self._together("read", ref, lambda: self._read(fit, origin, cache), lambda _: ())
-        return _Landed(
-            fit.matched, fit.plan, tier, fit.manifest.world_size, origin.repairs, cache.cached_bytes
-        )
+        tier, _ = self._together("read", ref, lambda: self._read(fit, origin), lambda _: ())
+        world = fit.found.manifest.world_size
+        return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes)
 
-    def _fit(self, state: MutableMapping[str, Any], origin: Origin, cache: ReadThrough) -> _Fit:
+    def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
         with _uncollected():
-            listed, manifest, packed = origin.manifest()
-            world = self._coordinator.world_size
-            matched = match(state, manifest, rank=self._coordinator.rank, world_size=world)
-            plan = plan_restore(manifest, matched.wanted)
-        files = manifest.file_map()
-        missing = cache.missing(files[rank] for rank in sorted({read.rank for read in plan.reads}))
-        return _Fit(manifest, packed, listed, matched, plan, missing)
+            found = origin.manifest()
+            rank, world = self._coordinator.rank, self._coordinator.world_size
+            matched = match(state, found.manifest, rank=rank, world_size=world)
+            plan = plan_restore(found.manifest, matched.wanted)
+        cache = ReadThrough(
+            tiers if self._read_through else (), origin, found,
+            coordinator=self._coordinator, subject=f"restore/{self._serial}/{self._round}/fetch",
+            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
+        )  # fmt: skip
+        cache.look(plan)
+        return _Fit(found, matched, plan, cache)
 
-    def _read(self, fit: _Fit, origin: Origin, cache: ReadThrough) -> str:
+    def _read(self, fit: _Fit, origin: Origin) -> str:
         """Returns where most of it came from."""
-        cache.fill(fit.missing, fit.manifest, fit.packed, listed=fit.listed)
         sink = TensorSink(fit.matched.wanted, fit.matched.targets)
-        given = origin.read(fit.plan, sink, fit.manifest.file_map(), workers=self._workers)
-        nbytes: Counter[int] = Counter({fit.listed: 0})
+        left = fit.cache.fill(fit.plan, sink)
+        given = origin.read(left, sink, fit.found.manifest.file_map(), workers=self._workers)
+        nbytes = Counter({fit.found.position: 0, **fit.cache.taken})
         for position, part in enumerate(given):
             for read in part.reads:
-                nbytes[max(position, cache.fetched.get(read.rank, 0))] += read.nbytes
+                nbytes[max(position, fit.cache.fetched.get(read.rank, 0))] += read.nbytes
         return origin.sources[max(nbytes, key=lambda position: (nbytes[position], -position))].url
 
     def _together(
@@ -354,10 +349,9 @@ def _ref(proposal: _Proposal) -> StepRef:
 
 def _warn(ref: StepRef) -> Callable[[Repair], None]:
     def warn(repair: Repair) -> None:
-        what = repr(repair.key) if repair.key else "what is wanted"
         _log.warning(
-            "ckpt: step %d: %s is not to be had intact from %s, the next tier is asked for it: %s",
-            ref.step, what, repair.tier, repair.reason,
+            "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
+            ref.step, repair.tier, repair.reason,
         )  # fmt: skip
 
     return warn

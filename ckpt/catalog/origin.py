@@ -22,7 +22,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.plan.sources import Reach, reach_of, split, verdict
+from ckpt.plan.sources import Reach, reach_of, verdict, without
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
@@ -43,6 +43,15 @@ class Repair:
     key: str
     reason: str
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A manifest, the very bytes it was read from, and the position of the source."""
+
+    position: int
+    manifest: Manifest
+    packed: bytes
 
 
 OnRepair = Callable[[Repair], None]
@@ -81,8 +90,8 @@ class Origin:
         with self._lock:
             return tuple(self._repairs.values())
 
-    def manifest(self) -> tuple[int, Manifest, bytes]:
-        """The position of the nearest source that has it intact, the manifest, and the very bytes it was read from.
+    def manifest(self) -> Found:
+        """The manifest, of the nearest source that has it intact.
 
         Raises:
             FormatTooNew: The nearest source that lists the step has it in a later format.
@@ -101,7 +110,7 @@ class Origin:
             return packed
 
         position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
-        return position, manifest, packed
+        return Found(position, manifest, packed)
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
@@ -168,8 +177,8 @@ class Origin:
                     on_bytes=lambda _: None,
                     guard=missed.guard,
                 )
-            done, plan = split(plan, missed.reads)
-            given.append(done)
+            given.append(without(plan, missed.reads))
+            plan = without(plan, given[-1].reads)
         return given
 
     def fault(self, position: int, file: File | FragmentRef) -> Exception | None:

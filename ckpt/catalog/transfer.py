@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +37,9 @@ from ckpt.model.manifest import File, FragmentRef, Manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, Upload, read_object
+
+OnSpan = Callable[[File, Span, memoryview, int], None]
+"""Shown what was read, once it is known to be intact, and the position of its source; from several threads. The memory is only lent for the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +80,8 @@ def fetch_step(
     retry = retry or RetryPolicy()
     origin = Origin((source, *others), ref, retry=retry, on_repair=on_repair)
     with _about_the_source():
-        _, manifest, packed = origin.manifest()
+        found = origin.manifest()
+    manifest, packed = found.manifest, found.packed
     _make_way(destination, ref, packed, retry)
     missing = _missing(destination, ref, manifest, workers, retry)
     if not others:
@@ -102,9 +106,10 @@ def copy_files(
     workers: Workers,
     retry: RetryPolicy,
     meter: Meter,
+    on_span: OnSpan = lambda *_: None,
 ) -> int:
     """Copy data files, all of each or nothing; returns the position of the farthest source that was needed. Raises as ``fetch_step`` does."""
-    copies = [_FileCopy(origin, destination, file, retry) for file in files]
+    copies = [_FileCopy(origin, destination, file, retry, on_span) for file in files]
     try:
         found = workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
     finally:
@@ -211,11 +216,18 @@ class _FileCopy:
     Whoever brings the last bytes finishes the upload; after ``stop``, whoever leaves last aborts it.
     """
 
-    def __init__(self, origin: Origin, destination: StorageBackend, file: File, retry: RetryPolicy) -> None:
+    def __init__(
+        self,
+        origin: Origin,
+        destination: StorageBackend,
+        file: File,
+        retry: RetryPolicy,
+        on_span: OnSpan,
+    ) -> None:
         key = origin.ref.key(file.name)
         self.spans = spans_of(key, file)
         self._origin, self._destination, self._key, self._size = origin, destination, key, file.size
-        self._retry = retry
+        self._retry, self._file, self._on_span = retry, file, on_span
         self._lock = threading.Lock()
         parallel = destination.capabilities.parallel_parts
         self._turn: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
@@ -232,6 +244,7 @@ class _FileCopy:
             data = fresh_memory(span.nbytes)
             with _about_the_source():
                 position = self._origin.read_span(span, data)
+            self._on_span(self._file, span, data, position)
             self._hand_over(upload, span.offset, data)
             if self._is_last():
                 upload.finish()

@@ -66,9 +66,7 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
     return IntegrityError(f"no tier has {what!r} intact: {reasons}")
 
 
-def split(plan: RestorePlan, failed: Collection[ChunkRead]) -> tuple[RestorePlan, RestorePlan]:
-    """What was given, and what is still to be asked for; both in file order."""
-    places = {(read.rank, read.offset) for read in failed}
-    given = tuple(read for read in plan.reads if (read.rank, read.offset) not in places)
-    left = tuple(read for read in plan.reads if (read.rank, read.offset) in places)
-    return replace(plan, reads=given), replace(plan, reads=left)
+def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
+    """The rest of ``plan``, in file order."""
+    places = {(read.rank, read.offset) for read in reads}
+    return replace(plan, reads=tuple(r for r in plan.reads if (r.rank, r.offset) not in places))

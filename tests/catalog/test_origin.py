@@ -65,7 +65,7 @@ def read(
 ) -> tuple[np.ndarray, Origin, list[RestorePlan], list[Repair]]:
     told: list[Repair] = []
     origin = Origin(stores, done.ref, retry=IMPATIENT, on_repair=told.append)
-    _, manifest, _ = origin.manifest()
+    manifest = origin.manifest().manifest
     sink = ArraySink(WANTED, direct=direct)
     given_by = origin.read(plan_restore(manifest, WANTED), sink, manifest.file_map(), workers=workers)
     return sink.arrays[0], origin, given_by, told
@@ -206,7 +206,7 @@ def test_a_mistake_of_ours_is_no_damage(workers: Workers) -> None:
             raise ZeroDivisionError
 
     origin = Origin(stores, done.ref, retry=IMPATIENT)
-    _, manifest, _ = origin.manifest()
+    manifest = origin.manifest().manifest
     with pytest.raises(ZeroDivisionError):
         origin.read(
             plan_restore(manifest, WANTED), Broken(WANTED, direct=True), manifest.file_map(), workers=workers

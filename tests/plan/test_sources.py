@@ -18,7 +18,7 @@ from ckpt.errors import (
 )
 from ckpt.model.box import Box
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.plan.sources import Reach, is_damage, reach_of, split, verdict
+from ckpt.plan.sources import Reach, is_damage, reach_of, verdict, without
 
 CHUNK = ChecksumMismatch("a/rank-00000.safetensors", 4096, 100)
 
@@ -76,14 +76,11 @@ def chunk(rank: int, offset: int) -> ChunkRead:
     places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), unique=True, max_size=30),
     chosen=st.sets(st.integers(0, 29)),
 )
-def test_every_chunk_is_given_or_still_to_be_asked_for_in_file_order(
-    places: list[tuple[int, int]], chosen: set[int]
-) -> None:
+def test_what_is_left_of_a_plan_keeps_file_order(places: list[tuple[int, int]], chosen: set[int]) -> None:
     plan = RestorePlan(reads=tuple(chunk(*place) for place in sorted(places)), wanted_bytes=5)
-    failed = [read for index, read in enumerate(plan.reads) if index in chosen]
-    given_now, left = split(plan, list(reversed(failed)))
-    assert list(left.reads) == failed
-    assert sorted([*given_now.reads, *left.reads], key=lambda read: (read.rank, read.offset)) == list(
-        plan.reads
-    )
-    assert given_now.wanted_bytes == left.wanted_bytes == 5
+    done = [read for index, read in enumerate(plan.reads) if index in chosen]
+    left = without(plan, list(reversed(done)))
+    assert [read for read in plan.reads if read in done or read in left.reads] == list(plan.reads)
+    assert list(left.reads) == [read for index, read in enumerate(plan.reads) if index not in chosen]
+    assert left.wanted_bytes == 5
+    assert without(plan, left.reads).reads == tuple(done)
