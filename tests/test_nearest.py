@@ -92,7 +92,8 @@ def test_a_flipped_bit_is_mended_from_the_next_tier_and_told(
     (event,) = [event for event in told if isinstance(event, Repaired)]
     assert (event.step, event.key, event.nbytes) == (3, repair.key, repair.nbytes)
     assert not [event for event in told if isinstance(event, StepDamaged)]
-    assert [call.nbytes for call in store.calls if call.verb == "read_into"] == [repair.nbytes]
+    (asked,) = [call for call in store.calls if call.verb == "read_into"]
+    assert asked.nbytes <= repair.nbytes + 2 * 4096  # a disk is read in whole blocks
 
 
 def test_nothing_far_is_read_while_the_near_tier_is_whole(

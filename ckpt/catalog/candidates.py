@@ -95,7 +95,8 @@ class _Listing:
         return 0.0
 
     def _drop(self, position: int, error: StorageError) -> None:
-        _log.warning("ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error)
+        if len(self._stores) > 1:  # else it is the error that is raised
+            _log.warning("ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error)
         self._answering.remove(position)
         self._failure = error
 
