@@ -205,6 +205,14 @@ def resolve_tier(flag: str | None) -> Tier:
     )
 
 
+def resolve_tiers(flags: Sequence[str] | None) -> tuple[Tier, ...]:
+    """The places that a command works on, nearest first: as ``resolve_tier`` for each of ``flags``; without any, and without ``CKPT_ROOT``, all tiers of ``./ckpt.toml`` that outlive a process."""
+    if flags:
+        return tuple(map(resolve_tier, flags))
+    lasting = tuple(tier for tier in load_config().tiers if not tier.url.startswith("memory:"))
+    return lasting if len(lasting) > 1 and not os.environ.get(ROOT_VARIABLE) else (resolve_tier(None),)
+
+
 def resolve_root(flag: str | None) -> str:
     """The URL of ``resolve_tier``."""
     return resolve_tier(flag).url

@@ -35,11 +35,22 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDamaged:
-    """A restore found a step unusable and goes on with the one before."""
+    """A restore found a step that is whole on no tier and goes on with the one before. ``tier`` is the nearest that lists it."""
 
     step: int
     tier: str
     error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired:
+    """A restore took from a farther tier what ``tier`` should have had intact: ``nbytes`` of the file ``key`` (empty: the tier did not answer at all)."""
+
+    step: int
+    tier: str
+    key: str
+    reason: str
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,5 +63,5 @@ class Restored:
     seconds: float
 
 
-Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Restored
+Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Repaired | Restored
 Observer = Callable[[Event], None]

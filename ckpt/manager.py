@@ -197,10 +197,18 @@ class CheckpointManager:
 
     # -- finding and restoring ----------------------------------------------------------------------------------------------
 
-    def restore(self, state: MutableMapping[str, Any], step: int | None = None) -> RestoreReport | None:
-        """Fill ``state`` with ``step``, or with the newest step that is intact on some tier; None if there is none at all.
+    def restore(
+        self, state: MutableMapping[str, Any], step: int | None = None, *, read_through: bool = True
+    ) -> RestoreReport | None:
+        """Fill ``state`` with ``step``, or with the newest step that is intact; None if there is none at all.
 
-        A damaged step is skipped for the next best, with a log line and an entry in the report. All ranks restore the same step or none.
+        Each chunk comes from the nearest tier that has it intact. A step of which some chunk is intact nowhere is skipped for the one before. Both leave a log line and an entry in the report. All ranks
+        restore the same step or none.
+
+        Args:
+            state: As it was saved: nested dict of tensors, modules, optimizers, ...
+            step: This one or none.
+            read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local.
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
@@ -209,8 +217,9 @@ class CheckpointManager:
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(
-                self._tiers, self._coordinator, workers, self._background.notify, serial=self._restores
-            )
+                self._tiers, self._coordinator, workers, self._background.notify,
+                serial=self._restores, read_through=read_through,
+            )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:

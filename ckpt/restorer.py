@@ -1,8 +1,8 @@
 """The newest step that is whole -> the state, on all ranks the same one.
 
-The leader lists and proposes; every rank matches; when all fit, every rank reads; only when all have
-read is anything but tensor memory touched. A rank that meets damage makes all
-go to the next best: another tier, then the step before.
+The leader lists and proposes; every rank matches; when all fit, every rank reads, each chunk from the nearest tier that has it intact; only when all have
+read is anything but tensor memory touched. A rank that finds some chunk intact nowhere makes all
+go to the step before. What comes from far is put into the nearest folder on the way.
 """
 
 from __future__ import annotations
@@ -10,36 +10,35 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from ckpt.adapters.load import Matched, match
 from ckpt.adapters.sink import TensorSink
-from ckpt.catalog.index import born, find, read_manifest
+from ckpt.catalog.cache import ReadThrough
+from ckpt.catalog.candidates import candidates
+from ckpt.catalog.origin import Found, Origin, Repair
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
 from ckpt.errors import (
     CkptError,
     CommitTimeout,
     EntryUnexpected,
-    FormatTooNew,
-    IntegrityError,
     NoCheckpoint,
-    ObjectNotFound,
     RestoreError,
     StorageError,
 )
-from ckpt.events import Event, Restored, StepDamaged
+from ckpt.events import Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
-from ckpt.model.manifest import Manifest
-from ckpt.pipeline.reader import read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import RestorePlan, plan_restore
+from ckpt.plan.sources import is_damage
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
@@ -55,10 +54,12 @@ class RestoreReport:
     """What was restored and what it took.
 
     Attributes:
-        tier: URL of the tier that it came from.
-        nbytes: Bytes that landed in this rank's state; ``read_bytes`` were fetched for it.
+        tier: URL of the tier that it came from: with several, the one that most bytes of this rank came from. What was fetched into a cache on the way came from where it was fetched.
+        nbytes: Bytes that landed in this rank's state; ``read_bytes`` were read for it.
         seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
         skipped: Newer (step, reason) that were damaged.
+        repaired: What nearer tiers should have had intact, and came from farther ones; of this rank.
+        cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
     """
 
     step: int
@@ -69,6 +70,8 @@ class RestoreReport:
     seconds: float
     saved_world_size: int
     skipped: tuple[tuple[int, str], ...]
+    repaired: tuple[Repair, ...] = ()
+    cached_bytes: int = 0
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -83,8 +86,11 @@ class RestoreReport:
 
 
 class _Proposal(msgspec.Struct, frozen=True):
-    tier: int
+    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices."""
+
     folder: str
+    nearest: int
+    answering: tuple[int, ...]
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -98,9 +104,19 @@ class _Answer(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class _Landed:
     matched: Matched
-    nbytes: int
-    read_bytes: int
+    plan: RestorePlan
+    tier: str
     world_size: int
+    repaired: tuple[Repair, ...]
+    cached_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    found: Found
+    matched: Matched
+    plan: RestorePlan
+    cache: ReadThrough
 
 
 class _Damaged(Exception):
@@ -118,11 +134,12 @@ class Restorer:
         notify: Callable[[Event], None],
         *,
         serial: int,
+        read_through: bool = True,
     ) -> None:
         """``serial`` tells this restore from the manager's others: subjects are used once."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry = RetryPolicy()
-        self._serial, self._round = serial, 0
+        self._serial, self._round, self._read_through = serial, 0, read_through
         self._overwritten = False
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
@@ -134,69 +151,50 @@ class Restorer:
         """
         began = time.perf_counter()
         skipped: list[tuple[int, str]] = []
-        candidates = self._candidates(step) if self._coordinator.rank == LEADER else iter(())
-        while (proposal := self._agree(candidates)) is not None:
-            tier, ref = self._tiers[proposal.tier], _ref(proposal)
+        proposals = self._proposals(step) if self._coordinator.rank == LEADER else iter(())
+        while (proposal := self._agree(proposals)) is not None:
+            url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
             try:
-                landed = self._land(state, tier, ref)
+                landed = self._land(state, [self._tiers[index] for index in proposal.answering], ref)
             except RestoreError as misfit:
                 if skipped and self._overwritten:
                     raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
                 raise
             except _Damaged as damage:
                 _log.warning(
-                    "ckpt: step %d on %s is damaged, looking for the next best: %s",
-                    ref.step,
-                    tier.url,
-                    damage,
+                    "ckpt: step %d on %s is damaged, looking for the next best: %s", ref.step, url, damage
                 )
-                self._notify(StepDamaged(step=ref.step, tier=tier.url, error=damage.__cause__ or damage))
+                self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
                 skipped.append((ref.step, str(damage)))
                 continue
             _apply(landed.matched, ref)
-            report = RestoreReport(
-                step=ref.step, attempt=ref.attempt, tier=tier.url, nbytes=landed.nbytes, read_bytes=landed.read_bytes,
-                seconds=time.perf_counter() - began, saved_world_size=landed.world_size, skipped=tuple(skipped),
-            )  # fmt: skip
-            _log.info("ckpt: restored %s", report)
-            self._notify(Restored(step=ref.step, tier=tier.url, nbytes=landed.nbytes, seconds=report.seconds))
-            return report
+            return self._report(ref, landed, time.perf_counter() - began, skipped)
         if not skipped and step is None:
             return None
         raise NoCheckpoint(
             ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
         )
 
-    # -- the leader's list --------------------------------------------------------------------------------------------------
+    def _report(
+        self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
+    ) -> RestoreReport:
+        report = RestoreReport(
+            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.plan.wanted_bytes,
+            read_bytes=landed.plan.read_bytes, seconds=seconds, saved_world_size=landed.world_size,
+            skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
+        )  # fmt: skip
+        _log.info("ckpt: restored %s", report)
+        for repair in report.repaired:
+            self._notify(Repaired(step=ref.step, **asdict(repair)))
+        self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
+        return report
 
-    def _candidates(self, step: int | None) -> Iterator[_Proposal]:
-        found: list[tuple[int, int, StepRef]] = []
-        failure: StorageError | None = None
-        for tier in self._tiers:
-            try:
-                refs = find(tier.backend, step)
-            except NoCheckpoint:
-                continue
-            except StorageError as error:
-                _log.warning("ckpt: the tier %s cannot be listed: %s", tier.url, error)
-                failure = error
-                continue
-            found += [(-ref.step, tier.index, ref) for ref in refs]
-        if not found and failure is not None:
-            raise failure
-        yield from self._ordered(found)
+    # -- the leader's choice ------------------------------------------------------------------------------------------------
 
-    def _ordered(self, found: list[tuple[int, int, StepRef]]) -> Iterator[_Proposal]:
-        """Newest step first; of attempts at one step the youngest; of tiers that hold it the nearest."""
-        tried: dict[int, set[str]] = {}
-        for _, _, ref in found:
-            tried.setdefault(ref.step, set()).add(ref.attempt)
-        age = {
-            ref: -born(self._tiers[index].backend, ref) if len(tried[ref.step]) > 1 else 0.0
-            for _, index, ref in found
-        }
-        for _, index, ref in sorted(found, key=lambda item: (item[0], age[item[2]], item[1])):
-            yield _Proposal(index, ref.folder)
+    def _proposals(self, step: int | None) -> Iterator[_Proposal]:
+        stores = [tier.backend for tier in self._tiers]
+        for found in candidates(stores, step, workers=self._workers):
+            yield _Proposal(found.ref.folder, found.nearest, found.answering)
 
     def _agree(self, candidates: Iterator[_Proposal]) -> _Proposal | None:
         """The leader's next proposal, on all ranks."""
@@ -222,44 +220,48 @@ class Restorer:
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
-    def _land(self, state: MutableMapping[str, Any], tier: OpenTier, ref: StepRef) -> _Landed:
+    def _land(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], ref: StepRef) -> _Landed:
         """Match on all ranks, and only then read on all.
 
         Raises:
-            _Damaged: Some rank met damage; all shall take the next best.
+            _Damaged: Some rank met damage that no tier mends; all shall take the next best.
             RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
         """
-        rank, world = self._coordinator.rank, self._coordinator.world_size
-
-        def fit() -> tuple[Manifest, Matched, RestorePlan]:
-            with _uncollected():
-                manifest = self._retry.call(lambda: read_manifest(tier.backend, ref))
-                matched = match(state, manifest, rank=rank, world_size=world)
-                return manifest, matched, plan_restore(manifest, matched.wanted)
-
-        (manifest, matched, plan), unexpected = self._together(
-            "match", ref, fit, lambda found: found[1].unexpected
+        origin = Origin([tier.backend for tier in tiers], ref, retry=self._retry, on_repair=_warn(ref))
+        fit, unexpected = self._together(
+            "match", ref, lambda: self._fit(state, tiers, origin), lambda fit: fit.matched.unexpected
         )
         if unexpected:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True
-        self._together("read", ref, lambda: self._read(tier, ref, manifest, matched, plan), lambda _: ())
-        return _Landed(matched, plan.wanted_bytes, plan.read_bytes, manifest.world_size)
+        tier, _ = self._together("read", ref, lambda: self._read(fit, origin), lambda _: ())
+        world = fit.found.manifest.world_size
+        return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes)
 
-    def _read(
-        self, tier: OpenTier, ref: StepRef, manifest: Manifest, matched: Matched, plan: RestorePlan
-    ) -> bool:
-        files = manifest.file_map()
-        read_plan(
-            plan,
-            TensorSink(matched.wanted, matched.targets),
-            backend=tier.backend,
-            file_of=lambda rank: (ref.key(files[rank].name), files[rank].size),
-            workers=self._workers,
-            retry=self._retry,
-            on_bytes=lambda _: None,
-        )
-        return True
+    def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
+        with _uncollected():
+            found = origin.manifest()
+            rank, world = self._coordinator.rank, self._coordinator.world_size
+            matched = match(state, found.manifest, rank=rank, world_size=world)
+            plan = plan_restore(found.manifest, matched.wanted)
+        cache = ReadThrough(
+            tiers if self._read_through else (), origin, found,
+            coordinator=self._coordinator, subject=f"restore/{self._serial}/{self._round}/fetch",
+            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
+        )  # fmt: skip
+        cache.look(plan)
+        return _Fit(found, matched, plan, cache)
+
+    def _read(self, fit: _Fit, origin: Origin) -> str:
+        """Returns where most of it came from."""
+        sink = TensorSink(fit.matched.wanted, fit.matched.targets)
+        left = fit.cache.fill(fit.plan, sink)
+        given = origin.read(left, sink, fit.found.manifest.file_map(), workers=self._workers)
+        nbytes = Counter({fit.found.position: 0, **fit.cache.taken})
+        for position, part in enumerate(given):
+            for read in part.reads:
+                nbytes[max(position, fit.cache.fetched.get(read.rank, 0))] += read.nbytes
+        return origin.sources[max(nbytes, key=lambda position: (nbytes[position], -position))].url
 
     def _together(
         self, what: str, ref: StepRef, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
@@ -272,7 +274,7 @@ class Restorer:
             mine = _Answer("ok", names=names(result))
         except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
             error = failed
-            outcome = "damaged" if _is_damage(failed) else "stop"
+            outcome = "damaged" if is_damage(failed) else "stop"
             mine = _Answer(outcome, str(failed) or repr(failed))
         answer = self._poll(f"restore/{self._serial}/{self._round}/{what}", ref, mine)
         if answer.outcome == "damaged":
@@ -345,11 +347,14 @@ def _ref(proposal: _Proposal) -> StepRef:
     return ref
 
 
-def _is_damage(error: Exception) -> bool:
-    """Whether the data is bad or gone. A store that forbids or does not answer, or a later format, says nothing about the data: going back in history would hide it."""
-    if isinstance(error, IntegrityError):
-        return not isinstance(error, FormatTooNew)
-    return isinstance(error, ObjectNotFound) or type(error) is StorageError
+def _warn(ref: StepRef) -> Callable[[Repair], None]:
+    def warn(repair: Repair) -> None:
+        _log.warning(
+            "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
+            ref.step, repair.tier, repair.reason,
+        )  # fmt: skip
+
+    return warn
 
 
 def _told(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:

@@ -1,7 +1,7 @@
-"""Copy a checkpoint to another store, proving every byte on the way.
+"""Copy a checkpoint, or files of it, to another store, proving every byte on the way.
 
 1. Files that the destination already has, whole and right, are kept: a fetch that was cut short goes on where it was.
-2. Data files: workers read spans of whole chunks, compare checksums, and hand the bytes to uploads. A part of an upload that spans share is
+2. Data files: workers read spans of whole chunks, each from the nearest source that has it intact, and hand the bytes to uploads. A part of an upload that spans share is
    put together from their pieces. Nothing is visible until all of a file is right.
 3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does.
 
@@ -13,20 +13,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import read_packed
+from ckpt.catalog.origin import OnRepair, Origin
 from ckpt.catalog.verify import (
     Meter,
     OnProgress,
     Span,
-    check_chunks,
     fault_of,
     fresh_memory,
-    read_fragment,
     size_faults,
     spans_of,
     verify_files,
@@ -39,6 +37,9 @@ from ckpt.model.manifest import File, FragmentRef, Manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, Upload, read_object
+
+OnSpan = Callable[[File, Span, memoryview, int], None]
+"""Shown what was read, once it is known to be intact, and the position of its source; from several threads. The memory is only lent for the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,42 +60,85 @@ def fetch_step(
     workers: Workers,
     on_progress: OnProgress | None = None,
     retry: RetryPolicy | None = None,
+    others: Sequence[StorageBackend] = (),
+    on_repair: OnRepair = lambda _: None,
 ) -> FetchReport:
     """Make a committed step of ``source`` one of ``destination``.
 
     On an error, what is finished stays for the next try, and the step is not listed at the destination (unless it was before).
 
+    Args:
+        others: Where to look for what the source has not intact, nearest first.
+        on_repair: Told when one of them is.
+
     Raises:
-        ChecksumMismatch, ManifestCorrupt, FormatTooNew: The source is damaged. Any ``IntegrityError`` is about the source.
-        IntegrityError: It lacks a file, or a file cannot be read where it should have bytes.
+        ChecksumMismatch, ManifestCorrupt, FormatTooNew: All sources are damaged. Any ``IntegrityError`` is about the sources.
+        IntegrityError: They lack a file, or a file cannot be read where it should have bytes.
         ObjectExists: The destination has an intact manifest of this very attempt that differs.
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
+    origin = Origin((source, *others), ref, retry=retry, on_repair=on_repair)
     with _about_the_source():
-        manifest, packed = read_packed(source, ref, retry=retry)
+        found = origin.manifest()
+    manifest, packed = found.manifest, found.packed
     _make_way(destination, ref, packed, retry)
     missing = _missing(destination, ref, manifest, workers, retry)
-    for fault in size_faults(source, ref, missing, workers=workers, retry=retry):
-        raise fault.error()
+    if not others:
+        for fault in size_faults(source, ref, missing, workers=workers, retry=retry):
+            raise fault.error()
     copied = sum(file.size for file in missing)
     meter = Meter(manifest.nbytes, on_progress)
     meter.add(manifest.nbytes - copied)
-    copies = [_FileCopy(source, destination, ref.key(file.name), file, retry) for file in missing]
-    try:
-        workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
-    finally:
-        for copy in copies:
-            copy.stop()
-    files = {file.rank: file for file in manifest.files}
-    workers.run_all(
-        partial(_copy_fragment, source, destination, ref, manifest, named, files.get(named.rank), retry)
-        for named in manifest.fragments
-    )
-    _commit(destination, ref, packed, retry)
+    copy_files(origin, missing, destination, workers=workers, retry=retry, meter=meter)
+    copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
+    commit_copy(destination, ref, packed, retry)
     return FetchReport(
         ref=ref, nbytes=manifest.nbytes, copied_bytes=copied, seconds=time.perf_counter() - start
     )
+
+
+def copy_files(
+    origin: Origin,
+    files: Sequence[File],
+    destination: StorageBackend,
+    *,
+    workers: Workers,
+    retry: RetryPolicy,
+    meter: Meter,
+    on_span: OnSpan = lambda *_: None,
+) -> int:
+    """Copy data files, all of each or nothing; returns the position of the farthest source that was needed. Raises as ``fetch_step`` does."""
+    copies = [_FileCopy(origin, destination, file, retry, on_span) for file in files]
+    try:
+        found = workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
+    finally:
+        for copy in copies:
+            copy.stop()
+    return max(found, default=0)
+
+
+def copy_fragments(
+    origin: Origin,
+    manifest: Manifest,
+    fragments: Sequence[FragmentRef],
+    destination: StorageBackend,
+    *,
+    workers: Workers,
+    retry: RetryPolicy,
+) -> None:
+    """Copy those of ``fragments`` that are not there. Their data files go first: whoever finds all fragments may commit them."""
+    files = manifest.file_map()
+    workers.run_all(
+        partial(_copy_fragment, origin, destination, manifest, named, files.get(named.rank), retry)
+        for named in fragments
+    )
+
+
+def commit_copy(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
+    """Put the manifest of a step whose files are all there. Raises ``ObjectExists`` as ``fetch_step`` does."""
+    _make_way(destination, ref, packed, retry)
+    _commit(destination, ref, packed, retry)
 
 
 def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
@@ -121,17 +165,16 @@ def _missing(
 
 
 def _copy_fragment(
-    source: StorageBackend,
+    origin: Origin,
     destination: StorageBackend,
-    ref: StepRef,
     manifest: Manifest,
     named: FragmentRef,
     file: File | None,
     retry: RetryPolicy,
 ) -> None:
     with _about_the_source():
-        data = retry.call(partial(read_fragment, source, ref, manifest, named, file))
-    key = ref.key(named.name)
+        data = origin.fragment(manifest, named, file)
+    key = origin.ref.key(named.name)
     try:
         there = retry.call(partial(read_object, destination, key, limit=named.size))
     except StorageError:  # absent, or longer than it should be
@@ -174,11 +217,17 @@ class _FileCopy:
     """
 
     def __init__(
-        self, source: StorageBackend, destination: StorageBackend, key: str, file: File, retry: RetryPolicy
+        self,
+        origin: Origin,
+        destination: StorageBackend,
+        file: File,
+        retry: RetryPolicy,
+        on_span: OnSpan,
     ) -> None:
+        key = origin.ref.key(file.name)
         self.spans = spans_of(key, file)
-        self._source, self._destination, self._key, self._size = source, destination, key, file.size
-        self._retry = retry
+        self._origin, self._destination, self._key, self._size = origin, destination, key, file.size
+        self._retry, self._file, self._on_span = retry, file, on_span
         self._lock = threading.Lock()
         parallel = destination.capabilities.parallel_parts
         self._turn: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
@@ -186,23 +235,23 @@ class _FileCopy:
         self._parts: dict[int, _Part] = {}
         self._left, self._inside, self._over = len(self.spans), 0, False
 
-    def take(self, span: Span, meter: Meter) -> None:
-        """Copy one span; raises what is wrong with it."""
+    def take(self, span: Span, meter: Meter) -> int:
+        """Copy one span; returns the position of the source that had it, raises what is wrong with it."""
         upload = self._enter()
         if upload is None:
-            return
+            return 0
         try:
             data = fresh_memory(span.nbytes)
             with _about_the_source():
-                self._retry.call(partial(self._source.read_into, span.key, span.offset, data))
-            for damage in check_chunks(span, data):
-                raise damage
+                position = self._origin.read_span(span, data)
+            self._on_span(self._file, span, data, position)
             self._hand_over(upload, span.offset, data)
             if self._is_last():
                 upload.finish()
         finally:
             self._leave(upload)
         meter.add(span.nbytes)
+        return position
 
     def stop(self) -> None:
         """No more spans. What is not finished is aborted, by the last one inside if there is any."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, RootOption, open_root, workers_for
+from ckpt.cli.options import JsonOption, workers_for
 
 if TYPE_CHECKING:
+    from ckpt.catalog.origin import Repair
     from ckpt.catalog.verify import OnProgress
     from ckpt.errors import IntegrityError
     from ckpt.model.layout import StepRef
@@ -25,21 +26,29 @@ def restore(
         bool, typer.Option("--latest", help="The newest intact step. This is the default.")
     ] = False,
     step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="This step or none.")] = None,
-    root: RootOption = None,
+    root: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--root",
+            metavar="URL",
+            help="Folder or URL of the checkpoints; again for farther tiers. Default: $CKPT_ROOT, then all tiers of ./ckpt.toml.",
+        ),
+    ] = None,
     to: Annotated[
         str | None,
         typer.Option(
             "--to",
             metavar="DIR",
-            help="Where to copy it. Default: ./restored; from a local folder, nothing is copied.",
+            help="Where to copy it. Default: the nearest folder of several tiers, else ./restored; from a local folder alone, nothing is copied.",
         ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
     r"""Fetch and verify the newest checkpoint.
 
-    Prints where it is. Every byte is compared with its checksum. If the newest checkpoint is damaged, a warning says where and the one before is taken; with --step
-    there is no second choice. A fetch that was cut short goes on where it was. A checkpoint in a local folder is verified where it lies, unless
+    Prints where it is. Every byte is compared with its checksum. Of several tiers, nearest first, each part is taken from the nearest that has it intact, and a warning says what was
+    not; the nearest folder among them is filled. If the newest checkpoint is damaged everywhere, a warning says where and the one before is taken; with --step
+    there is no second choice. A fetch that was cut short goes on where it was. A checkpoint in a local folder alone is verified where it lies, unless
     --to is given. The training script then needs no network: CheckpointManager("restored").
 
     Exit code 0: it is there and intact. 4: all that was tried is damaged. 7: there is no checkpoint. 3: the store failed.
@@ -48,16 +57,16 @@ def restore(
     Examples:
       ckpt restore --latest --root runs/gpt
       ckpt restore --latest --root s3://bucket/run42 --to /nvme/run42
+      ckpt restore --latest --root /nvme/run42 --root s3://bucket/run42
       ckpt restore --step 1200 --json | jq -r .place
     """
-    from ckpt.catalog.index import find
     from ckpt.cli import output
     from ckpt.errors import ConfigError
 
     if latest and step is not None:
         raise ConfigError("--latest and --step exclude each other: leave one out")
-    source = open_root(root)
-    found = _first_intact(source, find(source, step), _destination(source, to))
+    sources = _sources(root)
+    found = _first_intact(sources, step, _destination(sources, to))
     seconds, nbytes = found.seconds, found.nbytes
     if json:
         output.show_json(
@@ -66,7 +75,9 @@ def restore(
                 "attempt": found.ref.attempt,
                 "place": found.place,
                 "root": os.path.dirname(found.place),
-                "copied": found.copied,
+                "copied": found.copied_bytes is not None,
+                "copied_bytes": found.copied_bytes or 0,
+                "repaired": [asdict(repair) for repair in found.repaired],
                 "bytes": nbytes,
                 "seconds": round(seconds, 6),
                 "gb_per_s": round(output.gigabytes_per_second(nbytes, seconds), 3),
@@ -74,7 +85,8 @@ def restore(
         )
         return
     output.show_line(
-        f"step {found.ref.step} is intact{'' if found.copied else ', verified in place'}", style="green"
+        f"step {found.ref.step} is intact{', verified in place' if found.copied_bytes is None else ''}",
+        style="green",
     )
     output.show_facts(
         {
@@ -87,48 +99,82 @@ def restore(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
+    """``copied_bytes``: None if it is where it was."""
+
     ref: StepRef
     place: str
-    copied: bool
+    copied_bytes: int | None
     nbytes: int
     seconds: float
+    repaired: tuple[Repair, ...] = ()
 
 
-def _destination(source: StorageBackend, to: str | None) -> StorageBackend | None:
+def _sources(roots: list[str] | None) -> list[StorageBackend]:
+    """Nearest first."""
+    from ckpt.config import resolve_tiers
+    from ckpt.storage.tiers import open_tiers
+
+    return [tier.backend for tier in open_tiers(resolve_tiers(roots))]
+
+
+def _destination(sources: list[StorageBackend], to: str | None) -> StorageBackend | None:
     """None: what is in a local folder already stays there."""
     from ckpt.storage.registry import open_backend, scheme_of
 
-    local = scheme_of(source.url) == "file"
-    if to is None and local:
+    folders = [source for source in sources if scheme_of(source.url) == "file"]
+    if to is None and len(sources) == 1 and folders:
         return None
+    if to is None and folders:
+        return folders[0]
     destination = open_backend(to or _DEFAULT_FOLDER)
-    same = local and os.path.realpath(destination.url) == os.path.realpath(source.url)
+    same = (
+        len(sources) == 1
+        and folders
+        and os.path.realpath(destination.url) == os.path.realpath(folders[0].url)
+    )
     return None if same else destination
 
 
-def _first_intact(source: StorageBackend, refs: list[StepRef], destination: StorageBackend | None) -> _Found:
+def _first_intact(
+    sources: list[StorageBackend], step: int | None, destination: StorageBackend | None
+) -> _Found:
+    from ckpt.catalog.candidates import candidates
+    from ckpt.catalog.index import find
     from ckpt.cli import output
-    from ckpt.errors import IntegrityError
+    from ckpt.errors import IntegrityError, NoCheckpoint
 
-    with workers_for(source) as workers:
-        for ref, following in zip(refs, [*refs[1:], None], strict=True):
+    tried = 0
+    with workers_for(sources[-1]) as workers:
+        found = candidates(sources, step, workers=workers)
+        candidate = next(found, None)
+        while candidate is not None:
+            ref, tried = candidate.ref, tried + 1
+            asked = [sources[position] for position in candidate.answering]
             with output.progress(f"step {ref.step}") as bar:
-                found = _try(source, ref, destination, workers, bar)
-            if isinstance(found, _Found):
-                return found
-            if following is None and len(refs) == 1:
-                raise found
-            goes_on = f"trying step {following.step}, the one before" if following else "there is none before"
-            if following and following.step == ref.step:
-                goes_on = f"trying another attempt at it, {following.attempt}"
-            output.warn(f"step {ref.step} is damaged: {found}; {goes_on}")
+                outcome = _try(asked, ref, destination, workers, bar)
+            if isinstance(outcome, _Found):
+                return outcome
+            candidate = next(found, None)
+            if candidate is None and tried == 1:
+                raise outcome
+            goes_on = "there is none before"
+            if candidate is not None:
+                goes_on = f"trying step {candidate.ref.step}, the one before"
+                if candidate.ref.step == ref.step:
+                    goes_on = f"trying another attempt at it, {candidate.ref.attempt}"
+            output.warn(f"step {ref.step} is damaged: {outcome}; {goes_on}")
+    urls = ", ".join(source.url for source in sources)
+    if not tried:
+        if len(sources) == 1:
+            find(sources[0], step)  # says what there is instead
+        raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
-        f"none of {len(refs)} checkpoints in {source.url} is intact; ckpt verify --all tells what is wrong with each"
+        f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all tells what is wrong with each"
     )
 
 
 def _try(
-    source: StorageBackend,
+    sources: list[StorageBackend],
     ref: StepRef,
     destination: StorageBackend | None,
     workers: Workers,
@@ -136,21 +182,37 @@ def _try(
 ) -> _Found | IntegrityError:
     from ckpt.catalog.transfer import fetch_step
     from ckpt.catalog.verify import verify_step
+    from ckpt.cli import output
     from ckpt.errors import FormatTooNew, IntegrityError
 
     if destination is None:
-        checked = verify_step(source, ref, workers=workers, on_progress=bar)
+        checked = verify_step(sources[0], ref, workers=workers, on_progress=bar)
         if checked.faults:
             return checked.faults[0].error()
-        place = os.path.join(source.url, ref.folder)
+        place = os.path.join(sources[0].url, ref.folder)
         return _Found(
-            ref=ref, place=place, copied=False, nbytes=checked.verified_bytes, seconds=checked.seconds
+            ref=ref, place=place, copied_bytes=None, nbytes=checked.verified_bytes, seconds=checked.seconds
         )
+    repaired: list[Repair] = []
     try:
-        fetched = fetch_step(source, ref, destination, workers=workers, on_progress=bar)
+        fetched = fetch_step(
+            sources[0], ref, destination,
+            workers=workers, on_progress=bar, others=sources[1:], on_repair=repaired.append,
+        )  # fmt: skip
     except FormatTooNew:
         raise  # not damage: an older step would hide it
     except IntegrityError as error:
         return error
-    place = f"{destination.url.rstrip('/')}/{ref.folder}"
-    return _Found(ref=ref, place=place, copied=True, nbytes=fetched.nbytes, seconds=fetched.seconds)
+    for repair in repaired:
+        output.warn(
+            f"step {ref.step}: {repair.tier} does not have it intact, taken from the next: {repair.reason}"
+        )
+    here = destination in sources and not fetched.copied_bytes
+    return _Found(
+        ref=ref,
+        place=f"{destination.url.rstrip('/')}/{ref.folder}",
+        copied_bytes=None if here else fetched.copied_bytes,
+        nbytes=fetched.nbytes,
+        seconds=fetched.seconds,
+        repaired=tuple(repaired),
+    )

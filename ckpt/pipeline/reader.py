@@ -23,6 +23,9 @@ RUN_BYTES: Final = 16 << 20
 GAP_BYTES: Final = 64 << 10
 """Unwanted bytes worth reading to save a request."""
 
+Guard = Callable[[Run, Callable[[Run], None]], None]
+"""Runs the second on the first, and says what becomes of a failure: it may be kept back, and runs of fewer chunks be read instead. Called from several threads."""
+
 
 class Sink(Protocol):
     """Where chunks go. Called from several threads, for different chunks."""
@@ -45,16 +48,21 @@ def read_plan(
     workers: Workers,
     retry: RetryPolicy,
     on_bytes: Callable[[int], None],
+    guard: Guard = lambda run, read: read(run),
 ) -> None:
     """Execute ``plan``. ``file_of`` gives the key and the size of a rank's file.
 
-    Raises:
+    Raises (unless ``guard`` keeps it back):
         ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
         StorageError: A file is missing, short or unreadable.
     """
     runs = coalesce(plan.reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
     job = _Job(sink, backend, retry, on_bytes)
-    workers.run_all(partial(job.read, run, *file_of(run.rank)) for run in runs)
+
+    def read(run: Run) -> None:
+        job.read(run, *file_of(run.rank))
+
+    workers.run_all(partial(guard, run, read) for run in runs)
 
 
 class _Job:

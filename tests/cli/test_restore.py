@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -99,3 +103,120 @@ def test_there_is_nothing_to_restore(cli: Cli) -> None:
 
 def test_latest_and_step_exclude_each_other(cli: Cli, steps: dict[int, Written]) -> None:
     assert cli("restore", "--latest", "--step", 100).code == 2
+
+
+# -- several tiers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiers(cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folder near, which is empty, and runs, the far one; both in ckpt.toml."""
+    monkeypatch.delenv("CKPT_ROOT")
+    Path("ckpt.toml").write_text('[[tiers]]\nurl = "near"\n[[tiers]]\nurl = "runs"\n')
+    return ["--root", "near", "--root", "runs"]
+
+
+def near_file(name: str) -> Path:
+    return Path("near/step-000000300.abc123") / name
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["options", "ckpt.toml"])
+def test_the_nearest_folder_is_filled_and_verified_in_place_ever_after(
+    cli: Cli, tiers: list[str], steps: dict[int, Written], named: bool
+) -> None:
+    flags = tiers if named else []
+    ran = cli("restore", "--latest", "--json", *flags)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json["root"] == str(Path("near").absolute())
+    assert (ran.json["copied"], ran.json["copied_bytes"]) == (True, steps[300].manifest.nbytes)
+    assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
+    again = cli("restore", "--latest", "--json", *flags)
+    assert (again.json["copied"], again.json["copied_bytes"], again.json["repaired"]) == (False, 0, [])
+    assert cli("restore", *flags).out.startswith("step 300 is intact, verified in place")
+
+
+def test_what_is_damaged_near_comes_from_far_with_a_warning(
+    cli: Cli, tiers: list[str], steps: dict[int, Written]
+) -> None:
+    cli("restore", *tiers)
+    flip(near_file("rank-00001.safetensors"), 4100)
+    near_file("rank-00000.json").unlink()
+    ran = cli("restore", "--latest", "--json", *tiers)
+    assert ran.code == 0
+    assert ran.json["step"] == 300
+    (repair, fragment) = sorted(ran.json["repaired"], key=lambda one: -one["nbytes"])
+    assert repair["key"].endswith("rank-00001.safetensors")
+    assert fragment["key"].endswith("rank-00000.json")
+    assert repair["tier"] == str(Path("near").absolute())
+    assert ran.err.count("warning: step 300: ") == 2
+    assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
+
+
+def test_a_torn_manifest_near_is_replaced(cli: Cli, tiers: list[str]) -> None:
+    cli("restore", *tiers)
+    near_file("manifest.json").write_bytes(b"{}")
+    assert cli("restore", *tiers).code == 0
+    assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
+
+
+def test_what_is_damaged_everywhere_gives_way_to_the_step_before(
+    cli: Cli, tiers: list[str], steps: dict[int, Written]
+) -> None:
+    cli("restore", *tiers)
+    for path in (near_file("rank-00001.safetensors"), data_file(steps[300], 1)):
+        flip(path, 4100)
+    ran = cli("restore", "--json", *tiers)
+    assert ran.code == 0
+    assert ran.json["step"] == 200
+    assert "no tier has" in ran.err
+    assert "trying step 200, the one before" in ran.err
+
+
+def test_a_restore_that_was_cut_goes_on_where_it_was(
+    cli: Cli, tiers: list[str], steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kill = """
+import os, sys, threading
+from ckpt.cli.main import main
+from ckpt_backends.posix import _PosixUpload
+finish, finished, turn = _PosixUpload.finish, [], threading.Lock()
+def once(self, *args):
+    with turn:
+        if finished:
+            os.kill(os.getpid(), 9)
+        finished.append(finish(self, *args))
+        return finished[0]
+_PosixUpload.finish = once
+sys.argv = ["ckpt", "restore", "--root", "near", "--root", "runs"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", kill],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not near_file("manifest.json").exists()
+    kept = {path.name for path in near_file("").glob("*.safetensors")}
+    assert len(kept) == 1
+    ran = cli("restore", "--json", *tiers)
+    assert ran.code == 0
+    sizes = {file.name: file.size for file in steps[300].manifest.files}
+    assert ran.json["copied_bytes"] == sum(size for name, size in sizes.items() if name not in kept)
+    assert cli("verify", "--root", "near").code == 0
+
+
+def test_one_root_is_one_place_whatever_ckpt_toml_says(
+    cli: Cli, tiers: list[str], steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("restore", "--root", "runs").out.startswith("step 300 is intact, verified in place")
+    monkeypatch.setenv("CKPT_ROOT", "runs")
+    assert cli("restore").out.startswith("step 300 is intact, verified in place")
+    assert not Path("near").exists()
+
+
+def test_nothing_on_any_tier_is_told_with_all_their_names(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("restore", "--root", "one", "--root", "two")
+    assert ran.code == 7
+    assert str(tmp_path / "one") in ran.err
+    assert str(tmp_path / "two") in ran.err

@@ -1,0 +1,211 @@
+"""Read-through: what a restore needs from far is put into the nearest folder on the way, so that the next restore is local.
+
+A folder that only this machine sees is filled by the machine's ranks together, one that all see by all of them: whoever takes a file first (the coordinator decides) fetches it, the others wait for its end. So no file is fetched twice into one folder, and
+nobody needs to know who its neighbours are. Who fetches takes its own part of what passes by, so that it need not read it again.
+
+Nothing here can make a restore fail: what a folder does not take, or nobody could fetch, is read straight from where it is. A folder lists the step only if all of its files came together there; else they are a
+partial cache, of which a later restore takes what it needs, and which prune clears away like the remains of a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from ckpt.catalog.origin import Found, Origin
+from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
+from ckpt.catalog.verify import Meter, Span
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.owner import Owner
+from ckpt.errors import CkptError, IntegrityError, StorageError
+from ckpt.model.checksum import checksum
+from ckpt.model.layout import fragment_name
+from ckpt.model.manifest import File, FragmentRef
+from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.sources import without
+from ckpt.storage.registry import scheme_of
+from ckpt.storage.tiers import OpenTier
+
+_LOST: Final = b"lost"
+_REFUSED: Final = b"refused"
+
+_log = logging.getLogger("ckpt")
+
+
+class ReadThrough:
+    """One restore's use of its caches. Threads: the owner's.
+
+    Args:
+        tiers: The sources of ``origin``, as tiers; none to go without.
+        found: The step.
+        subject: Tells this restore from others.
+        patience: Seconds to wait for another rank's fetch.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        origin: Origin,
+        found: Found,
+        *,
+        coordinator: Coordinator,
+        subject: str,
+        patience: float,
+        workers: Workers,
+        retry: RetryPolicy,
+    ) -> None:
+        self._tiers, self._origin, self._found, self._coordinator = tiers, origin, found, coordinator
+        self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
+        self._files = found.manifest.file_map()
+        self._caches = [place for place, tier in enumerate(tiers[:-1]) if scheme_of(tier.tier.url) == "file"]
+        self._missing: list[File] = []
+        self.fetched: dict[int, int] = {}
+        """Position of the source that the file of a rank was fetched from, by this rank or another."""
+        self.taken: Counter[int] = Counter()
+        """Bytes that were put into their place meanwhile, by the position of their source."""
+        self.cached_bytes = 0
+        """Of the data files that this rank has put into a cache."""
+
+    def look(self, plan: RestorePlan) -> None:
+        """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as far as their sizes tell. Before any rank fetches."""
+        near = range(self._caches[0] + 1) if self._caches else ()
+        needed = [self._files[rank] for rank in sorted({read.rank for read in plan.reads})]
+        self._missing = [file for file in needed if near and all(self._origin.fault(p, file) for p in near)]
+
+    def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
+        """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was not put into its place meanwhile.
+
+        Raises:
+            CommitError: The other ranks cannot be reached.
+        """
+        taster = _Taster(plan, sink)
+        missing = self._missing
+        for position in self._caches:
+            if position > self._caches[0]:
+                missing = [file for file in missing if self._origin.fault(position, file)]
+            missing = self._fill(position, missing, taster)
+            if position < self._found.position:
+                self._list(position)
+            if not missing:
+                break
+        for read, source in taster.placed:
+            self.taken[source] += read.nbytes
+        return without(plan, [read for read, _ in taster.placed])
+
+    def _fill(self, position: int, files: Sequence[File], taster: _Taster) -> list[File]:
+        """Returns those that it does not take."""
+        subject = partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
+        me = str(self._coordinator.rank).encode()
+        mine: list[File] = []
+        theirs: list[File] = []
+        refused: list[File] = []
+        count = max(1, len(self._files))
+        for file in sorted(files, key=lambda file: (file.rank - self._coordinator.rank) % count):
+            if refused:
+                refused.append(file)
+            elif self._coordinator.decide(subject(file.rank), me) != me:
+                theirs.append(file)
+            elif self._fetch(position, file, taster, f"{subject(file.rank)}/end") == _REFUSED:
+                self._withdraw(position, mine)
+                refused += [*mine, file]
+            else:
+                mine.append(file)
+        for file in theirs:
+            word = self._coordinator.verdict(f"{subject(file.rank)}/end", timeout=self._patience)
+            if word is None or not word.isdigit():
+                refused += [file] if word == _REFUSED else []
+            else:
+                self.fetched[file.rank] = int(word)
+        return refused
+
+    def _fetch(self, position: int, file: File, taster: _Taster, subject: str) -> bytes:
+        """Returns, and tells on ``subject``, how it went."""
+        cache, began = self._tiers[position], time.perf_counter()
+        word = _LOST
+        try:
+            source = copy_files(
+                self._origin, [file], cache.backend,
+                workers=self._workers, retry=self._retry, meter=Meter(file.size, None), on_span=taster.taste,
+            )  # fmt: skip
+            self._origin.mended(position, file)
+            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + file.size
+            word = str(source).encode()
+            self._copy_fragment(position, file)
+            seconds = time.perf_counter() - began
+            _log.info(
+                "ckpt: %s was put into %s from %s: %.2f GB in %.2f s",
+                self._origin.ref.key(file.name), cache.url, self._tiers[source].url, file.size / 1e9, seconds,
+            )  # fmt: skip
+        except (IntegrityError, StorageError) as error:
+            if self._origin.ref.key(file.name) not in self._origin.lost:
+                word = _REFUSED
+                _log.warning(
+                    "ckpt: %s does not take what was fetched from farther tiers, it is read straight from there: %s",
+                    cache.url,
+                    error,
+                )
+        finally:
+            self._coordinator.decide(subject, word)
+        return word
+
+    def _copy_fragment(self, position: int, file: File) -> None:
+        """Without it the step is not listed there, and the remains have no age; the data serves all the same."""
+        manifest = self._found.manifest
+        named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
+        with suppress(IntegrityError):
+            copy_fragments(
+                self._origin, manifest, named, self._tiers[position].backend,
+                workers=self._workers, retry=self._retry,
+            )  # fmt: skip
+
+    def _withdraw(self, position: int, files: Sequence[File]) -> None:
+        """Leave no room taken on a disk that is full: the next save needs it more."""
+        for file in files:
+            for name in (fragment_name(file.rank), file.name):  # whoever finds all fragments may commit them
+                with suppress(StorageError):
+                    self._tiers[position].backend.delete(self._origin.ref.key(name))
+            self.cached_bytes -= file.size
+
+    def _list(self, position: int) -> None:
+        """The step is one of the cache's if, and only if, everything of it is there."""
+        parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
+        if any(self._origin.fault(position, part) for part in parts):
+            return
+        cache = self._tiers[position]
+        try:
+            commit_copy(cache.backend, self._origin.ref, self._found.packed, self._retry)
+        except CkptError as error:
+            _log.warning("ckpt: step %d is not listed on %s: %s", self._origin.ref.step, cache.url, error)
+
+    def _scope(self, position: int) -> str:
+        """Who sees the folder: all, or this machine."""
+        if self._tiers[position].backend.capabilities.shared:
+            return "all"
+        place = f"{Owner.here(self._coordinator.attempt).machine} {self._tiers[position].url}"
+        return checksum(place.encode())[:12]
+
+
+class _Taster:
+    """Takes what a rank wants out of the files that it fetches. Threads: ``taste`` from any."""
+
+    def __init__(self, plan: RestorePlan, sink: Sink) -> None:
+        self._wanted = {(read.rank, read.offset): read for read in plan.reads}
+        self._sink = sink
+        self.placed: list[tuple[ChunkRead, int]] = []
+
+    def taste(self, file: File, span: Span, data: memoryview, source: int) -> None:
+        """See ``OnSpan``."""
+        begin = 0
+        for chunk in span.chunks:
+            if read := self._wanted.get((file.rank, span.offset + begin)):
+                self._sink.place(read, data[begin : begin + chunk.nbytes])
+                self.placed.append((read, source))
+            begin += chunk.nbytes

@@ -1,0 +1,274 @@
+"""One step on several stores: every byte from the nearest that has it intact.
+
+The stores hold files of the same attempt under the same names, and a chunk has the same checksum on all; so a file, or a part of one, may come from a store that lacks the manifest, or has a damaged one.
+A store is asked only for what no nearer one could give. What has failed is remembered: a store that does not answer is asked once, a file that is missing is too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from ckpt.catalog.index import read_packed
+from ckpt.catalog.verify import Span, check_chunks, read_fragment
+from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import File, FragmentRef, Manifest
+from ckpt.pipeline.reader import Sink, read_plan
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.coalesce import Run, coalesce
+from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.sources import Reach, reach_of, verdict, without
+from ckpt.storage.api import StorageBackend
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """A store should have had this intact, and had not: it was asked of the next.
+
+    Attributes:
+        tier: URL of the store.
+        key: The file; empty if the store did not answer at all.
+        reason: What was wrong first.
+        nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
+    """
+
+    tier: str
+    key: str
+    reason: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A manifest, the very bytes it was read from, and the position of the source."""
+
+    position: int
+    manifest: Manifest
+    packed: bytes
+
+
+OnRepair = Callable[[Repair], None]
+"""Told once for each file and store, when it is met first; from several threads, one call at a time."""
+
+
+class Origin:
+    """Threads: ``read`` and ``manifest`` from the owner; all else from any.
+
+    Args:
+        sources: Nearest first.
+        on_repair: See `OnRepair`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[StorageBackend],
+        ref: StepRef,
+        *,
+        retry: RetryPolicy,
+        on_repair: OnRepair = lambda _: None,
+    ) -> None:
+        self.sources, self.ref = sources, ref
+        self.listing: set[int] = set()
+        """Positions of sources that list the step: what is missing there is damage, elsewhere it never was."""
+        self.lost: set[str] = set()
+        """Keys of files of which some part was intact nowhere."""
+        self._retry, self._on_repair = retry, on_repair
+        self._lock = threading.Lock()
+        self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
+        self._repairs: dict[tuple[str, str], Repair] = {}
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What was not where it should have been, so far."""
+        with self._lock:
+            return tuple(self._repairs.values())
+
+    def manifest(self) -> Found:
+        """The manifest, of the nearest source that has it intact.
+
+        Raises:
+            FormatTooNew: The nearest source that lists the step has it in a later format.
+            IntegrityError, StorageError: No source has it.
+        """
+
+        def found(position: int) -> tuple[Manifest, bytes]:
+            try:
+                packed = read_packed(self.sources[position], self.ref, retry=self._retry)
+            except ObjectNotFound:
+                raise
+            except Exception:
+                self.listing.add(position)
+                raise
+            self.listing.add(position)
+            return packed
+
+        position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
+        return Found(position, manifest, packed)
+
+    def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
+        """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
+
+        def found(position: int) -> bytes:
+            source = self.sources[position]
+            return self._retry.call(partial(read_fragment, source, self.ref, manifest, named, file))
+
+        return self._nearest(self.ref.key(named.name), 0, found)[1]
+
+    def read_span(self, span: Span, data: memoryview) -> int:
+        """Fill ``data`` with chunks that are intact; returns the position of the farthest source that was needed.
+
+        Raises:
+            IntegrityError, StorageError: Some chunk is intact nowhere.
+        """
+        told: list[tuple[str, Exception]] = []
+        for position, source in enumerate(self.sources):
+            error = self.gone(position, span.key)
+            if error is None:
+                try:
+                    self._retry.call(partial(source.read_into, span.key, span.offset, data))
+                    for damage in check_chunks(span, data):
+                        raise damage
+                    return position
+                except Exception as raised:  # noqa: BLE001 - judged there
+                    if len(self.sources) > 1 and len(span.chunks) > 1 and reach_of(raised) is Reach.CHUNK:
+                        return self._read_singly(span, data)
+                    error = raised
+            self.failed(position, span.key, error, span.nbytes)
+            told.append((source.url, error))
+        self.lost.add(span.key)
+        raise verdict(told, span.key)
+
+    def _read_singly(self, span: Span, data: memoryview) -> int:
+        """The chunks of a span that is damaged somewhere, each from its nearest source."""
+        farthest = begin = 0
+        for chunk in span.chunks:
+            one = Span(key=span.key, offset=span.offset + begin, nbytes=chunk.nbytes, chunks=(chunk,))
+            farthest = max(farthest, self.read_span(one, data[begin : begin + chunk.nbytes]))
+            begin += chunk.nbytes
+        return farthest
+
+    def read(
+        self, plan: RestorePlan, sink: Sink, files: Mapping[int, File], *, workers: Workers
+    ) -> list[RestorePlan]:
+        """Execute ``plan``; returns which part of it each source has given.
+
+        Raises:
+            IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
+        """
+        told: _Told = {}
+        given: list[RestorePlan] = []
+        for position, source in enumerate(self.sources):
+            missed = _Missed(self, position, lambda rank: self.ref.key(files[rank].name), told)
+            if plan.reads:
+                read_plan(
+                    plan,
+                    sink,
+                    backend=source,
+                    file_of=lambda rank: (self.ref.key(files[rank].name), files[rank].size),
+                    workers=workers,
+                    retry=self._retry,
+                    on_bytes=lambda _: None,
+                    guard=missed.guard,
+                )
+            given.append(without(plan, missed.reads))
+            plan = without(plan, given[-1].reads)
+        return given
+
+    def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
+        """What is wrong with a file on a source, as far as its size tells."""
+        key = self.ref.key(file.name)
+        try:
+            size = self._retry.call(partial(self.sources[position].head, key)).size
+        except (IntegrityError, StorageError) as error:
+            return error
+        if size == file.size:
+            return None
+        return StorageError(key, f"has {size} bytes, should have {file.size}")
+
+    # -- what has failed ----------------------------------------------------------------------------------------------------
+
+    def gone(self, position: int, key: str) -> Exception | None:
+        """Why a source need not be asked for a file."""
+        with self._lock:
+            return self._gone.get((position, "")) or self._gone.get((position, key))
+
+    def failed(self, position: int, key: str, error: Exception, nbytes: int) -> None:
+        """Remember that a source could not give (part of) a file. Raises what no other source can mend."""
+        reach = reach_of(error)
+        if reach is None:
+            raise error
+        what = "" if reach is Reach.STORE else key
+        with self._lock:
+            if reach is not Reach.CHUNK:
+                self._gone[position, what] = error
+            never = isinstance(error, ObjectNotFound) and position not in self.listing
+            if not never and position + 1 < len(self.sources):
+                self._note(self.sources[position].url, what, error, nbytes)
+
+    def mended(self, position: int, file: File) -> None:
+        """A source has got a good copy of a file."""
+        with self._lock:
+            self._gone.pop((position, self.ref.key(file.name)), None)
+
+    def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
+        known = self._repairs.get((url, key))
+        if known is None:
+            self._repairs[url, key] = repair = Repair(tier=url, key=key, reason=str(error), nbytes=nbytes)
+            self._on_repair(repair)
+        else:
+            self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
+
+    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T]) -> tuple[int, T]:
+        told: list[tuple[str, Exception]] = []
+        for position, source in enumerate(self.sources):
+            error = self.gone(position, key)
+            if error is None:
+                try:
+                    return position, work(position)
+                except Exception as raised:  # noqa: BLE001 - judged there
+                    error = raised
+            self.failed(position, key, error, nbytes)
+            told.append((source.url, error))
+        raise verdict(told, key)
+
+
+_Told = dict[tuple[int, int], list[tuple[str, Exception]]]
+"""By file and offset of a chunk: what each source said that was asked for it."""
+
+
+class _Missed:
+    """The chunks that one source could not give. Threads: ``guard`` from any."""
+
+    def __init__(self, origin: Origin, position: int, key_of: Callable[[int], str], told: _Told) -> None:
+        self._origin, self._position, self._key_of, self._told = origin, position, key_of, told
+        self._last = position + 1 == len(origin.sources)
+        self.reads: list[ChunkRead] = []
+
+    def guard(self, run: Run, read: Callable[[Run], None]) -> None:
+        """Of a run that fails each chunk is read by itself: the others may be intact."""
+        key = self._key_of(run.rank)
+        error = self._origin.gone(self._position, key)
+        if error is None:
+            try:
+                return read(run)
+            except Exception as raised:  # noqa: BLE001 - judged there
+                if len(run.reads) > 1 and reach_of(raised) is Reach.CHUNK:
+                    for one in coalesce(run.reads, most_bytes=0, gap_bytes=0):
+                        self.guard(one, read)
+                    return None
+                error = raised
+        self._origin.failed(self._position, key, error, sum(chunk.nbytes for chunk in run.reads))
+        for chunk in run.reads:
+            told = self._told.setdefault((chunk.rank, chunk.offset), [])
+            told.append((self._origin.sources[self._position].url, error))
+            if self._last:
+                raise verdict(told, key) from error
+            self.reads.append(chunk)
+        return None
