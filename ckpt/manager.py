@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
+from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.background import Background
 from ckpt.catalog.index import committed
@@ -198,7 +199,13 @@ class CheckpointManager:
     # -- finding and restoring ----------------------------------------------------------------------------------------------
 
     def restore(
-        self, state: MutableMapping[str, Any], step: int | None = None, *, read_through: bool = True
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None = None,
+        *,
+        only: str | Sequence[str] | None = None,
+        strict: bool = True,
+        read_through: bool = True,
     ) -> RestoreReport | None:
         """Fill ``state`` with ``step``, or with the newest step that is intact; None if there is none at all.
 
@@ -208,17 +215,21 @@ class CheckpointManager:
         Args:
             state: As it was saved: nested dict of tensors, modules, optimizers, ...
             step: This one or none.
+            only: Names, or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
+            strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
             read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local.
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
+            ConfigError: ``only`` fits nothing.
         """
         self._check_open()
+        selection = Selection.of(only, strict=strict)
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
-                serial=self._restores, read_through=read_through,
+                serial=self._restores, read_through=read_through, selection=selection,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ckpt.adapters.load import Matched, match
+from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
@@ -28,6 +29,7 @@ from ckpt.coordination.committer import LEADER
 from ckpt.errors import (
     CkptError,
     CommitTimeout,
+    ConfigError,
     EntryUnexpected,
     NoCheckpoint,
     RestoreError,
@@ -43,6 +45,9 @@ from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore: reading may take that long on slow storage."""
+
+_PATTERN: Final = "\0"
+"""Before what is no name, but a pattern that fits none."""
 
 T = TypeVar("T")
 
@@ -60,6 +65,7 @@ class RestoreReport:
         skipped: Newer (step, reason) that were damaged.
         repaired: What nearer tiers should have had intact, and came from farther ones; of this rank.
         cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
+        missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
     """
 
     step: int
@@ -72,6 +78,8 @@ class RestoreReport:
     skipped: tuple[tuple[int, str], ...]
     repaired: tuple[Repair, ...] = ()
     cached_bytes: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -109,6 +117,7 @@ class _Landed:
     world_size: int
     repaired: tuple[Repair, ...]
     cached_bytes: int
+    unexpected: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +144,13 @@ class Restorer:
         *,
         serial: int,
         read_through: bool = True,
+        selection: Selection = ALL,
     ) -> None:
         """``serial`` tells this restore from the manager's others: subjects are used once."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry = RetryPolicy()
         self._serial, self._round, self._read_through = serial, 0, read_through
+        self._selection = selection
         self._overwritten = False
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
@@ -182,6 +193,7 @@ class Restorer:
             step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.plan.wanted_bytes,
             read_bytes=landed.plan.read_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
+            missing=landed.matched.missing, unexpected=landed.unexpected,
         )  # fmt: skip
         _log.info("ckpt: restored %s", report)
         for repair in report.repaired:
@@ -228,21 +240,30 @@ class Restorer:
             RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
         """
         origin = Origin([tier.backend for tier in tiers], ref, retry=self._retry, on_repair=_warn(ref))
-        fit, unexpected = self._together(
-            "match", ref, lambda: self._fit(state, tiers, origin), lambda fit: fit.matched.unexpected
+        fit, nowhere = self._together(
+            "match",
+            ref,
+            lambda: self._fit(state, tiers, origin),
+            lambda fit: (*fit.matched.unexpected, *(_PATTERN + each for each in fit.matched.unused)),
         )
-        if unexpected:
+        unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
+        if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
+            patterns = ", ".join(repr(name.removeprefix(_PATTERN)) for name in unused)
+            raise ConfigError(
+                f"no name of the state fits {patterns}: `ckpt show` prints those of the checkpoint"
+            )
+        if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True
         tier, _ = self._together("read", ref, lambda: self._read(fit, origin), lambda _: ())
         world = fit.found.manifest.world_size
-        return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes)
+        return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes, unexpected)
 
     def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
         with _uncollected():
             found = origin.manifest()
             rank, world = self._coordinator.rank, self._coordinator.world_size
-            matched = match(state, found.manifest, rank=rank, world_size=world)
+            matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
             plan = plan_restore(found.manifest, matched.wanted)
         cache = ReadThrough(
             tiers if self._read_through else (), origin, found,

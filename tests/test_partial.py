@@ -1,0 +1,141 @@
+"""Restoring a part: some names only, or what both sides have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import CheckpointManager
+from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, ShapeMismatch
+
+
+def job(seed: int, *, head: int = 3, deeper: bool = False) -> dict[str, Any]:
+    """A model, its optimizer that has stepped, a scheduler and a number."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, head)]
+    model = nn.Sequential(*layers, *([nn.Linear(head, 2)] if deeper else []))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+    model(torch.rand(8, 4)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7 * seed)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100 * seed}
+
+
+def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of model and optimizer."""
+    found = {f"model/{name}": tensor.detach().clone() for name, tensor in state["model"].state_dict().items()}
+    for name, parameter in state["model"].named_parameters():
+        for key, value in state["optimizer"].state[parameter].items():
+            found[f"optimizer/model/{name}/{key}"] = value.clone()
+    return found
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    with CheckpointManager(str(tmp_path)) as manager:
+        manager.save(job(1), 5)
+    return str(tmp_path)
+
+
+def assert_taken(state: dict[str, Any], before: dict[str, torch.Tensor], *taken: str) -> None:
+    """Names that begin with one of ``taken`` are what was saved, all others what they were."""
+    saved = tensors(job(1))
+    for name, value in tensors(state).items():
+        expected = saved if name.startswith(taken) else before
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_model_without_its_optimizer(root: str) -> None:
+    state = {"model": job(2)["model"]}
+    with CheckpointManager(root) as manager:
+        with pytest.raises(EntryUnexpected):
+            manager.restore(state)
+        report = manager.restore(state, only="model/*")
+    assert report is not None
+    assert report.nbytes == sum(t.nbytes for t in job(1)["model"].state_dict().values())
+    assert report.read_bytes < 2 * report.nbytes
+    for name, value in job(1)["model"].state_dict().items():
+        assert torch.equal(state["model"].state_dict()[name], value)
+
+
+@pytest.mark.parametrize(
+    ("only", "taken"),
+    [
+        ("model/*", ["model/"]),
+        ("model/0.*", ["model/0."]),
+        (["model/2.weight", "optimizer/model/2.*"], ["model/2.weight", "optimizer/model/2."]),
+        ("optimizer/*", ["optimizer/"]),
+        (["*"], [""]),
+        ("step", ["nothing"]),
+    ],
+)
+def test_what_is_not_asked_for_keeps_what_it_has(root: str, only: str | list[str], taken: list[str]) -> None:
+    state = job(2)
+    before = tensors(state)
+    with CheckpointManager(root) as manager:
+        manager.restore(state, only=only)
+    assert_taken(state, before, *taken)
+    whole = only == ["*"]
+    assert state["step"] == (100 if whole or only == "step" else 200)
+    assert state["scheduler"].step_size == (7 if whole else 14)
+    lr = state["optimizer"].param_groups[0]["lr"]
+    assert lr == (0.1 if whole or only == "optimizer/*" else 0.2)
+
+
+def test_names_that_one_side_lacks_are_told_unless_strict(root: str) -> None:
+    state = job(2, deeper=True) | {"new": torch.full((2,), 3.0)}
+    del state["scheduler"]
+    before = tensors(state)
+    with CheckpointManager(root) as manager:
+        with pytest.raises(EntryMissing):
+            manager.restore(state)
+        assert all(torch.equal(value, before[name]) for name, value in tensors(state).items())
+        report = manager.restore(state, strict=False)
+    assert report is not None
+    assert sorted(report.missing) == [
+        "model/3.bias", "model/3.weight", "new", "optimizer/model/3.bias", "optimizer/model/3.weight",
+    ]  # fmt: skip
+    assert report.unexpected == ("scheduler",)
+    assert_taken(
+        state,
+        before,
+        "model/0",
+        "model/1",
+        "model/2",
+        "optimizer/model/0",
+        "optimizer/model/1",
+        "optimizer/model/2",
+    )
+    assert state["new"].tolist() == [3.0, 3.0]
+
+
+def test_a_whole_restore_lacks_nothing(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        report = manager.restore(job(2), strict=False)
+    assert report is not None
+    assert report.missing == report.unexpected == ()
+
+
+def test_a_shape_that_differs_is_an_error_also_then_unless_it_is_left_out(root: str) -> None:
+    state = job(2, head=5)
+    before = tensors(state)
+    with CheckpointManager(root) as manager:
+        with pytest.raises(ShapeMismatch, match=r"model/2\.weight"):
+            manager.restore(state, strict=False)
+        manager.restore(state, only=["model/0.*", "model/1.*"])
+    assert_taken(state, before, "model/0.", "model/1.")
+
+
+def test_a_pattern_that_fits_nothing_of_the_state_is_an_error(root: str) -> None:
+    with CheckpointManager(root) as manager, pytest.raises(ConfigError, match="modle"):
+        manager.restore(job(2), only="modle/*")
+
+
+@pytest.mark.parametrize("only", [[], "", [3], [""]])
+def test_no_pattern_at_all(root: str, only: Any) -> None:
+    with CheckpointManager(root) as manager, pytest.raises(ConfigError, match="only="):
+        manager.restore(job(2), only=only)
