@@ -172,7 +172,13 @@ def redact(text: str) -> str:
     return _SECRET.sub(r"\1***", _USERINFO.sub("***@", text))
 
 
-_STYLES: Final = {"committed": "green", "intact": "green", "incomplete": "yellow", "damaged": "red"}
+_STYLES: Final = {
+    "committed": "green",
+    "intact": "green",
+    "incomplete": "yellow",
+    "damaged": "red",
+    "unreachable": "red",
+}
 
 
 def _clean_json(value: Any) -> Any:
