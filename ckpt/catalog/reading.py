@@ -5,7 +5,7 @@ Only the chunks that hold wanted bytes are read, and each is verified before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -54,6 +54,7 @@ class StepReader:
 
     Attributes:
         read_bytes: Fetched so far.
+        on_bytes: Told from the workers how many were just fetched.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class StepReader:
         workers: Workers,
         retry: RetryPolicy | None = None,
     ) -> None:
+        self.on_bytes: Callable[[int], None] = lambda _: None
         self.backend, self.ref, self.manifest = backend, ref, manifest
         self.tensors = manifest.tensor_map()
         self.read_bytes = 0
@@ -95,7 +97,7 @@ class StepReader:
             file_of=lambda rank: (self.ref.key(self._files[rank].name), self._files[rank].size),
             workers=self._workers,
             retry=self._retry,
-            on_bytes=lambda _: None,
+            on_bytes=self.on_bytes,
         )
         self.read_bytes += plan.read_bytes
 

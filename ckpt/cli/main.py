@@ -9,6 +9,7 @@ import typer
 
 from ckpt.cli.copy import copy
 from ckpt.cli.diff import diff
+from ckpt.cli.export import export
 from ckpt.cli.finalize import finalize
 from ckpt.cli.ls import ls
 from ckpt.cli.prune import prune
@@ -56,7 +57,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for verb in (restore, ls, show, verify, diff, copy, prune, finalize):
+for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export):
     app.command(help=_help(verb.__doc__ or ""))(verb)
 
 

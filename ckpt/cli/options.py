@@ -94,3 +94,16 @@ def workers_for(backend: StorageBackend) -> Workers:
     from ckpt.pipeline.workers import Workers
 
     return Workers("cli", max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS)))
+
+
+def size_bytes(option: str, text: str) -> int:
+    """'5GB' is 5 * 1000**3 bytes, '5GiB' is 5 * 1024**3, '5' is 5."""
+    import re
+
+    from ckpt.errors import ConfigError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
+    if number < 1:
+        raise ConfigError(f"{option}={text}: give a size such as 5GB or 512MiB")
+    return int(number)
