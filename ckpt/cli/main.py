@@ -11,6 +11,7 @@ from ckpt.cli.copy import copy
 from ckpt.cli.diff import diff
 from ckpt.cli.export import export
 from ckpt.cli.finalize import finalize
+from ckpt.cli.import_ import import_
 from ckpt.cli.ls import ls
 from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
@@ -57,8 +58,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export):
-    app.command(help=_help(verb.__doc__ or ""))(verb)
+for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export, import_):
+    app.command(verb.__name__.rstrip("_"), help=_help(verb.__doc__ or ""))(verb)
 
 
 def main() -> int:

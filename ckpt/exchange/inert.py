@@ -59,7 +59,7 @@ class _Machine:
             "LONG_BINPUT": self._remember,
             "BINGET": lambda arg: self.stack.append(self._memo[arg]),
             "LONG_BINGET": lambda arg: self.stack.append(self._memo[arg]),
-            "POP": lambda _: self._pack(1),
+            "POP": lambda _: self._drop(),
         }
         for name in ("PROTO", "FRAME", "STOP"):
             self._do[name] = lambda _: None
@@ -87,6 +87,9 @@ class _Machine:
         items = tuple(self.stack[-count:])
         self.stack[-count:] = [items]
 
+    def _drop(self) -> None:
+        self.stack.pop()
+
     def _marked(self) -> list[Any]:
         at = max(i for i, item in enumerate(self.stack) if item is _MARK)
         items = self.stack[at + 1 :]
@@ -97,7 +100,7 @@ class _Machine:
         self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
-        self.stack[-1].update(zip(map(_key, items[::2]), items[1::2], strict=True))
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def _remember(self, index: int) -> None:
         self._memo[index] = self.stack[-1]
@@ -113,11 +116,6 @@ def _with_state(made: Inert, state: Any) -> Inert:
     return made
 
 
-def _key(value: Any) -> Any:
-    hash(value)
-    return value
-
-
 def read_inert(data: bytes, name: str) -> Any:
     """What the pickle ``data`` describes. ``name`` is told in errors.
 
@@ -126,7 +124,7 @@ def read_inert(data: bytes, name: str) -> Any:
     """
     try:
         return _Machine().run(data)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever nonsense it is
         raise UnsupportedValue(
             name,
             "pickle of another kind",
