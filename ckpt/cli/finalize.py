@@ -39,8 +39,7 @@ def finalize(
 
     \b
     Examples:
-      ckpt ls --root runs/gpt                what is "incomplete"?
-      ckpt finalize runs/gpt
+      ckpt finalize runs/gpt                 all that ckpt ls calls "incomplete"
       ckpt finalize s3://bucket/run42 --step 1300 --job-is-dead
     """
     from ckpt.catalog.index import attempts, is_committed

@@ -22,7 +22,7 @@ from ckpt.errors import CkptError
 _INTERRUPTED = 130
 _UNEXPECTED = 1
 
-HELP = r"""Checkpoints of PyTorch jobs: find, check and fetch them. Needs no GPU.
+HELP = r"""Checkpoints of PyTorch jobs: find, check, move and convert them. Needs no GPU.
 
 The place to look at is --root, else the environment's CKPT_ROOT, else the first tier in ./ckpt.toml.
 
@@ -32,7 +32,12 @@ Examples:
   ckpt restore --latest --root s3://bucket/run42  fetch and verify the newest
   ckpt verify 1200                                is it still what was written?
   ckpt show 1200                                  what is in it?
+  ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
+  ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune --keep-last 3 --dry-run              what need not be kept?
+  ckpt finalize runs/gpt                          finish a save whose job died
+  ckpt export runs/gpt gpt.safetensors            for other programs
+  ckpt import checkpoint.pt runs/gpt --step 0     from other programs
 
 \b
 Exit codes:
