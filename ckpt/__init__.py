@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckpt.adapters.per_rank import PerRank, RngState
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
+    from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004 - as gzip and others have one
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
     from ckpt.restorer import RestoreReport
@@ -27,7 +28,9 @@ _HOMES = {
     "RngState": "ckpt.adapters.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",
+    "open": "ckpt.exchange.opened",
 }
+_ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's
 
 __all__ = [
     "CheckpointManager",
@@ -39,13 +42,14 @@ __all__ = [
     "SaveConfig",
     "Tier",
     "__version__",
+    "open",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if (home := _HOMES.get(name)) is None:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    return getattr(import_module(home), _ALIASES.get(name, name))
 
 
 def __dir__() -> list[str]:

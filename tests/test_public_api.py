@@ -19,6 +19,7 @@ PUBLIC = {
     "SaveConfig",
     "Tier",
     "__version__",
+    "open",
 }
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from ckpt.cli.options import JsonOption, RootOption, open_root
+from ckpt.cli.options import ConfigOption, JsonOption, Reached, RootsOption, open_each
 
 if TYPE_CHECKING:
     from ckpt.catalog.index import Entry
+    from ckpt.errors import CkptError
+    from ckpt.model.layout import StepRef
+    from ckpt.model.manifest import Manifest
 
 
-def ls(root: RootOption = None, json: JsonOption = False) -> None:
+def ls(root: RootsOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
     r"""List the checkpoints, newest first.
+
+    With several tiers (--root more than once, or --config) there is a column for each: how much of the step is there. A tier that cannot be reached is told, and the others are shown.
 
     Only manifests are read: "committed" means that a checkpoint is complete, `ckpt verify` tells whether its data is intact.
     "incomplete" is a save that is still under way, or was cut short; it is never restored.
@@ -19,18 +25,151 @@ def ls(root: RootOption = None, json: JsonOption = False) -> None:
     \b
     Examples:
       ckpt ls --root runs/gpt
+      ckpt ls --root /nvme/ckpt --root s3://bucket/run42
+      ckpt ls --config ckpt.toml
       ckpt ls --root s3://bucket/run42 --json | jq '.steps[0].step'
     """
+    tiers = [_survey(reached) for reached in open_each(root, config)]
+    if len(tiers) == 1:
+        _one(tiers[0], json=json)
+    else:
+        _several(tiers, json=json)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """What was found there, or why nothing was."""
+
+    url: str
+    entries: dict[StepRef, Entry]
+    error: CkptError | None = None
+
+
+def _survey(reached: Reached) -> _Tier:
     from ckpt.catalog.index import survey
+    from ckpt.errors import CkptError
+
+    if reached.backend is None:
+        return _Tier(reached.url, {}, reached.error)
+    try:
+        return _Tier(reached.url, {entry.ref: entry for entry in survey(reached.backend)})
+    except CkptError as error:
+        return _Tier(reached.url, {}, error)
+
+
+def _one(tier: _Tier, *, json: bool) -> None:
     from ckpt.cli import output
 
-    backend = open_root(root)
-    entries = survey(backend)
+    if tier.error:
+        raise tier.error
+    entries = list(tier.entries.values())
     if json:
-        output.show_json({"root": backend.url, "steps": [_as_json(entry) for entry in entries]})
+        output.show_json({"root": tier.url, "steps": [_as_json(entry) for entry in entries]})
         return
-    columns = ("step", "attempt", "committed at", "ranks", "tensors", "size", "state")
-    output.show_table(columns, [_row(entry) for entry in entries], right=("step", "ranks", "tensors", "size"))
+    notes = [_metadata(entry.manifest) for entry in entries]
+    columns: tuple[str, ...] = ("step", "attempt", "committed at", "ranks", "tensors", "size", "state")
+    rows = [_row(entry) for entry in entries]
+    if any(notes):
+        columns = (*columns, "metadata")
+        rows = [(*row, _brief(note)) for row, note in zip(rows, notes, strict=True)]
+    output.show_table(columns, rows, right=("step", "ranks", "tensors", "size"))
+
+
+def _several(tiers: list[_Tier], *, json: bool) -> None:
+    """One row for each attempt that any tier has, one column for each tier."""
+    from ckpt.cli import output
+    from ckpt.errors import NoCheckpoint
+
+    failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
+    if len(failed) == len(tiers) and failed[0].error:
+        raise failed[0].error
+    refs = sorted({ref for tier in tiers for ref in tier.entries}, reverse=True)
+    if json:
+        output.show_json(
+            {
+                "tiers": [
+                    {"root": tier.url, "error": str(tier.error) if tier in failed else None} for tier in tiers
+                ],
+                "steps": [_across_as_json(tiers, ref) for ref in refs],
+            }
+        )
+        return
+    for tier in failed:
+        output.warn(f"{tier.url} cannot be listed: {tier.error}")
+    if not refs:
+        raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
+    rows: list[tuple[str, ...]] = []
+    for ref in refs:
+        known = _known(tiers, ref)
+        ranks = str(known.world_size) if known else "-"
+        when = output.moment(known.created_at) if known else "-"
+        cells = ["unreachable" if tier in failed else _cell(tier.entries.get(ref), known) for tier in tiers]
+        rows.append((str(ref.step), ref.attempt, when, ranks, *cells, _brief(_metadata(known))))
+    columns = ("step", "attempt", "committed at", "ranks", *(tier.url for tier in tiers), "metadata")
+    if not any(row[-1] for row in rows):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    output.show_table(columns, rows, right=("step", "ranks"))
+
+
+def _known(tiers: list[_Tier], ref: StepRef) -> Manifest | None:
+    """The manifest of any tier: they are the same."""
+    return next(
+        (entry.manifest for tier in tiers if (entry := tier.entries.get(ref)) and entry.manifest), None
+    )
+
+
+def _cell(entry: Entry | None, known: Manifest | None) -> str:
+    """How much of a step is on one tier."""
+    from ckpt.cli import output
+
+    if entry is None:
+        return "-"
+    if entry.manifest:
+        return output.size(entry.nbytes)
+    if entry.damage:
+        return "damaged: its manifest cannot be read"
+    of = f" of {known.world_size}" if known else ""
+    ranks = f"rank{'' if entry.finished_ranks == 1 and not of else 's'}"
+    return f"incomplete: {entry.finished_ranks}{of} {ranks}, {output.size(entry.nbytes)}"
+
+
+def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
+    from ckpt.cli import output
+
+    known = _known(tiers, ref)
+    return {
+        "step": ref.step,
+        "attempt": ref.attempt,
+        "committed_at": output.moment_utc(known.created_at) if known else None,
+        "world_size": known.world_size if known else None,
+        "tensors": len(known.tensors) if known else None,
+        "metadata": _metadata(known),
+        "tiers": {
+            tier.url: {
+                "state": _state(entry)[0],
+                "bytes": entry.nbytes,
+                "finished_ranks": None if entry.manifest else entry.finished_ranks,
+            }
+            for tier in tiers
+            if (entry := tier.entries.get(ref))
+        },
+    }
+
+
+def _metadata(manifest: Manifest | None) -> dict[str, Any]:
+    """What the user wrote beside the state."""
+    import msgspec
+
+    found = msgspec.json.decode(manifest.metadata) if manifest and bytes(manifest.metadata) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _brief(metadata: dict[str, Any]) -> str:
+    """'team=speech, loss=0.25'."""
+    return ", ".join(
+        f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in metadata.items()
+    )
 
 
 def _state(entry: Entry) -> tuple[str, str]:
@@ -84,4 +223,5 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "world_size": found.world_size if found else None,
         "tensors": len(found.tensors) if found else None,
         "bytes": entry.nbytes,
+        "metadata": _metadata(found),
     }

@@ -7,6 +7,11 @@ import sys
 
 import typer
 
+from ckpt.cli.copy import copy
+from ckpt.cli.diff import diff
+from ckpt.cli.export import export
+from ckpt.cli.finalize import finalize
+from ckpt.cli.import_ import import_
 from ckpt.cli.ls import ls
 from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
@@ -17,7 +22,7 @@ from ckpt.errors import CkptError
 _INTERRUPTED = 130
 _UNEXPECTED = 1
 
-HELP = r"""Checkpoints of PyTorch jobs: find, check and fetch them. Needs no GPU.
+HELP = r"""Checkpoints of PyTorch jobs: find, check, move and convert them. Needs no GPU.
 
 The place to look at is --root, else the environment's CKPT_ROOT, else the first tier in ./ckpt.toml.
 
@@ -27,7 +32,12 @@ Examples:
   ckpt restore --latest --root s3://bucket/run42  fetch and verify the newest
   ckpt verify 1200                                is it still what was written?
   ckpt show 1200                                  what is in it?
+  ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
+  ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune --keep-last 3 --dry-run              what need not be kept?
+  ckpt finalize runs/gpt                          finish a save whose job died
+  ckpt export runs/gpt gpt.safetensors            for other programs
+  ckpt import checkpoint.pt runs/gpt --step 0     from other programs
 
 \b
 Exit codes:
@@ -53,8 +63,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for verb in (restore, ls, show, verify, prune):
-    app.command(help=_help(verb.__doc__ or ""))(verb)
+for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export, import_):
+    app.command(verb.__name__.rstrip("_"), help=_help(verb.__doc__ or ""))(verb)
 
 
 def main() -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from ckpt.config import Tier
+    from ckpt.errors import CkptError
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 
@@ -19,6 +22,17 @@ RootOption = Annotated[
         metavar="URL",
         help="Folder or URL of the checkpoints. Default: $CKPT_ROOT, then ./ckpt.toml.",
     ),
+]
+RootsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--root",
+        metavar="URL",
+        help="Folder or URL of the checkpoints; again for further tiers. Default: $CKPT_ROOT, then ./ckpt.toml.",
+    ),
+]
+ConfigOption = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="All tiers of this ckpt.toml.")
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")
@@ -34,8 +48,62 @@ def open_root(root: str | None) -> StorageBackend:
     return open_backend(tier.url, tier.options)
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A tier that was looked for: its store, or why there is none."""
+
+    url: str
+    backend: StorageBackend | None = None
+    error: CkptError | None = None
+
+
+def open_each(roots: list[str] | None, config: str | None, *, all_tiers: bool = False) -> list[Reached]:
+    """The tiers that ``--root`` (once or more) or ``--config`` names, nearest first, those that cannot be opened included.
+
+    ``all_tiers``: without either, all of ``./ckpt.toml`` rather than the first.
+    """
+    from ckpt.config import load_config, resolve_tier
+    from ckpt.errors import CkptError, ConfigError
+    from ckpt.storage.registry import open_backend
+    from ckpt.storage.tiers import urls_of
+
+    if roots and config:
+        raise ConfigError("--root and --config exclude each other: leave one out")
+    tiers: tuple[Tier, ...] = load_config(config).tiers if config or (all_tiers and not roots) else ()
+    if config and not tiers:
+        raise ConfigError(f'{config} names no place: write root = "..." or [[tiers]]')
+    if not tiers:
+        tiers = tuple(map(resolve_tier, roots)) if roots else (resolve_tier(None),)
+    found: list[Reached] = []
+    for tier, url in zip(tiers, urls_of(tiers), strict=True):
+        try:
+            backend = open_backend(url, tier.options)
+            found.append(Reached(backend.url, backend))
+        except CkptError as error:
+            if len(tiers) == 1:
+                raise
+            found.append(Reached(url, error=error))
+    urls = [reached.url for reached in found]
+    if twice := next((url for url in urls if urls.count(url) > 1), None):
+        raise ConfigError(f"{twice} is named twice")
+    return found
+
+
 def workers_for(backend: StorageBackend) -> Workers:
     """As many threads as the store has use for."""
     from ckpt.pipeline.workers import Workers
 
     return Workers("cli", max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS)))
+
+
+def size_bytes(option: str, text: str) -> int:
+    """'5GB' is 5 * 1000**3 bytes, '5GiB' is 5 * 1024**3, '5' is 5."""
+    import re
+
+    from ckpt.errors import ConfigError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
+    number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
+    if number < 1:
+        raise ConfigError(f"{option}={text}: give a size such as 5GB or 512MiB")
+    return int(number)

@@ -7,6 +7,7 @@ escaped, and credentials in URLs are struck out.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
@@ -107,6 +108,19 @@ def progress(label: str) -> Generator[OnProgress | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def steps(label: str) -> Generator[OnProgress]:
+    """As ``progress``, for things that are counted rather than measured in bytes."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=_console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(clean(label), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def size(nbytes: float) -> str:
     """'1.50 GB': decimal units, three digits."""
     if nbytes < 1000:
@@ -172,7 +186,13 @@ def redact(text: str) -> str:
     return _SECRET.sub(r"\1***", _USERINFO.sub("***@", text))
 
 
-_STYLES: Final = {"committed": "green", "intact": "green", "incomplete": "yellow", "damaged": "red"}
+_STYLES: Final = {
+    "committed": "green",
+    "intact": "green",
+    "incomplete": "yellow",
+    "damaged": "red",
+    "unreachable": "red",
+}
 
 
 def _clean_json(value: Any) -> Any:
@@ -183,6 +203,8 @@ def _clean_json(value: Any) -> Any:
             return {str(key): _clean_json(item) for key, item in value.items()}
         case list() | tuple():
             return [_clean_json(item) for item in value]
+        case float() if not math.isfinite(value):
+            return str(value)  # JSON has none of these
         case None | bool() | int() | float():
             return value
         case _:

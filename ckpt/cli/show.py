@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -203,7 +203,18 @@ def _values(manifest: Manifest) -> dict[str, str]:
     return values | {name: f"<one per rank: {ranges(ranks)}>" for name, ranks in holders.items()}
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
+def exact_values(manifest: Manifest) -> dict[str, str]:
+    """Plain values for comparing, those of each rank too: equal texts are equal values."""
+    values = dict(_flat("", _plain(manifest.tree), repr))
+    for rank, raw in manifest.per_rank.items():
+        node = _plain(raw)
+        for name, value in node.items() if isinstance(node, dict) else ():
+            values |= {f"{path} of rank {rank}": text for path, text in _flat(str(name), value, repr)}
+    return values
+
+
+def _flat(path: str, value: Any, text: Callable[[Any], str] | None = None) -> Iterator[tuple[str, str]]:
+    """Paths below ``path`` and their values, by ``text`` (shortened if it is left out)."""
     from ckpt.model.values import join
 
     match value:
@@ -215,21 +226,25 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str]]:
             yield path, f"<{tag}{''.join(f' {item}' for item in fields.values())}>"
         case _Tagged(fields=fields):
             for key, item in fields.items():
-                yield from _flat(path if key in ("v", "values") else join(path, key), item)
+                yield from _flat(path if key in ("v", "values") else join(path, key), item, text)
         case dict() if value or not path:
             for key, item in value.items():
-                yield from _flat(join(path, key), item)
+                yield from _flat(join(path, key), item, text)
         case list() | tuple() if any(isinstance(item, dict | _Tagged) for item in value):
             for index, item in enumerate(value):
-                yield from _flat(join(path, str(index)), item)
+                yield from _flat(join(path, str(index)), item, text)
         case None if not path:
             return
         case _:
-            yield path or ".", _short(value)
+            yield path or ".", (text or short)(value)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value on one line, not too long."""
     if isinstance(value, bytes | bytearray) and len(value) > 16:
         return f"<{type(value).__name__}, {len(value)} bytes>"
-    text = repr(value)
+    return clip(repr(value))
+
+
+def clip(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."

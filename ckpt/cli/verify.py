@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, RootOption, open_root, workers_for
+from ckpt.cli.options import (
+    ConfigOption,
+    JsonOption,
+    Reached,
+    RootsOption,
+    open_each,
+    workers_for,
+)
 
 if TYPE_CHECKING:
     from ckpt.catalog.verify import Fault, VerifyReport
+    from ckpt.errors import CkptError
+    from ckpt.model.layout import StepRef
+    from ckpt.storage.api import StorageBackend
 
 
 def verify(
@@ -17,35 +28,50 @@ def verify(
         int | None, typer.Argument(metavar="STEP", min=0, help="Default: the newest.", show_default=False)
     ] = None,
     all_steps: Annotated[bool, typer.Option("--all", help="Every committed step.")] = False,
-    root: RootOption = None,
+    all_tiers: Annotated[
+        bool, typer.Option("--all-tiers", help="On every tier of --config, or of ./ckpt.toml.")
+    ] = False,
+    root: RootsOption = None,
+    config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Compare every byte with its checksums.
 
-    Exit code 0: intact. 4: something is damaged; a table says which bytes of which file. 7: there is no such checkpoint.
+    With --all-tiers, or --root more than once, on every tier: its newest step, or STEP, or with --all every step. For each part that is damaged it says which other tier has it intact.
+
+    Exit code 0: intact. 4: something is damaged; a table says which bytes of which file. 7: there is no such checkpoint. 3: a tier cannot be reached, the others are intact.
 
     \b
     Examples:
       ckpt verify --root runs/gpt              the newest step
       ckpt verify 1200 --root s3://bucket/run42
+      ckpt verify --all-tiers --config ckpt.toml
       ckpt verify --all --json | jq '.steps[] | select(.intact | not)'
     """
-    from ckpt.catalog.index import find
-    from ckpt.catalog.verify import verify_step
-    from ckpt.cli import output
-    from ckpt.errors import ConfigError, IntegrityError
+    from ckpt.errors import ConfigError
 
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
-    backend = open_root(root)
+    places = open_each(root, config, all_tiers=all_tiers)
+    if len(places) == 1 and not all_tiers:
+        _one(places[0], step, all_steps=all_steps, json=json)
+    else:
+        _several(places, step, all_steps=all_steps, json=json)
+
+
+def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> None:
+    from ckpt.catalog.index import find
+    from ckpt.cli import output
+    from ckpt.errors import IntegrityError
+
+    if (backend := place.backend) is None:
+        raise place.error or AssertionError(place)
     refs = find(backend, step)
     reports: list[VerifyReport] = []
-    with workers_for(backend) as workers:
-        for ref in refs if all_steps or step is not None else refs[:1]:
-            with output.progress(f"step {ref.step}") as bar:
-                reports.append(verify_step(backend, ref, workers=workers, on_progress=bar))
-            if not json:
-                _show(reports[-1])
+    for ref in refs if all_steps or step is not None else refs[:1]:
+        reports.append(_verify(backend, ref))
+        if not json:
+            _show(reports[-1])
     intact = all(report.intact for report in reports)
     if json:
         output.show_json(
@@ -53,6 +79,14 @@ def verify(
         )
     if not intact:
         raise typer.Exit(IntegrityError.exit_code)
+
+
+def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport:
+    from ckpt.catalog.verify import verify_step
+    from ckpt.cli import output
+
+    with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
+        return verify_step(backend, ref, workers=workers, on_progress=bar)
 
 
 def _show(report: VerifyReport) -> None:
@@ -83,8 +117,143 @@ def _as_json(report: VerifyReport) -> dict[str, object]:
         "intact": report.intact,
         "verified_bytes": report.verified_bytes,
         "seconds": round(report.seconds, 6),
-        "faults": [
-            {"file": fault.key, "offset": fault.offset, "bytes": fault.nbytes, "what": fault.what}
-            for fault in report.faults
-        ],
+        "faults": [_fault_as_json(fault) for fault in report.faults],
     }
+
+
+def _fault_as_json(fault: Fault) -> dict[str, object]:
+    return {"file": fault.key, "offset": fault.offset, "bytes": fault.nbytes, "what": fault.what}
+
+
+# -- several tiers ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Tier:
+    """What one tier holds. ``error``: why it could not be asked, or has no such step."""
+
+    url: str
+    backend: StorageBackend | None = None
+    refs: list[StepRef] = field(default_factory=list["StepRef"])
+    reports: dict[StepRef, VerifyReport] = field(default_factory=dict["StepRef", "VerifyReport"])
+    error: CkptError | None = None
+
+    @property
+    def unreachable(self) -> bool:
+        from ckpt.errors import NoCheckpoint
+
+        return self.error is not None and not isinstance(self.error, NoCheckpoint)
+
+
+def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: bool) -> None:
+    from ckpt.cli import output
+    from ckpt.errors import IntegrityError, NoCheckpoint
+
+    tiers = [_look(place, step) for place in places]
+    for tier in tiers:
+        _check(tier, tier.refs if all_steps or step is not None else tier.refs[:1])
+    bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
+    for tier in tiers:  # whoever else has a damaged step is asked too, for it may be the way out
+        _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
+    if json:
+        output.show_json({"intact": not bad, "tiers": [_tier_as_json(tier, tiers) for tier in tiers]})
+    else:
+        _show_tiers(tiers)
+    if bad:
+        raise typer.Exit(IntegrityError.exit_code)
+    if failed := next((tier.error for tier in tiers if tier.unreachable and tier.error), None):
+        raise typer.Exit(failed.exit_code)
+    if not any(tier.reports for tier in tiers):
+        raise typer.Exit(NoCheckpoint.exit_code)
+
+
+def _look(place: Reached, step: int | None) -> _Tier:
+    from ckpt.catalog.index import find
+    from ckpt.errors import CkptError
+
+    if place.backend is None:
+        return _Tier(place.url, error=place.error)
+    try:
+        return _Tier(place.url, place.backend, find(place.backend, step))
+    except CkptError as error:
+        return _Tier(place.url, place.backend, error=error)
+
+
+def _check(tier: _Tier, refs: list[StepRef]) -> None:
+    from ckpt.errors import CkptError
+
+    if tier.backend is None or tier.error:
+        return
+    try:
+        for ref in refs:
+            tier.reports[ref] = _verify(tier.backend, ref, f" on {tier.url}")
+    except CkptError as error:  # it went away meanwhile
+        tier.error = error
+
+
+def _show_tiers(tiers: list[_Tier]) -> None:
+    from ckpt.cli import output
+
+    rows: list[tuple[str, ...]] = []
+    damage: list[tuple[str, ...]] = []
+    for tier in tiers:
+        for ref, report in tier.reports.items():
+            state = "intact" if report.intact else f"damaged: {output.count(len(report.faults), 'fault')}"
+            rows.append((tier.url, str(ref.step), ref.attempt, output.size(report.verified_bytes), state))
+            damage += [(tier.url, *_row(fault), _rescue(fault, ref, tier, tiers)) for fault in report.faults]
+        if tier.error:
+            rows.append((tier.url, "-", "-", "-", _why(tier)))
+    columns = ("tier", "step", "attempt", "verified", "state")
+    output.show_table(columns, rows, right=("step", "verified"))
+    if damage:
+        output.show_line()
+        output.show_table(("tier", "file", "bytes", "what", "intact on"), damage)
+
+
+def _why(tier: _Tier) -> str:
+    from ckpt.errors import NoCheckpoint
+
+    error = tier.error
+    return f"none: {error.detail}" if isinstance(error, NoCheckpoint) else f"unreachable: {error}"
+
+
+def _rescue(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> str:
+    return ", ".join(_intact_on(fault, ref, tier, tiers)) or "no other tier"
+
+
+def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> list[str]:
+    """Tiers that have the same step, with nothing wrong where ``fault`` is."""
+    return [
+        other.url
+        for other in tiers
+        if other is not tier
+        and (report := other.reports.get(ref))
+        and not any(_meet(fault, another) for another in report.faults)
+    ]
+
+
+def _meet(one: Fault, two: Fault) -> bool:
+    """Whether two faults may be about the same bytes. A manifest that cannot be read says nothing about any."""
+    if two.key.endswith("manifest.json"):
+        return True
+    if one.key != two.key:
+        return False
+    if one.offset is None or two.offset is None:
+        return True
+    ends = [fault.offset + fault.nbytes if fault.nbytes is not None else None for fault in (one, two)
+            if fault.offset is not None]  # fmt: skip
+    return (ends[0] is None or two.offset < ends[0]) and (ends[1] is None or one.offset < ends[1])
+
+
+def _tier_as_json(tier: _Tier, tiers: list[_Tier]) -> dict[str, object]:
+    steps = [
+        {
+            **_as_json(report),
+            "faults": [
+                {**_fault_as_json(fault), "intact_on": _intact_on(fault, ref, tier, tiers)}
+                for fault in report.faults
+            ],
+        }
+        for ref, report in tier.reports.items()
+    ]
+    return {"root": tier.url, "error": str(tier.error) if tier.error else None, "steps": steps}

@@ -81,6 +81,13 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     return tuple(opened)
 
 
+def urls_of(tiers: Sequence[Tier]) -> list[str]:
+    """Where each tier is: "memory" by the name of the store that it stands for."""
+    return [
+        _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url for index, tier in enumerate(tiers)
+    ]
+
+
 def _memory_of(farther: Sequence[Tier]) -> str:
     """The store in memory that belongs to the next tier: a restarted job finds it by that, whatever its process or run is called."""
     if not farther:

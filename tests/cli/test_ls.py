@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ckpt.model.layout import StepRef
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import Written, write_checkpoint
@@ -12,9 +14,19 @@ def test_steps_are_listed_newest_first(cli: Cli, steps: dict[int, Written]) -> N
     ran = cli("ls")
     assert ran.code == 0
     header, *rows = ran.out.splitlines()
-    assert header.split() == ["step", "attempt", "committed", "at", "ranks", "tensors", "size", "state"]
+    assert header.split() == [
+        "step",
+        "attempt",
+        "committed",
+        "at",
+        "ranks",
+        "tensors",
+        "size",
+        "state",
+        "metadata",
+    ]
     assert [row.split()[0] for row in rows] == ["300", "200", "100"]
-    assert all("committed" in row and "8.62 kB" in row for row in rows)
+    assert all("committed" in row and "8.62 kB" in row and row.endswith("team=speech") for row in rows)
     assert ran.err == ""
 
 
@@ -42,6 +54,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "world_size": 2,
         "tensors": 3,
         "bytes": steps[300].manifest.nbytes,
+        "metadata": {"team": "speech"},
     }
 
 
@@ -67,3 +80,71 @@ def test_a_manifest_cannot_write_to_the_terminal(cli: Cli, backend: StorageBacke
     ran = cli("show", 1)
     assert "\x1b" not in ran.out
     assert r"evil\x1b[2J\nname" in ran.out
+
+
+@pytest.fixture
+def tiers(cli: Cli, steps: dict[int, Written]) -> str:
+    """Step 100 to 300 in 'runs', 200 and 300 in 'far', 300 there cut short; both in ckpt.toml."""
+    cli("copy", "runs", "far", "--step", 200)
+    cli("copy", "runs", "far", "--step", 300)
+    (Path("far") / steps[300].ref.manifest).unlink()
+    (Path("far") / steps[300].ref.key("rank-00001.json")).unlink()
+    Path("ckpt.toml").write_text('[[tiers]]\nurl = "runs"\n[[tiers]]\nurl = "far"\n')
+    return "ckpt.toml"
+
+
+def test_several_tiers_have_a_column_each(cli: Cli, tiers: str) -> None:
+    ran = cli("ls", "--config", tiers)
+    assert ran.code == 0
+    header, *rows = [line.split() for line in ran.out.splitlines()]
+    near, far = (str(Path(name).absolute()) for name in ("runs", "far"))
+    assert header == ["step", "attempt", "committed", "at", "ranks", near, far, "metadata"]
+    assert [row[0] for row in rows] == ["300", "200", "100"]
+    assert rows[0][5:12] == ["8.62", "kB", "incomplete:", "1", "of", "2", "ranks,"]
+    assert rows[1][5:] == ["8.62", "kB", "8.62", "kB", "team=speech"]
+    assert rows[2][5:] == ["8.62", "kB", "-", "team=speech"]
+    assert cli("ls", "--root", "runs", "--root", "far").out == ran.out
+
+
+def test_json_of_several_tiers(cli: Cli, tiers: str) -> None:
+    near, far = (str(Path(name).absolute()) for name in ("runs", "far"))
+    found = cli("ls", "--config", tiers, "--json").json
+    assert found["tiers"] == [{"root": near, "error": None}, {"root": far, "error": None}]
+    assert found["steps"][0]["tiers"][near]["state"] == "committed"
+    assert found["steps"][0]["tiers"][far]["state"] == "incomplete"
+    assert found["steps"][0]["tiers"][far]["finished_ranks"] == 1
+    assert list(found["steps"][2]["tiers"]) == [near]
+    assert found["steps"][2]["metadata"] == {"team": "speech"}
+
+
+@pytest.mark.parametrize("bad", ["nope://x", "file.txt"])
+def test_a_tier_that_cannot_be_reached_does_not_hide_the_others(cli: Cli, tiers: str, bad: str) -> None:
+    Path("file.txt").write_text("")
+    ran = cli("ls", "--root", "runs", "--root", bad)
+    assert ran.code == 0
+    assert ran.err.startswith("warning: ")
+    assert ran.err.count("\n") == 1
+    rows = ran.out.splitlines()[1:]
+    assert len(rows) == 3
+    assert all("8.62 kB" in row and "unreachable" in row for row in rows)
+    found = cli("ls", "--root", "runs", "--root", bad, "--json").json
+    assert found["tiers"][0]["error"] is None
+    assert found["tiers"][1]["error"]
+
+
+def test_an_empty_tier_is_a_column_of_dashes(cli: Cli, tiers: str) -> None:
+    ran = cli("ls", "--root", "empty", "--root", "runs")
+    assert ran.code == 0
+    assert ran.err == ""
+    assert [row.split()[5:8] for row in ran.out.splitlines()[1:]] == [["-", "8.62", "kB"]] * 3
+
+
+def test_when_no_tier_has_anything_it_says_so(cli: Cli) -> None:
+    assert cli("ls", "--root", "one", "--root", "two").code == 7
+    assert cli("ls", "--root", "nope://x", "--root", "nope://y").code == 2
+
+
+def test_wrong_tiers_are_told(cli: Cli, tiers: str) -> None:
+    assert "exclude each other" in cli("ls", "--root", "runs", "--config", tiers).err
+    assert "named twice" in cli("ls", "--root", "runs", "--root", "./runs").err
+    assert "cannot be read" in cli("ls", "--config", "none.toml").err

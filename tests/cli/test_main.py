@@ -28,7 +28,10 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("args", ["--help", "ls", "show 100", "verify", "restore", "restore --to there"])
+@pytest.mark.parametrize(
+    "args",
+    ["--help", "ls", "show 100", "verify", "restore", "restore --to there", "copy runs there", "finalize runs", "diff runs --step 100 --step 200"],
+)  # fmt: skip
 def test_no_verb_imports_torch(steps: dict[int, Written], args: str) -> None:
     done = run(f"ckpt {args}")
     assert done.returncode == 0, done.stderr
@@ -46,7 +49,10 @@ def test_help_does_not_import_what_only_verbs_need(cli: Cli) -> None:
         assert f" {slow}\n" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", ["restore", "ls", "show", "verify"])
+VERBS = ("restore", "ls", "show", "verify", "diff", "copy", "prune", "finalize", "export", "import")
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_has_help_with_examples(cli: Cli, verb: str) -> None:
     ran = cli(verb, "--help")
     assert ran.code == 0

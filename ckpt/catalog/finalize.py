@@ -1,0 +1,166 @@
+"""Finish a commit whose leader died: all ranks have made their parts durable, and nobody has put the manifest.
+
+The manifest is the one that the leader would have put, to the byte: the same merge of the same fragments, put if absent. What a leader may still decide, or has decided, is left alone. A store holds no record of a
+refusal, so the evidence is what a leader does after its verdict:
+
+1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt, so the leader has died in the middle of its work.
+2. It goes on to the next save: it must not have written to a later step, or to another try at this one.
+3. Each rank of a refused save removes its own files: every fragment must be there. Also every byte of data is compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.verify import OnProgress, verify_files
+from ckpt.coordination.committer import LEADER, put_once
+from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import CommitError, ManifestCorrupt, RootInUse
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
+from ckpt.model.layout import StepRef, fragment_name, is_file_name
+from ckpt.model.manifest import Fragment, FragmentRef, Manifest
+from ckpt.model.validate import check_fragment
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.merge import merge
+from ckpt.storage.api import StorageBackend, read_object
+
+_TRIAL: Final = re.compile(r"t([1-9][0-9]*)")
+
+
+def unfinished(backend: StorageBackend) -> list[StepRef]:
+    """Attempts without a manifest, newest step first."""
+    return [ref for ref in attempts(backend) if not is_committed(backend, ref)]
+
+
+def finalize(
+    backend: StorageBackend,
+    ref: StepRef,
+    *,
+    workers: Workers,
+    job_is_dead: bool = False,
+    on_progress: OnProgress | None = None,
+    retry: RetryPolicy | None = None,
+) -> Manifest:
+    """Make an unfinished attempt the checkpoint that its leader would have made it.
+
+    Nothing but the manifest is written, and nothing removed. May run several times, also at once.
+
+    Args:
+        job_is_dead: The caller knows that the job's processes have ended; asked for where the job ran on another machine, whose processes cannot be seen.
+
+    Raises:
+        RootInUse: Its job is alive, and commits by itself.
+        CommitError: It cannot, or must not, become a checkpoint; the sentence says why.
+        IntegrityError: What its ranks have written is damaged.
+    """
+    retry = retry or RetryPolicy()
+    owner = _check_owner(backend, ref, job_is_dead=job_is_dead)
+    _check_last(backend, ref, owner)
+    parts = _read_fragments(backend, ref, workers, retry)
+    files = [fragment.file for fragment, _ in parts if fragment.file]
+    faults, _ = verify_files(backend, ref, files, workers=workers, on_progress=on_progress, retry=retry)
+    if faults:
+        raise faults[0].error()
+    manifest = merge(parts)
+    if (
+        _check_owner(backend, ref, job_is_dead=job_is_dead) != owner
+    ):  # as the leader asks, right before its put
+        raise CommitError(f"step {ref.step}: another process took the root over meanwhile: try again")
+    retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
+    return manifest
+
+
+def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) -> Owner:
+    owner = read_owner(backend)
+    if owner is None:
+        raise CommitError(
+            f"step {ref.step}: its job closed its manager in order, so the leader had decided, and not for a commit: restore another step"
+        )
+    if _trial(ref, owner.attempt) is None:
+        raise CommitError(
+            f"step {ref.step}: attempt {owner.attempt} has taken the root over since, and may have gone on from another step: restore what is committed"
+        )
+    if owner.alive:
+        raise RootInUse(backend.url, str(owner))
+    if owner.machine != Owner.here(owner.attempt).machine and not job_is_dead:
+        raise CommitError(
+            f"step {ref.step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
+        )
+    return owner
+
+
+def _trial(ref: StepRef, attempt: str) -> int | None:
+    """Which try at the step it is; None if it is another attempt's."""
+    if ref.attempt == attempt:
+        return 0
+    match = _TRIAL.fullmatch(ref.attempt.removeprefix(attempt)) if ref.attempt.startswith(attempt) else None
+    return int(match.group(1)) if match else None
+
+
+def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
+    """It must be the last that the leader has worked at."""
+    mine = (ref.step, _trial(ref, owner.attempt) or 0)
+    for other in attempts(backend):
+        trial = _trial(other, owner.attempt)
+        if trial is not None and (other.step, trial) > mine:
+            names = {info.key.removeprefix(f"{other.folder}/") for info in backend.list(f"{other.folder}/")}
+            if any(is_file_name(name) and _of_leader(name) for name in names):
+                what = (
+                    f"tried step {ref.step} again"
+                    if other.step == ref.step
+                    else f"went on to step {other.step}"
+                )
+                raise CommitError(
+                    f"step {ref.step}: the leader {what} after it, so this save had been refused: restore another step"
+                )
+
+
+def _of_leader(name: str) -> bool:
+    return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith("rank-")
+
+
+def _read_fragments(
+    backend: StorageBackend, ref: StepRef, workers: Workers, retry: RetryPolicy
+) -> list[tuple[Fragment, FragmentRef]]:
+    """Those of all ranks.
+
+    Raises:
+        CommitError: Some are missing.
+        ManifestCorrupt: One is damaged, or not of this save.
+    """
+    prefix = f"{ref.folder}/"
+    names = [info.key.removeprefix(prefix) for info in backend.list(prefix)]
+    found = sorted(name for name in names if name.endswith(".json") and is_file_name(name))
+    if not found:
+        raise CommitError(
+            f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of it"
+        )
+    parts = workers.run_all(partial(_read_fragment, backend, ref, name, retry) for name in found)
+    _check_world(ref, [fragment for fragment, _ in parts])
+    return parts
+
+
+def _read_fragment(
+    backend: StorageBackend, ref: StepRef, name: str, retry: RetryPolicy
+) -> tuple[Fragment, FragmentRef]:
+    key = ref.key(name)
+    data = retry.call(partial(read_object, backend, key, limit=MAX_RECORD_BYTES))
+    fragment = check_fragment(unpack(data, Fragment, key=key), key=key)
+    if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (ref.step, ref.attempt, name):
+        raise ManifestCorrupt(key, "it belongs to another save, or to another rank")
+    return fragment, FragmentRef(name, fragment.rank, len(data), checksum(data))
+
+
+def _check_world(ref: StepRef, fragments: Sequence[Fragment]) -> None:
+    world = fragments[0].world_size
+    if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
+        told = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
+        raise CommitError(
+            f"step {ref.step}: rank(s) {told} of {world} did not finish their part, which nobody else has: ckpt prune removes what is left of it"
+        )

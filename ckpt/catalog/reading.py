@@ -1,0 +1,176 @@
+"""Tensors of a committed step as raw bytes, whole or any box of them. Torch-free.
+
+Only the chunks that hold wanted bytes are read, and each is verified before it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from ckpt.errors import EntryMissing
+from ckpt.model.box import Box, split_rows
+from ckpt.model.dtype import DTYPES
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import Manifest, Tensor
+from ckpt.pipeline.reader import read_plan
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.restore import ChunkRead, plan_restore
+from ckpt.storage.api import StorageBackend
+
+BATCH_BYTES: Final = 256 << 20
+"""How much of a step is in memory at a time while it is read from end to end."""
+
+_ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A box of a tensor, and the memory it is read into: row-major, of exactly its size."""
+
+    name: str
+    box: Box
+    out: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a tensor's elements in row-major order. ``offset`` in bytes of the tensor; ``data`` is only lent until the next piece."""
+
+    tensor: Tensor
+    offset: int
+    data: memoryview
+
+
+class StepReader:
+    """A committed step, opened for reading.
+
+    Threads: one at a time; it reads with ``workers``.
+
+    Attributes:
+        read_bytes: Fetched so far.
+        on_bytes: Told from the workers how many were just fetched.
+    """
+
+    def __init__(
+        self,
+        backend: StorageBackend,
+        ref: StepRef,
+        manifest: Manifest,
+        workers: Workers,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        self.on_bytes: Callable[[int], None] = lambda _: None
+        self.backend, self.ref, self.manifest = backend, ref, manifest
+        self.tensors = manifest.tensor_map()
+        self.read_bytes = 0
+        self._workers, self._retry = workers, retry or RetryPolicy()
+        self._files = manifest.file_map()
+
+    def tensor(self, name: str) -> Tensor:
+        """Raises ``EntryMissing``."""
+        if (found := self.tensors.get(name)) is None:
+            raise EntryMissing([name], self.ref.step)
+        return found
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the memory of all of ``wanted``.
+
+        Raises:
+            EntryMissing: No such tensor.
+            IntegrityError, StorageError: Its bytes cannot be had; the memory may have been filled in part.
+        """
+        leaves: list[Leaf] = []
+        for each in wanted:
+            tensor = self.tensor(each.name)
+            leaves.append(Leaf(each.name, tensor.dtype, tensor.shape, (each.box,)))
+        plan = plan_restore(self.manifest, leaves)
+        read_plan(
+            plan,
+            _MemorySink(leaves, [each.out for each in wanted]),
+            backend=self.backend,
+            file_of=lambda rank: (self.ref.key(self._files[rank].name), self._files[rank].size),
+            workers=self._workers,
+            retry=self._retry,
+            on_bytes=self.on_bytes,
+        )
+        self.read_bytes += plan.read_bytes
+
+    def checksums(self, name: str) -> dict[Box, str]:
+        """The boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""
+        tensor = self.tensor(name)
+        leaf = Leaf(name, tensor.dtype, tensor.shape, (Box.whole(tensor.shape),))
+        return {read.box: read.checksum for read in plan_restore(self.manifest, [leaf]).reads}
+
+    def stream(self, tensors: Sequence[Tensor], *, most_bytes: int = BATCH_BYTES) -> Iterator[Piece]:
+        """All bytes of ``tensors`` in order, at most ``most_bytes`` in memory at a time. Small tensors are read together, large ones in parts."""
+        batch: list[tuple[Tensor, int, Box]] = []
+        size = 0
+        for tensor in tensors:
+            itemsize, offset = DTYPES[tensor.dtype].itemsize, 0
+            for box in split_rows(Box.whole(tensor.shape), max(1, most_bytes // itemsize)):
+                nbytes = box.numel * itemsize
+                if batch and size + nbytes > most_bytes:
+                    yield from self._pieces(batch, size)
+                    batch, size = [], 0
+                batch.append((tensor, offset, box))
+                offset, size = offset + nbytes, size + nbytes
+        if batch:
+            yield from self._pieces(batch, size)
+
+    def _pieces(self, batch: Sequence[tuple[Tensor, int, Box]], size: int) -> Iterator[Piece]:
+        memory = memoryview(bytearray(size))
+        wanted: list[Wanted] = []
+        start = 0
+        for tensor, _, box in batch:
+            end = start + box.numel * DTYPES[tensor.dtype].itemsize
+            wanted.append(Wanted(tensor.name, box, memory[start:end]))
+            start = end
+        self.read(wanted)
+        for (tensor, offset, _), each in zip(batch, wanted, strict=True):
+            yield Piece(tensor, offset, each.out)
+
+
+class _MemorySink:
+    """Fills plain memory. Threads: any; chunks do not overlap."""
+
+    def __init__(self, leaves: Sequence[Leaf], outs: Sequence[memoryview]) -> None:
+        self._boxes = [leaf.boxes[0] for leaf in leaves]
+        self._arrays = [
+            np.frombuffer(out, dtype=_element(leaf.itemsize)).reshape(leaf.boxes[0].shape)
+            for leaf, out in zip(leaves, outs, strict=True)
+        ]
+
+    def direct(self, read: ChunkRead) -> memoryview | None:
+        """The memory of exactly this chunk, if it is one run there."""
+        if len(read.targets) != 1 or read.targets[0].part != read.box:
+            return None
+        region = self._region(read, 0)
+        return region.reshape(-1).view(np.uint8).data if region.flags.c_contiguous else None
+
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        """Copy the wanted parts of a chunk."""
+        chunk = np.frombuffer(data, dtype=_element(DTYPES[read.dtype].itemsize)).reshape(read.box.shape)
+        for index, target in enumerate(read.targets):
+            self._region(read, index)[...] = _cut(chunk, target.part.relative_to(read.box))
+
+    def _region(self, read: ChunkRead, index: int) -> np.ndarray[Any, Any]:
+        target = read.targets[index]
+        return _cut(self._arrays[target.leaf], target.part.relative_to(self._boxes[target.leaf]))
+
+
+def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
+    """A view, also of a 0-d array."""
+    index: Any = (*box.slices(), ...)
+    cut: np.ndarray[Any, Any] = array[index]
+    return cut
+
+
+def _element(itemsize: int) -> str:
+    """A dtype of that size whose elements NumPy only moves."""
+    return _ELEMENTS.get(itemsize, f"V{itemsize}")

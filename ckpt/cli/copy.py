@@ -1,0 +1,180 @@
+"""``ckpt copy``: checkpoints from one place to another."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli.options import JsonOption, open_root, workers_for
+
+if TYPE_CHECKING:
+    from ckpt.errors import CkptError
+    from ckpt.model.layout import StepRef
+    from ckpt.pipeline.workers import Workers
+    from ckpt.storage.api import StorageBackend
+
+
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL.", show_default=False)],
+    dest: Annotated[
+        str,
+        typer.Argument(metavar="DEST", help="Folder or URL; made if it is not there.", show_default=False),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="This step, all attempts at it.")
+    ] = None,
+    all_steps: Annotated[bool, typer.Option("--all", help="Every committed step, newest first.")] = False,
+    latest: Annotated[bool, typer.Option("--latest", help="The newest step. This is the default.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Read what DEST has already too, and replace what is damaged there."),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    r"""Copy checkpoints between any two places.
+
+    Every byte is compared with its checksum on the way, and a step appears at DEST only when all of it is there. What is there already is skipped; a copy that was cut short
+    goes on where it was. SOURCE is never changed.
+
+    Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were copied. 7: SOURCE has no such checkpoint. 3: a store failed.
+
+    \b
+    Examples:
+      ckpt copy runs/gpt /mnt/backup/gpt             the newest step
+      ckpt copy runs/gpt s3://bucket/run42 --all
+      ckpt copy s3://bucket/run42 /nvme/run42 --step 1200
+    """
+    from ckpt.catalog.index import find
+    from ckpt.cli import output
+    from ckpt.errors import ConfigError, IntegrityError
+
+    if (step is not None) + all_steps + latest > 1:
+        raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
+    origin, destination = open_root(source), open_root(dest)
+    _check_apart(origin.url, destination.url)
+    refs = find(origin, step)
+    if not all_steps and step is None:
+        refs = refs[:1]
+    done: list[_Copied] = []
+    with workers_for(origin) as workers:
+        for ref in refs:
+            done.append(_copy(origin, ref, destination, workers, check=check))
+            if done[-1].error and not json:
+                output.warn(f"step {ref.step} was not copied: {done[-1].error}")
+    if json:
+        output.show_json(
+            {"source": origin.url, "dest": destination.url, "steps": [_as_json(one) for one in done]}
+        )
+    else:
+        _show(done, destination.url)
+    if any(one.error for one in done):
+        raise typer.Exit(IntegrityError.exit_code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copied:
+    """``copied_bytes`` were not at the destination before."""
+
+    ref: StepRef
+    nbytes: int = 0
+    copied_bytes: int = 0
+    seconds: float = 0.0
+    skipped: bool = False
+    error: CkptError | None = None
+
+    @property
+    def result(self) -> str:
+        if self.error:
+            return "damaged"
+        if self.skipped:
+            return "already there"
+        return (
+            "copied" if self.copied_bytes == self.nbytes else "completed" if self.copied_bytes else "intact"
+        )
+
+
+def _copy(
+    source: StorageBackend, ref: StepRef, destination: StorageBackend, workers: Workers, *, check: bool
+) -> _Copied:
+    from ckpt.catalog.transfer import fetch_step
+    from ckpt.cli import output
+    from ckpt.errors import FormatTooNew, IntegrityError
+
+    try:
+        if not check and (nbytes := _size_there(source, ref, destination)) is not None:
+            return _Copied(ref=ref, nbytes=nbytes, skipped=True)
+        with output.progress(f"step {ref.step}") as bar:
+            report = fetch_step(source, ref, destination, workers=workers, on_progress=bar)
+    except FormatTooNew:
+        raise
+    except IntegrityError as error:  # about the source: the other steps may be fine
+        return _Copied(ref=ref, error=error)
+    return _Copied(ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds)
+
+
+def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
+    """Bytes of the step, if the destination has the very same manifest; None if it has not."""
+    from ckpt.catalog.index import read_packed
+    from ckpt.errors import IntegrityError, ObjectNotFound
+
+    manifest, packed = read_packed(source, ref)
+    try:
+        return manifest.nbytes if read_packed(destination, ref)[1] == packed else None
+    except (ObjectNotFound, IntegrityError):
+        return None
+
+
+def _check_apart(source: str, destination: str) -> None:
+    """Neither may lie in the other: a step's folder would be looked for among the files of the other."""
+    from ckpt.errors import ConfigError
+
+    one, two = (_place(url) for url in (source, destination))
+    if one == two:
+        raise ConfigError(f"{source} and {destination} are the same place: name another one to copy to")
+    if two.startswith(one) or one.startswith(two):
+        inside, outside = (destination, source) if two.startswith(one) else (source, destination)
+        raise ConfigError(f"{inside} lies inside {outside}: name a place beside it to copy to")
+
+
+def _place(url: str) -> str:
+    """Ends in '/', so that 'runs/gpt2' is not inside of 'runs/gpt'."""
+    from ckpt.storage.registry import scheme_of
+
+    return (os.path.realpath(url) if scheme_of(url) == "file" else url).rstrip("/") + "/"
+
+
+def _show(done: list[_Copied], place: str) -> None:
+    from ckpt.cli import output
+
+    rows = [
+        (
+            str(one.ref.step),
+            one.ref.attempt,
+            "-" if one.error else output.size(one.nbytes),
+            "-" if one.error or one.skipped else output.size(one.copied_bytes),
+            f"{one.seconds:.2f} s" if one.seconds else "-",
+            one.result,
+        )
+        for one in done
+    ]
+    right = ("step", "size", "copied", "time")
+    output.show_table(("step", "attempt", "size", "copied", "time", "result"), rows, right=right)
+    nbytes, seconds = sum(one.copied_bytes for one in done), sum(one.seconds for one in done)
+    rate = f", {output.rate(nbytes, seconds)}" if nbytes else ""
+    here = sum(one.error is None for one in done)
+    output.show_line(f"{output.count(here, 'step')} at {place}, {output.size(nbytes)} copied{rate}")
+
+
+def _as_json(one: _Copied) -> dict[str, object]:
+    return {
+        "step": one.ref.step,
+        "attempt": one.ref.attempt,
+        "result": one.result,
+        "bytes": one.nbytes,
+        "copied_bytes": one.copied_bytes,
+        "seconds": round(one.seconds, 6),
+        "error": str(one.error) if one.error else None,
+    }

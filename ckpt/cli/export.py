@@ -1,0 +1,136 @@
+"""``ckpt export``: a checkpoint for other programs."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli.options import JsonOption, open_root, size_bytes, workers_for
+
+if TYPE_CHECKING:
+    from ckpt.exchange.export import Exported
+
+_MOST_NOTES = 20
+
+
+class Format(enum.StrEnum):
+    """What other programs read."""
+
+    safetensors = "safetensors"
+    torch = "torch"
+    dcp = "dcp"
+
+
+def export(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL.", show_default=False)],
+    out: Annotated[
+        str, typer.Argument(metavar="OUT", help="A local file or folder, not there yet.", show_default=False)
+    ],
+    kind: Annotated[
+        Format | None,
+        typer.Option("--format", help="Default: what OUT ends in says, .safetensors, .pt or .pth."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Default: the newest.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--name", metavar="GLOB", help="Only names that match, such as 'model/*'; may be given again."
+        ),
+    ] = None,
+    strip: Annotated[
+        str,
+        typer.Option(
+            "--strip", metavar="PREFIX", help="Take this off names, such as 'model/' (safetensors)."
+        ),
+    ] = "",
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of one file in a folder (safetensors). Default: 5GB."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    r"""Write a checkpoint in a format that other programs read.
+
+    Tensors are whole, whichever ranks have saved their parts, and every byte is verified on the way. The checkpoint need not fit into memory. OUT appears when all of it is there; what the format cannot hold is listed.
+
+    \b
+    safetensors  tensors only. OUT that ends in .safetensors is one file; else a folder, with an index
+                 as Hugging Face has it if it is larger than --max-shard-size.
+    torch        one file for torch.load(OUT): nested dicts as state_dict() gives them. Needs as much
+                 room again beside OUT while it is written.
+    dcp          a folder for torch.distributed.checkpoint.load, onto any number of ranks.
+
+    \b
+    Examples:
+      ckpt export runs/gpt gpt.safetensors --name 'model/*' --strip model/
+      ckpt export runs/gpt hf/ --format safetensors --name 'model/*' --strip model/ --max-shard-size 2GB
+      ckpt export runs/gpt gpt.pt --step 1200
+      ckpt export s3://bucket/run42 dcp/ --format dcp
+    """
+    from ckpt.catalog.index import find, read_manifest
+    from ckpt.catalog.reading import StepReader
+    from ckpt.catalog.verify import Meter
+    from ckpt.cli import output
+    from ckpt.exchange.export import export as write
+
+    chosen = kind or _format_of(out)
+    backend = open_root(root)
+    ref = find(backend, step)[0]
+    manifest = read_manifest(backend, ref)
+    with workers_for(backend) as workers, output.progress(f"step {ref.step}") as bar:
+        reader = StepReader(backend, ref, manifest, workers)
+
+        def start(nbytes: int) -> None:
+            reader.on_bytes = Meter(nbytes, bar).add
+
+        done = write(
+            reader,
+            out,
+            chosen.value,
+            globs=name or (),
+            strip=strip,
+            max_shard_bytes=size_bytes("--max-shard-size", max_shard_size) if max_shard_size else None,
+            on_start=start,
+        )
+    if json:
+        output.show_json({"step": ref.step, "attempt": ref.attempt, "format": chosen.value, **_as_json(done)})
+    else:
+        _show(done, ref.step, chosen)
+
+
+def _format_of(out: str) -> Format:
+    from ckpt.errors import ConfigError
+
+    for suffix, kind in ((".safetensors", Format.safetensors), (".pt", Format.torch), (".pth", Format.torch)):
+        if out.endswith(suffix):
+            return kind
+    raise ConfigError(f"in which format shall {out} be? Give --format safetensors, torch or dcp")
+
+
+def _show(done: Exported, step: int, kind: Format) -> None:
+    from ckpt.cli import output
+
+    tensors = output.count(done.tensors, "tensor")
+    output.show_line(f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind.value}", style="green")
+    output.show_facts({"place": done.place})
+    for title, notes in (("changed", done.notes.changed), ("left out", done.notes.left_out)):
+        if notes:
+            output.show_line()
+            output.show_line(f"{title}: {output.count(len(notes), 'name')}", style="yellow")
+            output.show_table(("name", "why"), notes[:_MOST_NOTES])
+            if len(notes) > _MOST_NOTES:
+                output.show_line(f"and {len(notes) - _MOST_NOTES} more: --json lists them all")
+
+
+def _as_json(done: Exported) -> dict[str, object]:
+    return {
+        "place": done.place,
+        "tensors": done.tensors,
+        "bytes": done.nbytes,
+        "changed": [{"name": name, "why": why} for name, why in done.notes.changed],
+        "left_out": [{"name": name, "why": why} for name, why in done.notes.left_out],
+    }

@@ -1,0 +1,115 @@
+"""``ckpt finalize``: finish a commit whose leader died."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli.options import JsonOption, open_root, workers_for
+
+if TYPE_CHECKING:
+    from ckpt.errors import CkptError
+    from ckpt.model.layout import StepRef
+    from ckpt.model.manifest import Manifest
+    from ckpt.pipeline.workers import Workers
+    from ckpt.storage.api import StorageBackend
+
+
+def finalize(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL.", show_default=False)],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="This step. Default: all unfinished.")
+    ] = None,
+    job_is_dead: Annotated[
+        bool,
+        typer.Option(
+            "--job-is-dead", help="The job ran on another machine, and all its processes have ended."
+        ),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    r"""Finish a save whose first rank died before the last write.
+
+    If every rank had made its part durable, and only the manifest is missing, the step becomes a checkpoint now: the very same that the job would have made. Every byte is read and
+    compared with its checksum first. A save that was refused, of which a part is missing, or whose job still runs is left alone, and the reason is told.
+
+    Exit code 0: finished, or nothing was unfinished. 5: what is unfinished cannot become a checkpoint. 4: it is damaged. 7: there is no such step.
+
+    \b
+    Examples:
+      ckpt finalize runs/gpt                 all that ckpt ls calls "incomplete"
+      ckpt finalize s3://bucket/run42 --step 1300 --job-is-dead
+    """
+    from ckpt.catalog.index import attempts, is_committed
+    from ckpt.cli import output
+    from ckpt.errors import NoCheckpoint
+
+    backend = open_root(root)
+    every = attempts(backend)
+    refs = [ref for ref in every if step in (None, ref.step)]
+    if not refs:
+        there = "it is empty, or does not exist" if not every else f"step {step} is not there"
+        raise NoCheckpoint(backend.url, there)
+    open_refs = [ref for ref in refs if not is_committed(backend, ref)]
+    with workers_for(backend) as workers:
+        tried = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]
+    if json:
+        output.show_json({"root": backend.url, "steps": [_as_json(one) for one in tried]})
+    elif not tried:
+        output.show_line(f"nothing is unfinished: {output.count(len(refs), 'step')} committed")
+    else:
+        _show(tried)
+    failures = [one.error for one in tried if one.error]
+    if failures and len(failures) == len(tried):
+        if not json:
+            raise failures[0]
+        raise typer.Exit(failures[0].exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    ref: StepRef
+    manifest: Manifest | None = None
+    error: CkptError | None = None
+
+
+def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool) -> _Tried:
+    from ckpt.catalog.finalize import finalize as finish
+    from ckpt.cli import output
+    from ckpt.errors import CommitError, IntegrityError
+
+    try:
+        with output.progress(f"step {ref.step}") as bar:
+            return _Tried(
+                ref, finish(backend, ref, workers=workers, job_is_dead=job_is_dead, on_progress=bar)
+            )
+    except (CommitError, IntegrityError) as error:  # about this step: an older one may be fine
+        return _Tried(ref, error=error)
+
+
+def _show(tried: list[_Tried]) -> None:
+    """What came of each; a reason that is the only one is the error's to tell."""
+    from ckpt.cli import output
+
+    for one in tried:
+        if one.manifest:
+            output.show_line(
+                f"step {one.ref.step} (attempt {one.ref.attempt}) is a checkpoint now: {output.size(one.manifest.nbytes)} of "
+                f"{output.count(one.manifest.world_size, 'rank')}, verified",
+                style="green",
+            )
+        elif len(tried) > 1:
+            output.warn(f"step {one.ref.step} (attempt {one.ref.attempt}) was left alone: {one.error}")
+
+
+def _as_json(one: _Tried) -> dict[str, object]:
+    return {
+        "step": one.ref.step,
+        "attempt": one.ref.attempt,
+        "finished": one.manifest is not None,
+        "bytes": one.manifest.nbytes if one.manifest else None,
+        "world_size": one.manifest.world_size if one.manifest else None,
+        "reason": str(one.error) if one.error else None,
+    }

@@ -1,0 +1,95 @@
+"""``ckpt import``: a checkpoint out of the files of another program."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+from ckpt.cli.options import JsonOption
+
+
+class Source(enum.StrEnum):
+    """What can be read."""
+
+    torch = "torch"
+    dcp = "dcp"
+    safetensors = "safetensors"
+
+
+def import_(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A local file or folder.", show_default=False)
+    ],
+    root: Annotated[
+        str,
+        typer.Argument(metavar="ROOT", help="Folder or URL; made if it is not there.", show_default=False),
+    ],
+    step: Annotated[
+        int, typer.Option("--step", metavar="N", min=0, help="Which step it becomes.", show_default=False)
+    ],
+    kind: Annotated[Source | None, typer.Option("--format", help="Default: what SOURCE looks like.")] = None,
+    plain: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plain", metavar="NAME", help="A dict of tensors that is no model; may be given again."
+        ),
+    ] = None,
+    param_names: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The model's parameter names, one on each line, in the optimizer's order."
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    r"""Make a checkpoint from files of torch.save, torch.distributed.checkpoint or safetensors.
+
+    A dict of tensors becomes a model, a dict of "state" and "param_groups" an optimizer; all else stays what it is. CheckpointManager(ROOT).restore(state) then loads it into
+    {"model": model, "optimizer": optimizer, ...}. A file with nothing but tensors becomes {"model": ...}.
+
+    Nothing is unpickled but what torch.load(weights_only=True) allows. Optimizer state is kept by parameter name; where the source has numbers only, they are matched with the model's
+    entries by order and shape, or by --param-names.
+
+    \b
+    Examples:
+      ckpt import checkpoint.pt runs/gpt --step 1200
+      ckpt import dcp_folder/ s3://bucket/run42 --step 1200
+      ckpt import model.safetensors runs/gpt --step 0
+      python -c "...; print(*dict(model.named_parameters()), sep='\n')" > names.txt
+      ckpt import checkpoint.pt runs/gpt --step 1200 --param-names names.txt
+    """
+    from ckpt.cli import output
+    from ckpt.config import resolve_tier
+    from ckpt.exchange.imports import import_checkpoint
+
+    done = import_checkpoint(
+        source,
+        resolve_tier(root),
+        step,
+        kind=kind.value if kind else None,
+        plain=plain or (),
+        parameter_names=_lines(param_names),
+    )
+    if json:
+        output.show_json(
+            {"step": step, "root": root, "format": done.kind, "names": done.names, "notes": done.notes}
+        )
+        return
+    output.show_line(f"step {step} in {root}, from {done.kind}", style="green")
+    output.show_table(("name", "what"), list(done.names.items()))
+    for note in done.notes:
+        output.warn(note)
+
+
+def _lines(path: str | None) -> list[str] | None:
+    from ckpt.errors import ConfigError
+
+    if path is None:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"--param-names {path} cannot be read: {error}") from None

@@ -1,0 +1,75 @@
+"""A state -> a folder of ``torch.distributed.checkpoint``, read tensor by tensor while it is written."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+
+Read = Callable[[str], torch.Tensor]
+
+
+class Unread:
+    """What stands for tensors in the state: tensors without memory, and the names to read them by."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def tensor(self, name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        self._names[id(made)] = name
+        self._kept.append(made)  # its identity stays its own
+        return made
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        return self._names[id(tensor)]
+
+
+class _Planner(DefaultSavePlanner):
+    """Gives each tensor when it is written."""
+
+    def __init__(self, unread: Unread, read: Read) -> None:
+        super().__init__()
+        self._unread, self._read = unread, read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        if isinstance(found, torch.Tensor) and found.is_meta:
+            return self._read(self._unread.name_of(found))
+        return found
+
+
+def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
+    """At most one whole tensor is in memory at a time. Raises what ``read`` raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group, and that storages are typed
+        try:
+            save(
+                state,
+                storage_writer=FileSystemWriter(path, thread_count=1),
+                planner=_Planner(unread, read),
+                no_dist=True,
+            )
+        except CheckpointException as error:  # of the only rank there is
+            raise next(iter(error.failures.values()))[0] from error
+
+
+def empty_dicts(state: Any, path: str = "") -> list[str]:
+    """Paths of what the format has no place for: a dict without entries."""
+    if isinstance(state, dict):
+        if not state and path:
+            return [path]
+        return [
+            found
+            for key, item in state.items()
+            for found in empty_dicts(item, f"{path}.{key}" if path else str(key))
+        ]
+    return []

@@ -1,0 +1,185 @@
+"""A committed step -> a file or folder that other programs read. Whole tensors, streamed: the step need not fit into memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal
+
+import torch
+
+from ckpt.catalog.reading import StepReader
+from ckpt.errors import AccessDenied, CkptError, ConfigError, EntryMissing, OutOfSpace, StorageError
+from ckpt.exchange import dcp_folder, safetensors_file, torch_file
+from ckpt.exchange.opened import TensorView
+from ckpt.exchange.tree import Notes, StateTree, chosen
+from ckpt.model.manifest import Tensor
+from ckpt.storage.registry import scheme_of
+
+Format = Literal["safetensors", "torch", "dcp"]
+SHARD_BYTES: Final = 5 * 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """``tensors`` are counted with tied names. ``place`` is where they are now."""
+
+    place: str
+    tensors: int
+    nbytes: int
+    notes: Notes
+
+
+def export(
+    reader: StepReader,
+    out: str,
+    kind: Format,
+    *,
+    globs: Sequence[str] = (),
+    strip: str = "",
+    max_shard_bytes: int | None = None,
+    on_start: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Write the tensors (and, where the format holds them, the plain values) that match ``globs`` to ``out``, which appears when all of it is there.
+
+    Args:
+        strip: Taken off the names' beginnings (safetensors).
+        max_shard_bytes: Of one file (safetensors, into a folder).
+        on_start: Told how many bytes will be read.
+
+    Raises:
+        ConfigError: ``out`` exists, or an option does not suit.
+        EntryMissing: No name matches.
+    """
+    if scheme_of(out) != "file":
+        raise ConfigError(f"{out} is a URL: export to a local file or folder, and copy it from there")
+    names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
+    if not names:
+        raise EntryMissing(list(globs) or ["tensor"], reader.ref.step)
+    stored = {reader.tensors[name].name: reader.tensors[name] for name in names}
+    nbytes = sum(tensor.nbytes for tensor in stored.values())
+    notes = Notes()
+    with _appears(out) as place:
+        on_start(nbytes)
+        match kind:
+            case "safetensors":
+                _safetensors(reader, place, out, names, notes, globs, strip, max_shard_bytes)
+            case "torch":
+                _torch(reader, place, list(stored.values()), notes, globs)
+            case "dcp":
+                _dcp(reader, place, notes, globs)
+    return Exported(place=os.path.abspath(out), tensors=len(names), nbytes=nbytes, notes=notes)
+
+
+def _safetensors(
+    reader: StepReader,
+    place: str,
+    out: str,
+    names: Sequence[str],
+    notes: Notes,
+    globs: Sequence[str],
+    strip: str,
+    max_shard_bytes: int | None,
+) -> None:
+    kept: dict[str, str] = {}  # stored name -> the first of its names
+    shared: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (name in reader.manifest.tied, name)):
+        first = kept.setdefault(reader.tensors[name].name, name)
+        if first != name:
+            shared[name.removeprefix(strip)] = first.removeprefix(strip)
+            notes.left_out.append(
+                (name, f"shares its bytes with {first!r}, and is named as such in the metadata")
+            )
+    tensors = [reader.tensors[name] for name in kept]
+    short = {stored: name.removeprefix(strip) for stored, name in kept.items()}
+    safetensors_file.check_names(short)
+    safetensors_file.note_dtypes(tensors, notes)
+    _leave_out_values(reader, notes, globs)
+    write: Callable[..., None] = partial(safetensors_file.write_file, place)
+    if not out.endswith(safetensors_file.SUFFIX):
+        os.mkdir(place)
+        write = partial(safetensors_file.write_folder, place, most_bytes=max_shard_bytes or SHARD_BYTES)
+    elif max_shard_bytes is not None:
+        raise ConfigError(f"{out} is one file: shards go into a folder, so name one to use --max-shard-size")
+    write(tensors=tensors, names=short, metadata={**shared}, reader=reader)
+
+
+def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:
+    """Plain values have no place in safetensors."""
+    tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
+    notes.left_out += [(path, "a plain value") for path in _paths(tree)]
+
+
+def _paths(value: object, path: str = "") -> list[str]:
+    if isinstance(value, dict) and value:
+        return [
+            found
+            for key, item in value.items()
+            for found in _paths(item, f"{path}/{key}" if path else str(key))
+        ]
+    return [] if value is None or value == {} else [path]
+
+
+def _torch(
+    reader: StepReader, place: str, stored: Sequence[Tensor], notes: Notes, globs: Sequence[str]
+) -> None:
+    tensors = torch_file.read_into_scratch(reader, stored, os.path.dirname(place))
+    tree = StateTree(reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False)
+    torch_file.write_file(place, tree.build())
+    notes.changed += tree.notes.changed
+
+
+def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> None:
+    unread = dcp_folder.Unread()
+
+    def make(name: str) -> torch.Tensor:
+        tensor = reader.tensors[name]
+        return unread.tensor(name, tensor.dtype, tensor.shape)
+
+    tree = StateTree(reader.manifest, make, globs, by_name=True)
+    state = tree.build()
+    notes.changed += tree.notes.changed
+    notes.left_out += [(path, "a dict without entries") for path in dcp_folder.empty_dicts(state)]
+    dcp_folder.write_folder(place, state, unread, lambda name: TensorView(reader, name)[...])
+
+
+@contextmanager
+def _appears(out: str) -> Generator[str]:
+    """A place beside ``out`` to build in, that becomes ``out`` in the end. What a cut export has left there is replaced."""
+    out = os.path.abspath(out)
+    if os.path.lexists(out):
+        raise ConfigError(f"{out} is there already: remove it, or name another place")
+    place = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.ckpt-partial")
+    try:
+        os.makedirs(os.path.dirname(out), exist_ok=True)
+        _remove(place)
+        yield place
+        os.rename(place, out)
+    except CkptError:
+        _remove(place)
+        raise
+    except OSError as error:
+        _remove(place)
+        raise _told(out, error) from error
+    except BaseException:
+        _remove(place)
+        raise
+
+
+def _remove(place: str) -> None:
+    if os.path.isdir(place):
+        shutil.rmtree(place, ignore_errors=True)
+    elif os.path.lexists(place):
+        os.unlink(place)
+
+
+def _told(out: str, error: OSError) -> StorageError:
+    text = error.strerror or str(error)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return AccessDenied(out, text)
+    return OutOfSpace(out, text) if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError(out, text)

@@ -1,0 +1,288 @@
+"""The state of another program -> a checkpoint that ``CheckpointManager.restore`` loads into a model and an optimizer.
+
+A dict of tensors becomes a module, a dict of ``state`` and ``param_groups`` an optimizer; then the manager saves them as any other state. Their classes are not known and not needed: names, tensors and values are all
+that a checkpoint holds of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.catalog.index import committed
+from ckpt.config import Tier
+from ckpt.errors import ConfigError, StepExists, StorageError
+from ckpt.exchange.sources import Kind, State, detect, read_source
+from ckpt.manager import CheckpointManager
+from ckpt.model.checksum import checksum
+from ckpt.staging.image import copyable
+from ckpt.storage.registry import open_backend, scheme_of
+
+_BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
+_ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
+_WRAPPERS: Final = ("module.", "_orig_mod.")
+
+
+@dataclass(slots=True)
+class Imported:
+    """What became of a source.
+
+    Attributes:
+        names: name in the state -> what it is.
+        notes: Sentences about what is not as it was.
+    """
+
+    names: dict[str, str] = field(default_factory=dict[str, str])
+    notes: list[str] = field(default_factory=list[str])
+    nbytes: int = 0
+    kind: str = ""
+
+
+class _Module(nn.Module):
+    """Any module with this state dict."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._values = dict(values)
+
+    def state_dict(self, *_: Any, **__: Any) -> Any:
+        return dict(self._values)
+
+
+def import_checkpoint(
+    source: str,
+    tier: Tier,
+    step: int,
+    *,
+    kind: Kind | None = None,
+    plain: Sequence[str] = (),
+    parameter_names: Sequence[str] | None = None,
+) -> Imported:
+    """Save what ``source`` holds as ``step``.
+
+    Args:
+        plain: Names of dicts of tensors that belong to no module.
+        parameter_names: Of the model, in the order the optimizer was given them, where the source has numbers only.
+
+    Raises:
+        ConfigError: ``source`` is not there, or of no known kind.
+        UnsupportedValue: It holds what only pickle could load.
+        StepExists: Steps are immutable.
+    """
+    backend = open_backend(tier.url, tier.options)
+    _check_apart(source, backend.url)
+    found = kind or detect(source)
+    if not os.path.exists(source):
+        raise ConfigError(f"{source} is not there: name a local file or folder")
+    if any(ref.step == step for ref in committed(backend)):
+        raise StepExists(step, backend.url)
+    local = backend.url if scheme_of(backend.url) == "file" else None
+    state = read_source(source, found, _made(local))
+    done = Imported(kind=found)
+    live = _Shaper(done, plain, parameter_names).shape(state)
+    origin = {"imported_from": os.path.abspath(source), "imported_as": found}
+    with CheckpointManager(tier, metadata=origin, slots=1, overlap="off") as manager:
+        manager.save(live, step=step)
+    return done
+
+
+def _made(folder: str | None) -> str | None:
+    """A scratch file lies where the checkpoint will: there is room there, or it fails anyway."""
+    if folder is not None:
+        try:
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StorageError(folder, error.strerror or str(error)) from None
+    return folder
+
+
+def _check_apart(source: str, root: str) -> None:
+    if scheme_of(source) != "file":
+        raise ConfigError(f"{source} is a URL: copy it to a local folder first")
+    one = os.path.realpath(source).rstrip("/") + "/"
+    two = os.path.realpath(root).rstrip("/") + "/" if scheme_of(root) == "file" else root
+    if two.startswith(one):
+        raise ConfigError(f"{root} lies inside {source}: name a root beside it")
+
+
+class _Shaper:
+    """Finds modules and optimizers among the top level of a state."""
+
+    def __init__(self, done: Imported, plain: Sequence[str], names: Sequence[str] | None) -> None:
+        self._done, self._plain, self._names = done, plain, names
+        self._modules: dict[str, dict[str, Any]] = {}
+
+    def shape(self, state: State) -> dict[str, Any]:
+        if unknown := [name for name in self._plain if name not in state]:
+            raise ConfigError(
+                f"--plain {unknown[0]}: the source holds {', '.join(map(repr, sorted(state)[:10]))}"
+            )
+        if _is_module(state) and not self._plain:
+            state = {"model": state}
+        state = self._renamed(state)
+        for name, value in state.items():
+            if name not in self._plain and _is_module(value):
+                self._modules[name] = self._unwrapped(name, value)
+        optimizers = {
+            name: self._optimizer(name, value) for name, value in state.items() if _is_optimizer(value)
+        }
+        for name, entries in self._modules.items():
+            self._tie(name, entries)
+        live: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in self._modules:
+                live[name] = _Module(self._modules[name])
+                self._done.names[name] = f"module of {len(self._modules[name])} entries"
+            else:
+                live[name] = optimizers.get(name, value)
+                self._done.names.setdefault(name, type(value).__name__)
+        return live
+
+    def _renamed(self, state: State) -> State:
+        renamed: State = {}
+        for name, value in state.items():
+            short = _ALIASES.get(name, name.removesuffix("_state_dict") or name)
+            if short != name and (_is_module(value) or _is_optimizer(value)) and short not in state | renamed:
+                self._done.notes.append(f"{name!r} is {short!r} now")
+                renamed[short] = value
+            else:
+                renamed[name] = value
+        return renamed
+
+    def _unwrapped(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(values)
+        for prefix in _WRAPPERS:
+            if found and all(key.startswith(prefix) for key in found):
+                found = {key.removeprefix(prefix): value for key, value in found.items()}
+                self._done.notes.append(f"names of {name!r} are without {prefix!r} now")
+        return found
+
+    def _tie(self, name: str, entries: dict[str, Any]) -> None:
+        """Formats without ties hold a tied weight twice, and a model with tied ones takes no others. What is equal to the bit is tied again, unless an optimizer has both."""
+        first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
+        for key in sorted(entries, key=lambda key: (not isinstance(entries[key], nn.Parameter), key)):
+            value = entries[key]
+            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.numel():
+                mark = (value.dtype, value.shape, _digest(value))
+                other = entries[first.setdefault(mark, key)]
+                if other is not value and not isinstance(value, nn.Parameter):
+                    if other.data_ptr() != value.data_ptr():
+                        self._done.notes.append(
+                            f"{key!r} of {name!r} is equal to {first[mark]!r}, and tied to it now"
+                        )
+                    entries[key] = other
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------------
+
+    def _optimizer(self, name: str, value: Mapping[str, Any]) -> Optimizer:
+        ids = [each for group in value["param_groups"] for each in group["params"]]
+        parameters = dict(zip(map(str, ids), self._parameters(name, value, ids), strict=True))
+        groups = [
+            {
+                **{key: item for key, item in group.items() if key not in ("params", "param_names")},
+                "params": [parameters[str(each)] for each in group["params"]],
+            }
+            for group in value["param_groups"]
+        ]
+        optimizer = Optimizer(groups, {})
+        for each, held in value["state"].items():
+            if str(each) not in parameters:
+                raise ConfigError(
+                    f"{name!r} has state of the parameter {each!r}, which is in none of its groups"
+                )
+            optimizer.state[parameters[str(each)]] = dict(held)
+        return optimizer
+
+    def _parameters(self, name: str, value: Mapping[str, Any], ids: list[Any]) -> list[nn.Parameter]:
+        """Those of the module they belong to, found by their names; else ones that only have a place."""
+        names, how = self._names_of(value, ids)
+        for module, entries in self._modules.items():
+            if names and all(isinstance(entries.get(each), torch.Tensor) for each in names):
+                for each in names:
+                    if not isinstance(entries[each], nn.Parameter):
+                        entries[each] = nn.Parameter(entries[each], requires_grad=False)
+                self._done.names[name] = f"optimizer of {len(ids)} parameters of {module!r}, {how}"
+                return [entries[each] for each in names]
+        self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
+        self._done.notes.append(
+            f"{name!r} names its parameters by number, and which they are in the model cannot be told: it loads only into an optimizer whose model is not in the state; "
+            "give --param-names FILE, a name on each line, as model.named_parameters() has them"
+        )
+        return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
+
+    def _names_of(self, value: Mapping[str, Any], ids: list[Any]) -> tuple[list[str], str]:
+        if all(isinstance(each, str) for each in ids):
+            return self._clean([str(each) for each in ids]), "by name"
+        groups = value["param_groups"]
+        if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
+            return self._clean([each for group in groups for each in group["param_names"]]), "by name"
+        if self._names is not None:
+            if len(self._names) != len(ids):
+                raise ConfigError(
+                    f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} parameters"
+                )
+            return self._clean(self._names), "by the names given"
+        for entries in self._modules.values():
+            if found := _in_order(entries, ids, value["state"]):
+                return found, "by order and shape"
+        return [], ""
+
+    def _clean(self, names: Sequence[str]) -> list[str]:
+        """As those of the module, which may have lost the prefix of a wrapper."""
+        known = {key for entries in self._modules.values() for key in entries}
+        return [
+            next((each.removeprefix(w) for w in _WRAPPERS if each.removeprefix(w) in known), each)
+            for each in names
+        ]
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
+    return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # 3.11 has no Buffer
+
+
+def _is_module(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(item, torch.Tensor) for item in value.values())
+        and all(
+            isinstance(key, str) and (isinstance(item, torch.Tensor) or key.endswith("_extra_state"))
+            for key, item in value.items()
+        )
+    )
+
+
+def _is_optimizer(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list)
+        and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
+    )
+
+
+def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
+    """Names of the entries that are the optimizer's parameters, in order: as many as it has, and of the shapes of its state. None if that does not come out."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    names: list[str] = []
+    for name, value in entries.items():
+        if isinstance(value, torch.Tensor) and not _BUFFERS.search(name):
+            where = (value.data_ptr(), tuple(value.shape))
+            if value.numel() == 0 or where not in seen:  # a tied one is one parameter
+                names.append(name)
+            seen.add(where)
+    if len(names) != len(ids):
+        return []
+    by_text = {str(key): held for key, held in state.items()}
+    for name, each in zip(names, ids, strict=True):
+        for item in by_text.get(str(each), {}).values():
+            if isinstance(item, torch.Tensor) and item.ndim and item.shape != entries[name].shape:
+                return []
+    return names

@@ -1,0 +1,132 @@
+"""A pickle as data: what it would build, with a name in the place of every class and function. Nothing is imported or called.
+
+``torch.distributed.checkpoint`` writes its table of contents as a pickle. Its opcodes are followed here, and each call they ask for becomes an ``Inert`` with the name and the arguments.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ckpt.errors import UnsupportedValue
+
+_MARK: Final = object()
+_CONSTANTS: Final = {
+    "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
+}  # fmt: skip
+_PLAIN: Final = frozenset(
+    {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "INT", "LONG", "FLOAT", "UNICODE"}
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Inert:
+    """``name(*args)``, not called; ``state`` is what would have been set on the result."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class _Machine:
+    """The stack machine of pickle, for the opcodes that plain objects need."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._do: dict[str, Callable[[Any], None]] = {
+            "STACK_GLOBAL": lambda _: self._two(lambda module, name: Inert(f"{module}.{name}")),
+            "GLOBAL": lambda arg: self.stack.append(Inert(str(arg).replace(" ", "."))),
+            "REDUCE": lambda _: self._two(lambda call, args: Inert(call.name, tuple(args))),
+            "NEWOBJ": lambda _: self._two(lambda kind, args: Inert(kind.name, tuple(args))),
+            "BUILD": lambda _: self._two(_with_state),
+            "TUPLE": lambda _: self.stack.append(tuple(self._marked())),
+            "TUPLE1": lambda _: self._pack(1),
+            "TUPLE2": lambda _: self._pack(2),
+            "TUPLE3": lambda _: self._pack(3),
+            "EMPTY_LIST": lambda _: self.stack.append([]),
+            "EMPTY_DICT": lambda _: self.stack.append({}),
+            "MARK": lambda _: self.stack.append(_MARK),
+            "APPEND": lambda _: self._two(lambda items, item: [*items, item], into=True),
+            "APPENDS": lambda _: self._extend(self._marked()),
+            "SETITEM": lambda _: self._set([self.stack.pop(-2), self.stack.pop()]),
+            "SETITEMS": lambda _: self._set(self._marked()),
+            "MEMOIZE": lambda _: self._remember(len(self._memo)),
+            "BINPUT": self._remember,
+            "LONG_BINPUT": self._remember,
+            "BINGET": lambda arg: self.stack.append(self._memo[arg]),
+            "LONG_BINGET": lambda arg: self.stack.append(self._memo[arg]),
+            "POP": lambda _: self._drop(),
+        }
+        for name in ("PROTO", "FRAME", "STOP"):
+            self._do[name] = lambda _: None
+
+    def run(self, data: bytes) -> Any:
+        for opcode, arg, _ in pickletools.genops(data):
+            if opcode.name in _PLAIN:
+                self.stack.append(arg)
+            elif opcode.name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[opcode.name])
+            else:
+                self._do[opcode.name](arg)
+        (result,) = self.stack
+        return result
+
+    def _two(self, join: Callable[[Any, Any], Any], *, into: bool = False) -> None:
+        second, first = self.stack.pop(), self.stack.pop()
+        if into:  # the very list, for it may be remembered
+            first.append(second)
+            self.stack.append(first)
+        else:
+            self.stack.append(join(first, second))
+
+    def _pack(self, count: int) -> None:
+        items = tuple(self.stack[-count:])
+        self.stack[-count:] = [items]
+
+    def _drop(self) -> None:
+        self.stack.pop()
+
+    def _marked(self) -> list[Any]:
+        at = max(i for i, item in enumerate(self.stack) if item is _MARK)
+        items = self.stack[at + 1 :]
+        del self.stack[at:]
+        return items
+
+    def _extend(self, items: list[Any]) -> None:
+        self.stack[-1].extend(items)
+
+    def _set(self, items: list[Any]) -> None:
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def _remember(self, index: int) -> None:
+        self._memo[index] = self.stack[-1]
+
+
+def _with_state(made: Inert, state: Any) -> Inert:
+    """In place: it may be remembered. Classes with slots give a pair."""
+    for part in state if isinstance(state, tuple) else (state,):
+        if isinstance(part, dict):
+            made.state.update(part)
+        elif part is not None:
+            made.args = (*made.args, part)
+    return made
+
+
+def read_inert(data: bytes, name: str) -> Any:
+    """What the pickle ``data`` describes. ``name`` is told in errors.
+
+    Raises:
+        UnsupportedValue: It is no pickle, or one that needs more than plain objects.
+    """
+    try:
+        return _Machine().run(data)
+    except Exception as error:  # noqa: BLE001 - whatever nonsense it is
+        raise UnsupportedValue(
+            name,
+            "pickle of another kind",
+            f"it is not one that torch.distributed.checkpoint writes ({error!r})",
+        ) from None

@@ -1,0 +1,167 @@
+"""``ckpt.open(root)``: read what a checkpoint holds, without a model to put it in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import EllipsisType, TracebackType
+from typing import Final, Self
+
+import torch
+
+from ckpt.catalog.index import committed, find, read_manifest
+from ckpt.catalog.reading import StepReader, Wanted
+from ckpt.config import Tier
+from ckpt.errors import ConfigError
+from ckpt.model.box import Box
+from ckpt.model.dtype import DTYPES
+from ckpt.model.manifest import Tensor
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+_MOST_THREADS: Final = 8
+
+
+class Opened:
+    """A checkpoint, opened for reading by ``ckpt.open``.
+
+    Threads: one at a time.
+
+    Attributes:
+        step: Which one it is.
+        root: URL of the place it lies in, without credentials.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | Tier, step: int | None) -> None:
+        tier = root if isinstance(root, Tier) else Tier(os.fspath(root))
+        self._backend = open_backend(tier.url, tier.options)
+        self.root = self._backend.url
+        ref = find(self._backend, step)[0]
+        self.step = ref.step
+        threads = max(1, min(self._backend.capabilities.max_concurrency, _MOST_THREADS))
+        self._workers = Workers("open", threads)
+        self.reader = StepReader(self._backend, ref, read_manifest(self._backend, ref), self._workers)
+
+    def steps(self) -> list[int]:
+        """Numbers of the committed steps in this root, newest first. Each can be opened: ``ckpt.open(root, step=1200)``."""
+        return sorted({ref.step for ref in committed(self._backend)}, reverse=True)
+
+    def names(self) -> list[str]:
+        """Names of all tensors, tied ones too."""
+        return sorted(self.reader.tensors)
+
+    def tensor(self, name: str) -> TensorView:
+        """A tensor that is not read yet: index it for its values. Raises ``EntryMissing``."""
+        return TensorView(self.reader, name)
+
+    def close(self) -> None:
+        """Give threads and connections back. Tensors that were read stay."""
+        self._workers.close()
+        self._backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<step {self.step} in {self.root}: {len(self.reader.tensors)} tensors>"
+
+
+class TensorView:
+    """One whole tensor of a checkpoint, whichever ranks wrote its parts. Nothing is read until it is indexed.
+
+    ``view[...]`` is all of it; ``view[100:200]``, ``view[:, 3]``, ``view[-1]`` read only the chunks that hold those elements, and verify them. The result is a fresh CPU tensor.
+    """
+
+    def __init__(self, reader: StepReader, name: str) -> None:
+        self._reader, self.name = reader, name
+        self._tensor: Tensor = reader.tensor(name)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self._tensor.dtype)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self._tensor.nbytes
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        box, rest = _resolve(index, self._tensor.shape)
+        return self._read(box)[rest]
+
+    def __len__(self) -> int:
+        if not self._tensor.shape:
+            raise TypeError("a 0-d tensor has no length")
+        return self._tensor.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<{self.name!r}: {self._tensor.dtype} {list(self._tensor.shape)}, not read>"
+
+    def _read(self, box: Box) -> torch.Tensor:
+        if not box.numel:
+            return torch.empty(box.shape, dtype=self.dtype)
+        memory = torch.empty(box.numel * DTYPES[self._tensor.dtype].itemsize, dtype=torch.uint8)
+        self._reader.read([Wanted(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]  # 3.11 has no Buffer
+        return memory.view(self.dtype).view(box.shape)
+
+
+def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> Opened:
+    """Open a committed checkpoint for reading: names, and tensors or slices of them, without a model and without reading the rest.
+
+    ::
+
+        with ckpt.open("runs/gpt") as opened:
+            rows = opened.tensor("model/embed.weight")[100:200]
+
+    Args:
+        root: Folder or URL, or a `Tier` where its backend needs options.
+        step: Which one; the newest if it is left out.
+
+    Raises:
+        NoCheckpoint: There is none.
+    """
+    return Opened(root, step)
+
+
+def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice, ...]]:
+    """The box to read, and the index into it that gives what was asked for."""
+    box: list[tuple[int, int]] = []
+    rest: list[int | slice] = []
+    for size, item in zip(shape, _items(index, shape), strict=True):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step < 1:
+                raise ConfigError("a slice with a negative step: read it forwards, then flip(0)")
+            box.append((start, max(0, stop - start)))
+            rest.append(slice(None, None, step))
+        else:
+            if not -size <= item < size:
+                raise IndexError(f"index {item} is out of range for a dimension of {size}")
+            box.append((item % size, 1))
+            rest.append(0)
+    return Box(tuple(start for start, _ in box), tuple(n for _, n in box)), tuple(rest)
+
+
+def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:
+    """One item for each dimension."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType) for item in items):
+        raise TypeError("index with whole numbers, slices and ...: read with [...] first for anything else")
+    given = sum(item is not ... for item in items)
+    if items.count(...) > 1 or given > len(shape):
+        raise IndexError(f"{given} indices for a tensor of {len(shape)} dimensions")
+    at = items.index(...) if ... in items else len(items)
+    filled = [*items[:at], *[slice(None)] * (len(shape) - given), *items[at + 1 :]]
+    return [item for item in filled if not isinstance(item, EllipsisType)]

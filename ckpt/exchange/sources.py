@@ -1,0 +1,263 @@
+"""Files of other programs -> a nested state of tensors and plain values. Nothing in them is unpickled beyond what ``weights_only`` allows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+
+from ckpt.errors import ConfigError, IntegrityError, MissingExtra, UnsupportedValue
+from ckpt.exchange.inert import Inert, read_inert
+from ckpt.exchange.torch_file import Scratch
+from ckpt.model.dtype import DTYPES
+from ckpt.staging.image import copyable
+
+Kind = Literal["torch", "dcp", "safetensors"]
+State = dict[str, Any]
+
+_TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
+_SAFETENSORS: Final = ".safetensors"
+_TABLE: Final = ".metadata"
+_WAY_OUT: Final = "only tensors and plain values are taken: where you trust the file, load it with torch.load(..., weights_only=False) and save the state_dict() of what is in it"
+
+
+def detect(source: str) -> Kind:
+    """Raises ``ConfigError`` for what is none of the three."""
+    if os.path.isfile(source):
+        return "safetensors" if source.endswith(_SAFETENSORS) else "torch"
+    if not os.path.isdir(source):
+        raise ConfigError(f"{source} is not there: name a local file or folder")
+    names = os.listdir(source)
+    if _TABLE in names:
+        return "dcp"
+    if any(name.endswith(_SAFETENSORS) for name in names):
+        return "safetensors"
+    if any(name.endswith(_TORCH) for name in names):
+        return "torch"
+    raise ConfigError(
+        f"{source} holds neither {_TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor *.pt, *.pth or *.bin of torch.save"
+    )
+
+
+def read_source(source: str, kind: Kind, scratch: str | None) -> State:
+    """The state in ``source``. Its tensors are mapped from the file where that can be; else they lie in a file in the folder ``scratch``.
+
+    Raises:
+        UnsupportedValue: It would have to be unpickled.
+        IntegrityError: It is damaged, or a part is missing.
+    """
+    match kind:
+        case "torch":
+            return _torch(source)
+        case "dcp":
+            return _dcp(source, scratch)
+        case "safetensors":
+            return _safetensors(source)
+
+
+# -- torch.save -------------------------------------------------------------------------------------------------------
+
+
+def _torch(source: str) -> State:
+    if os.path.isfile(source):
+        found = _load(source)
+        return dict(found) if isinstance(found, Mapping) else {"value": found}
+    files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH))
+    if not files:
+        raise ConfigError(f"{source} holds no {', '.join(_TORCH)} file")
+    loaded = {name: _load(os.path.join(source, name)) for name in _indexed(source, "bin") or files}
+    if len(loaded) == 1 or _indexed(source, "bin"):  # one state, perhaps in several files
+        return {key: value for part in loaded.values() for key, value in part.items()}
+    return {os.path.splitext(name)[0]: value for name, value in loaded.items()}
+
+
+def _load(path: str | io.BytesIO, name: str = "") -> Any:
+    name = name or str(path)
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, str))
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)  # of before torch 1.6
+    except FileNotFoundError:
+        raise IntegrityError(f"{name} is missing") from None
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # noqa: BLE001 - of the unpickler, the zip reader, or what broken bytes lead them to
+        text = str(error)
+        if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
+            what = next((part for part in text.split() if part.count(".") and "GLOBAL" in text), "")
+            raise UnsupportedValue(name, f"pickle of more than tensors {what}".rstrip(), _WAY_OUT) from None
+        raise IntegrityError(
+            f"{name} is not a whole file of torch.save: {text.splitlines()[0][:200]}"
+        ) from None
+
+
+def _indexed(folder: str, suffix: str) -> list[str]:
+    """The files that a Hugging Face index names; none without an index."""
+    found = [name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json")]
+    if not found:
+        return []
+    try:
+        with open(os.path.join(folder, found[0]), encoding="utf-8") as file:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{found[0]} is not an index: {error!r}") from None
+    return [_inside(folder, name) for name in names]
+
+
+def _inside(folder: str, name: object) -> str:
+    """A file name that a table of contents gives must be one of its folder."""
+    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+        raise IntegrityError(f"{folder} names a file outside of itself: {str(name)[:80]!r}")
+    return name
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def _safetensors(source: str) -> State:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise MissingExtra(source, "safetensors", None) from None
+    if os.path.isfile(source):
+        paths = [source]
+    else:
+        names = _indexed(source, "safetensors")
+        names = names or sorted(name for name in os.listdir(source) if name.endswith(_SAFETENSORS))
+        paths = [os.path.join(source, name) for name in names]
+    state: State = {}
+    shared: dict[str, str] = {}
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as file:
+                state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                shared |= file.metadata() or {}
+        except FileNotFoundError:
+            raise IntegrityError(f"{path} is missing") from None
+        except (SafetensorError, OSError) as error:
+            raise IntegrityError(f"{path} is not a whole safetensors file: {error}") from None
+    tied = {name: state[kept] for name, kept in shared.items() if kept in state and name not in state}
+    return state | tied
+
+
+# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+
+
+def _dcp(source: str, scratch: str | None) -> State:
+    table_path = os.path.join(source, _TABLE)
+    try:
+        with open(table_path, "rb") as file:
+            table = read_inert(file.read(), table_path)
+    except OSError as error:
+        raise ConfigError(f"{table_path} cannot be read: {error.strerror}") from None
+    try:
+        kinds = {name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()}
+        pieces = list(_pieces(source, table))
+        paths: Mapping[str, Any] = table.state.get("planner_data") or {}
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise IntegrityError(
+            f"{table_path} is not a table of torch.distributed.checkpoint: {error!r}"
+        ) from None
+    tensors = {name: kind for name, kind in kinds.items() if kind}
+    made = Scratch(scratch, ((name, *kind) for name, kind in tensors.items())).tensors
+    flat: dict[str, Any] = {}
+    filled = dict.fromkeys(made, 0)
+    for name, offsets, load in pieces:
+        value = load()
+        if name in made:
+            filled[name] += _place(name, made[name], offsets, value)
+        else:
+            flat[name] = value
+    for name, tensor in made.items():
+        if filled[name] != tensor.numel():
+            raise IntegrityError(
+                f"{source}: {tensor.numel() - filled[name]} elements of {name!r} are missing"
+            )
+    if missing := kinds.keys() - made.keys() - flat.keys():
+        raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
+    return _nest(flat | made, paths)
+
+
+def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
+    """dtype and shape of a tensor; None for another value."""
+    if not item.name.endswith(".TensorStorageMetadata"):
+        return None
+    properties = item.state["properties"]
+    dtype = (properties.args[0] if properties.args else properties.state["dtype"]).name.removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UnsupportedValue(name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold")
+    return dtype, _numbers(item.state["size"])
+
+
+def _numbers(size: Any) -> tuple[int, ...]:
+    """A ``torch.Size`` that was not made."""
+    items = size.args[0] if isinstance(size, Inert) and size.args else () if isinstance(size, Inert) else size
+    return tuple(int(n) for n in items)
+
+
+def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
+    """Name, offsets in the tensor, and how to load it."""
+    for index, info in table.state["storage_data"].items():
+        name, offset = str(index.state["fqn"]), index.state.get("offset")
+        place = info.state
+        if place.get("transform_descriptors"):
+            raise UnsupportedValue(
+                name, "transformed tensor", "save it without compression or other extensions"
+            )
+        path = os.path.join(source, _inside(source, place["relative_path"]))
+        start, length = int(place["offset"]), int(place["length"])
+        offsets = _numbers(offset) if offset is not None else ()
+        yield name, offsets, partial(_read, path, start, length, name)
+
+
+def _read(path: str, start: int, length: int, name: str) -> Any:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            data = file.read(length)
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is missing, which holds {name!r}") from None
+    if len(data) != length:
+        raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
+    return _load(io.BytesIO(data), f"{name} in {path}")
+
+
+def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any) -> int:
+    if not isinstance(piece, torch.Tensor) or piece.dtype != whole.dtype or piece.ndim != whole.ndim:
+        raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
+    offsets = offsets or (0,) * whole.ndim
+    if any(start + n > size for start, n, size in zip(offsets, piece.shape, whole.shape, strict=True)):
+        raise IntegrityError(f"a part of {name!r} lies outside of it")
+    dtype = str(whole.dtype).removeprefix("torch.")
+    region: Any = tuple(slice(start, start + n) for start, n in zip(offsets, piece.shape, strict=True))
+    copyable(whole, dtype)[(*region, ...)].copy_(copyable(piece.detach(), dtype))
+    return piece.numel()
+
+
+def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
+    """Names like 'model.a.b' -> dicts and lists, as the planner that wrote them says; without its word they stay flat."""
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        path = paths.get(name) or (name,)
+        at = root
+        for part in path[:-1]:
+            at = at.setdefault(part, {})
+        at[path[-1]] = value
+    return {str(key): _with_lists(value) for key, value in root.items()}
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    items = {key: _with_lists(item) for key, item in value.items()}
+    if items and all(isinstance(key, int) for key in items):
+        return [items[key] for key in sorted(items)]
+    return items

@@ -1,0 +1,242 @@
+"""A manifest -> the nested state that ``state_dict()`` calls would give, with something in the place of each tensor.
+
+A module is a dict by canonical names. An optimizer is ``{"state": ..., "param_groups": ...}``, its parameters by number, as ``Optimizer.state_dict`` has it, or by name, as ``torch.distributed.checkpoint`` has it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from ckpt.errors import ManifestCorrupt
+from ckpt.model.dtype import DTYPES
+from ckpt.model.manifest import Manifest
+from ckpt.model.values import Node, decode, join
+
+MakeTensor = Callable[[str], Any]
+"""Gives what stands for the tensor of that name."""
+
+_LEFT: Final = object()
+_MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+
+
+@dataclass(slots=True)
+class Notes:
+    """What is not in the other format as it is in the checkpoint: (name, why).
+
+    Attributes:
+        changed: It is there, as something else.
+        left_out: It is not there.
+    """
+
+    changed: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def chosen(name: str, globs: Sequence[str]) -> bool:
+    """Whether one of ``globs`` matches; all names if there are none."""
+    return not globs or any(fnmatchcase(name, glob) for glob in globs)
+
+
+class StateTree:
+    """Builds the nested state.
+
+    Args:
+        make: What stands for a tensor.
+        globs: Only names that match; containers without any are left out.
+        by_name: Parameters of an optimizer by name rather than by number.
+        safe: Only what ``torch.load(..., weights_only=True)`` takes: NumPy scalars and frozensets become what is next to them.
+    """
+
+    def __init__(
+        self, manifest: Manifest, make: MakeTensor, globs: Sequence[str], *, by_name: bool, safe: bool = True
+    ) -> None:
+        self._manifest, self._make, self._globs = manifest, make, globs
+        self._by_name, self._safe = by_name, safe
+        self._names = sorted(manifest.tensor_map())
+        self._modules: list[str] = []
+        self.notes = Notes()
+
+    def build(self) -> dict[str, Any]:
+        tree = msgspec.json.decode(self._manifest.tree)
+        if not isinstance(tree, dict):
+            raise ManifestCorrupt("tree", "it is not an object")
+        self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
+        built = self._node(tree, "")
+        return {} if built is _LEFT else built
+
+    def _node(self, node: Node, path: str) -> Any:
+        match node:
+            case list():
+                return self._some([self._node(item, join(path, str(i))) for i, item in enumerate(node)], path)
+            case {"$": str(tag)}:
+                return self._tagged(tag, node, path)
+            case dict():
+                return self._mapping(
+                    {key: self._node(item, join(path, key)) for key, item in node.items()}, path
+                )
+            case _:
+                return self._plain(node, path)
+
+    def _tagged(self, tag: str, node: Mapping[str, Node], path: str) -> Any:
+        match tag:
+            case "tensor":
+                return self._tensor(node["n"])
+            case "array":
+                return self._tensor(node["n"], was="a NumPy array")
+            case "module":
+                return self._module(node, path)
+            case "optimizer":
+                return self._optimizer(node, path)
+            case "object":
+                return self._node(node["v"], path)
+            case "per_rank":
+                return self._per_rank(path)
+            case "dict" | "OrderedDict" | "Counter":
+                pairs = {
+                    key: self._node(item, join(path, key))
+                    for key, item in ((decode(key, _other), item) for key, item in node["v"])
+                }
+                return self._mapping(pairs, path, _MAPPINGS[tag])
+            case "tuple":
+                items = self._some(
+                    [self._node(item, join(path, str(i))) for i, item in enumerate(node["v"])], path
+                )
+                return items if items is _LEFT else tuple(items)
+            case _:
+                return self._plain(decode(node, _other), path)
+
+    # -- leaves -------------------------------------------------------------------------------------------------------------
+
+    def _tensor(self, name: str, was: str = "") -> Any:
+        if not chosen(name, self._globs):
+            return _LEFT
+        if was:
+            self.notes.changed.append((name, f"{was}: a tensor now"))
+        return self._make(name)
+
+    def _plain(self, value: Any, path: str) -> Any:
+        if not chosen(path, self._globs):
+            return _LEFT
+        if self._safe and isinstance(value, np.generic):
+            self.notes.changed.append(
+                (path, f"a NumPy {value.dtype}: a Python {type(value.item()).__name__} now")
+            )
+            return value.item()
+        if self._safe and isinstance(value, frozenset):
+            self.notes.changed.append((path, "a frozenset: a set now"))
+            return set(value)
+        return value
+
+    def _some(self, items: list[Any], path: str) -> Any:
+        kept = [item for item in items if item is not _LEFT]
+        return kept if kept or (not items and chosen(path, self._globs)) else _LEFT
+
+    def _mapping(self, items: Mapping[Any, Any], path: str, kind: type = dict) -> Any:
+        kept = {key: item for key, item in items.items() if item is not _LEFT}
+        return kind(kept) if kept or (not items and chosen(path, self._globs)) else _LEFT
+
+    def _per_rank(self, path: str) -> Any:
+        """A list, one item per rank."""
+        values: list[Any] = []
+        for rank in range(self._manifest.world_size):
+            tree = msgspec.json.decode(self._manifest.per_rank[str(rank)])
+            values.append(self._node(tree[path], path))
+        kept = self._some(values, path)
+        if kept is not _LEFT:
+            self.notes.changed.append((path, f"a value of each of {len(values)} ranks: a list now"))
+        return kept
+
+    # -- modules and optimizers ---------------------------------------------------------------------------------------------
+
+    def _module(self, node: Mapping[str, Node], path: str) -> Any:
+        values: Mapping[str, Node] = node["values"]
+        inside = tuple(f"{path}/{fqn}/" for fqn in values)  # tensors in an extra state
+        found = {
+            name[len(path) + 1 :]: self._tensor(name)
+            for name in _below(self._names, path)
+            if not name.startswith(inside)
+        }
+        found |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
+        return self._mapping(found, path)
+
+    def _optimizer(self, node: Mapping[str, Node], path: str) -> Any:
+        others: Mapping[str, Node] = node["state"]
+        state: dict[Any, Any] = {}
+        groups: list[Any] = []
+        for index, group in enumerate(node["groups"]):
+            numbers = range(sum(len(done["params"]) for done in groups), 1 << 62)
+            ids: list[Any] = []
+            names = [self._parameter(parameter) for parameter in group["params"]]
+            for number, parameter, name in zip(numbers, group["params"], names, strict=False):
+                ids.append(name if self._by_name else number)
+                prefix = f"{path}/{parameter}"
+                held: dict[str, Any] = {
+                    _unescape(full[len(prefix) + 1 :]): self._tensor(full)
+                    for full in _below(self._names, prefix)
+                    if "/" not in full[len(prefix) + 1 :]
+                }
+                held |= {
+                    _unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
+                    for full in _below(sorted(others), prefix)
+                }
+                kept = self._mapping(held, path)
+                if kept is not _LEFT and kept:
+                    state[ids[-1]] = kept
+            values = self._node(group["values"], f"{path}/param_groups/{index}")
+            named = {} if self._by_name else {"param_names": names}
+            if values is not _LEFT:
+                groups.append({**values, "params": ids, **named})
+        if not state and not groups:
+            return _LEFT
+        return {"state": state, "param_groups": groups} if groups else {"state": state}
+
+    def _parameter(self, path: str) -> str:
+        """The name of a parameter within its module, if the state has only one."""
+        if len(self._modules) == 1 and path.startswith(f"{self._modules[0]}/"):
+            return path[len(self._modules[0]) + 1 :]
+        return path
+
+
+def _modules(node: Node, path: str) -> list[str]:
+    match node:
+        case {"$": "module"}:
+            return [path]
+        case {"$": _}:
+            return []
+        case dict():
+            return [found for key, item in node.items() for found in _modules(item, join(path, key))]
+        case list():
+            return [found for i, item in enumerate(node) for found in _modules(item, join(path, str(i)))]
+        case _:
+            return []
+
+
+def _below(names: Sequence[str], path: str) -> Sequence[str]:
+    """Of sorted names those inside ``path``."""
+    return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
+
+
+def _unescape(part: str) -> str:
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def _other(tag: str, node: Mapping[str, Node]) -> object:
+    """torch's own plain values."""
+    match tag:
+        case "size":
+            return torch.Size(node["v"])
+        case "device":
+            return torch.device(node["v"])
+        case "dtype" if node["v"] in DTYPES:
+            return getattr(torch, node["v"])
+        case _:
+            raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")

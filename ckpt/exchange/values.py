@@ -1,0 +1,28 @@
+"""How far two tensors are from each other."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ckpt.catalog.difference import pairs
+from ckpt.catalog.reading import StepReader
+
+
+def max_difference(one: StepReader, two: StepReader, name: str) -> float:
+    """The largest absolute difference of any element; inf where one is finite or a number and the other is not. Both must have the same dtype and shape."""
+    dtype = getattr(torch, one.tensors[name].dtype)
+    largest = 0.0
+    for a, b in pairs(one, two, name):
+        x, y = (_comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(dtype)) for piece in (a, b))
+        same = (x == y) | (x.isnan() & y.isnan())
+        far = torch.where(same, 0.0, (x - y).abs())
+        found = float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())
+        largest = max(largest, found)
+    return largest
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """In a type that holds its values, and can be computed with."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

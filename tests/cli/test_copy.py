@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from pathlib import Path
+
+import pytest
+
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from tests.checkpoints import Written, write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli, data_file, flip
+
+
+def tree(folder: str) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+    }
+
+
+def results(cli: Cli, *args: object) -> dict[int, str]:
+    return {step["step"]: step["result"] for step in cli("copy", *args, "--json").json["steps"]}
+
+
+def test_the_newest_step_is_copied_byte_for_byte(cli: Cli, steps: dict[int, Written]) -> None:
+    ran = cli("copy", "runs", "there")
+    assert ran.code == 0
+    header, row, total = ran.out.splitlines()
+    assert header.split() == ["step", "attempt", "size", "copied", "time", "result"]
+    assert row.split()[0] == "300"
+    assert row.endswith("copied")
+    assert total.startswith("1 step at ")
+    assert list(tree("there")) != []
+    assert tree("there") == {k: v for k, v in tree("runs").items() if k.startswith("step-000000300")}
+
+
+def test_all_are_copied_and_what_is_there_is_skipped(cli: Cli, steps: dict[int, Written]) -> None:
+    assert results(cli, "runs", "there", "--step", 200) == {200: "copied"}
+    assert results(cli, "runs", "there", "--all") == {300: "copied", 200: "already there", 100: "copied"}
+    assert tree("there") == tree("runs")
+    assert "0 B copied" in cli("copy", "runs", "there", "--all").out
+
+
+def test_to_another_kind_of_store_and_back(cli: Cli, steps: dict[int, Written]) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    assert cli("copy", "runs", url, "--all").code == 0
+    assert cli("copy", url, "back", "--all").code == 0
+    assert tree("back") == tree("runs")
+
+
+def test_a_copy_that_was_cut_goes_on_where_it_was(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = os.rename
+
+    def cut(old: str, new: str, **where: object) -> None:
+        if "rank-00001.safetensors" in str(new):
+            raise OSError(errno.EIO, "Input/output error")
+        true(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", cut)
+        patch.setattr("os.replace", cut)
+        assert cli("copy", "runs", "there").code == 3
+    assert not list(Path("there").glob("*/manifest.json"))
+    assert results(cli, "runs", "there") == {300: "completed"}
+    assert cli("verify", "--root", "there").code == 0
+
+
+def test_check_replaces_what_is_damaged_at_the_destination(cli: Cli, steps: dict[int, Written]) -> None:
+    cli("copy", "runs", "there")
+    flip(Path("there") / steps[300].ref.key("rank-00001.safetensors"), 4100)
+    assert results(cli, "runs", "there") == {300: "already there"}
+    assert results(cli, "runs", "there", "--check") == {300: "completed"}
+    assert results(cli, "runs", "there", "--check") == {300: "intact"}
+
+
+def test_a_damaged_step_does_not_stop_the_others(cli: Cli, steps: dict[int, Written]) -> None:
+    flip(data_file(steps[200]), 4100)
+    ran = cli("copy", "runs", "there", "--all")
+    assert ran.code == 4
+    assert ran.err.startswith("warning: step 200 was not copied: checksum mismatch in ")
+    assert {path.name for path in Path("there").glob("*/manifest.json")} == {"manifest.json"}
+    assert sorted(step["step"] for step in cli("ls", "--root", "there", "--json").json["steps"] if step["state"] == "committed") == [100, 300]  # fmt: skip
+
+
+def test_another_checkpoint_of_that_name_is_not_overwritten(
+    cli: Cli, steps: dict[int, Written], backend: StorageBackend
+) -> None:
+    write_checkpoint(open_backend("there"), 300, ARRAYS, created_at=1.0)
+    before = tree("there")
+    ran = cli("copy", "runs", "there")
+    assert ran.code == 3
+    assert "another manifest of the same attempt" in ran.err
+    assert tree("there") == before
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["nowhere", "there"], 7, "it is empty, or does not exist"),
+        (["runs", "there", "--step", 7], 7, "step 7 is not there"),
+        (["runs", "runs"], 2, "are the same place"),
+        (["runs", "runs/backup"], 2, "lies inside"),
+        (["runs", "."], 2, "lies inside"),
+        (["runs", "there", "--all", "--step", 100], 2, "exclude each other"),
+        (["runs", "nope://x"], 2, "no backend for"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(
+    cli: Cli, steps: dict[int, Written], args: list[object], code: int, told: str
+) -> None:
+    ran = cli("copy", *args)
+    assert (ran.code, ran.out) == (code, "")
+    assert told in ran.err
+    assert not Path("there").exists()
+
+
+def test_a_name_that_only_begins_alike_is_another_place(cli: Cli, steps: dict[int, Written]) -> None:
+    assert cli("copy", "runs", "runs2").code == 0
+
+
+def test_a_destination_without_permission_exits_with_3(cli: Cli, steps: dict[int, Written]) -> None:
+    Path("file").write_text("")
+    ran = cli("copy", "runs", "file/there")  # what root may do too, as whom CI may run
+    assert ran.code in (2, 3)
+    assert ran.err.count("\n") == 1

@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ckpt import CheckpointManager
+from ckpt.catalog.reading import StepReader
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli, flip
+from tests.exchange.states import Net, odd_state, same, trained
+
+ODD = odd_state()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Step 5: a trained model and optimizer, and everything odd."""
+    root = tmp_path_factory.mktemp("saved")
+    net, optimizer = trained()
+    with CheckpointManager(root, chunk_bytes=64) as manager:
+        manager.save({"model": net, "optimizer": optimizer, **ODD}, step=5)
+    return root
+
+
+def notes(found: Any, kind: str) -> dict[str, str]:
+    return {note["name"]: note["why"] for note in found[kind]}
+
+
+# -- safetensors ------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_loads_what_was_saved(cli: Cli, saved: Path) -> None:
+    ran = cli("export", saved, "out.safetensors", "--json")
+    assert ran.code == 0, ran.err
+    loaded = load_file("out.safetensors")
+    net, _ = trained()
+    for name, value in net.state_dict().items():
+        if name != "head.weight":
+            assert same(loaded[f"model/{name}"], value), name
+    for name, value in ODD["tensors"].items():
+        key = "tensors/" + name.replace("~", "~0").replace("/", "~1")
+        assert same(loaded[key], torch.view_as_real(value) if name == "c128" else value), name
+    assert same(loaded["array"], torch.from_numpy(ODD["array"]))
+    assert same(loaded["listed/1"], ODD["listed"][1])
+    assert notes(ran.json, "changed") == {"tensors/c128": "complex128: F64 with one more dimension now"}
+    left = notes(ran.json, "left_out")
+    assert {"epoch", "flags/a", "optimizer/param_groups", "model/head.weight"} <= left.keys()
+
+
+def test_a_model_alone_loads_into_a_model_with_tied_weights(cli: Cli, saved: Path) -> None:
+    args = ("--name", "model/*", "--strip", "model/")
+    ran = cli("export", saved, "net.safetensors", *args, "--json")
+    net, _ = trained(seed=1)
+    assert load_model(net, "net.safetensors") == (set(), [])
+    assert same(dict(net.state_dict()), dict(trained()[0].state_dict()))
+    assert list(notes(ran.json, "left_out")) == ["model/head.weight"]
+    with safe_open("net.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+def test_shards_have_an_index_as_hugging_face_has_it(cli: Cli, saved: Path) -> None:
+    ran = cli("export", saved, "hf", "--format", "safetensors", "--max-shard-size", "300", "--json")
+    assert ran.code == 0
+    index = json.loads(Path("hf/model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert sorted(os.listdir("hf")) == [*files, "model.safetensors.index.json"]
+    shards = {name: load_file(f"hf/{name}") for name in files}
+    cli("export", saved, "one.safetensors")
+    whole = load_file("one.safetensors")
+    assert {name: file for file, shard in shards.items() for name in shard} == index["weight_map"]
+    assert all(same(shards[file][name], whole[name]) for name, file in index["weight_map"].items())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
+    sizes = [[value.nbytes for value in shard.values()] for shard in shards.values()]
+    assert all(sum(each) <= 300 or len(each) == 1 for each in sizes)
+
+
+def test_what_is_small_needs_no_index(cli: Cli, saved: Path) -> None:
+    assert cli("export", saved, "hf", "--format", "safetensors").code == 0
+    assert os.listdir("hf") == ["model.safetensors"]
+
+
+def test_tensors_of_several_ranks_are_whole(cli: Cli, backend: StorageBackend) -> None:
+    write_checkpoint(backend, 1, ARRAYS, world_size=3, tied={"model/head": "model/embed"})
+    assert cli("export", "runs", "x.safetensors").code == 0
+    loaded = load_file("x.safetensors")
+    assert {name: value.numpy().tobytes() for name, value in loaded.items()} == {
+        name: value.tobytes() for name, value in ARRAYS.items()
+    }
+
+
+def test_a_large_tensor_is_read_in_parts(backend: StorageBackend) -> None:
+    array = np.arange(40_000, dtype=np.float32).reshape(100, 400)
+    written = write_checkpoint(backend, 1, {"x": array, "y": array[:1], "z": array[:1]}, world_size=2)
+    with Workers("test", 2) as workers:
+        reader = StepReader(backend, written.ref, written.manifest, workers)
+        pieces = [
+            (piece.tensor.name, piece.offset, bytes(piece.data))
+            for piece in reader.stream(written.manifest.tensors, most_bytes=5000)
+        ]
+    assert max(len(data) for _, _, data in pieces) <= 5000
+    assert b"".join(data for name, _, data in pieces if name == "x") == array.tobytes()
+    assert [name for name, _, _ in pieces[-2:]] == ["y", "z"]
+    offsets = [offset for name, offset, _ in pieces if name == "x"]
+    assert offsets == list(np.cumsum([0, *(len(d) for n, _, d in pieces if n == "x")])[:-1])
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_loads_the_nested_state_without_pickle(cli: Cli, saved: Path) -> None:
+    ran = cli("export", saved, "out.pt", "--json")
+    assert ran.code == 0, ran.err
+    loaded = torch.load("out.pt", weights_only=True)
+    expected = {**ODD, "frozen": {1}, "np": 0.5, "array": torch.from_numpy(ODD["array"])}
+    for name, value in expected.items():
+        assert same(loaded[name], value), name
+    assert set(notes(ran.json, "changed")) == {"frozen", "np", "array"}
+    assert notes(ran.json, "left_out") == {}
+
+
+def test_model_and_optimizer_load_themselves_and_train_on_alike(cli: Cli, saved: Path) -> None:
+    cli("export", saved, "out.pt")
+    loaded = torch.load("out.pt", weights_only=True)
+    net, optimizer = trained(seed=1)
+    net.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    other, other_optimizer = trained()
+    optimizer.zero_grad()
+    other_optimizer.zero_grad()
+    for each in (net, other):
+        each(torch.arange(12)).square().mean().backward()
+    optimizer.step()
+    other_optimizer.step()
+    assert all(same(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embed.weight"].data_ptr()
+
+
+def test_each_tensor_has_a_storage_of_its_own(cli: Cli, saved: Path) -> None:
+    cli("export", saved, "out.pt", "--name", "tensors/*")
+    loaded = torch.load("out.pt", weights_only=True)
+    assert set(loaded) == {"tensors"}
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in loaded["tensors"].values())
+
+
+# -- dcp --------------------------------------------------------------------------------------------------------------
+
+
+def test_dcp_loads_into_a_model_and_optimizer(cli: Cli, saved: Path) -> None:
+    ran = cli("export", saved, "out", "--format", "dcp", "--json")
+    assert ran.code == 0, ran.err
+    net, optimizer = trained(seed=1)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    zeros = {name: torch.zeros_like(value) for name, value in ODD["tensors"].items()}
+    state = {
+        "model": model_state, "optimizer": optimizer_state, "epoch": 0, "note": "", "pair": (), "tensors": zeros, "listed": [torch.zeros(2), torch.ones(3)],
+    }  # fmt: skip
+    dcp.load(state, checkpoint_id="out")
+    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    source, source_optimizer = trained()
+    assert same(dict(net.state_dict()), dict(source.state_dict()))
+    assert same(optimizer.state_dict()["state"], source_optimizer.state_dict()["state"])
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    assert (state["epoch"], state["note"], state["pair"]) == (3, ODD["note"], ODD["pair"])
+    assert same(state["tensors"], ODD["tensors"])
+    assert same(state["listed"], ODD["listed"])
+    assert notes(ran.json, "left_out") == {"empty": "a dict without entries"}
+
+
+def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> None:
+    tree = {"rng": {"$": "per_rank"}, "count": {"$": "array", "n": "count", "d": "<f8"}}
+    write_checkpoint(backend, 1, ARRAYS, world_size=2, tree=tree, per_rank={0: {"rng": 10}, 1: {"rng": 11}})
+    ran = cli("export", "runs", "out.pt", "--json")
+    assert torch.load("out.pt", weights_only=True)["rng"] == [10, 11]
+    assert notes(ran.json, "changed")["rng"] == "a value of each of 2 ranks: a list now"
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["nowhere", "x.pt"], 7, "empty, or does not exist"),
+        (["{saved}", "x.pt", "--step", 7], 7, "step 7 is not there"),
+        (["{saved}", "there.pt"], 2, "is there already"),
+        (["{saved}", "x"], 2, "Give --format"),
+        (["{saved}", "s3://bucket/x.pt"], 2, "is a URL"),
+        (["{saved}", "x.pt", "--name", "nothing*"], 7, "has no 'nothing*'"),
+        (["{saved}", "x.safetensors", "--max-shard-size", "1GB"], 2, "is one file"),
+        (["{saved}", "x", "--format", "safetensors", "--max-shard-size", "many"], 2, "such as 5GB"),
+        (["{saved}", "x.safetensors", "--strip", "array"], 2, "which is no name there"),
+        (["{saved}", "there.pt/x.pt"], 3, "File exists"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(
+    cli: Cli, saved: Path, args: list[object], code: int, told: str
+) -> None:
+    Path("there.pt").write_text("mine")
+    ran = cli("export", *(str(arg).format(saved=saved) for arg in args))
+    assert (ran.code, ran.out) == (code, ""), ran.err
+    assert told in ran.err
+    assert ran.err.count("\n") == 1
+    assert os.listdir() == ["there.pt"]
+    assert Path("there.pt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")])
+def test_damage_leaves_nothing_behind(cli: Cli, saved: Path, out: str, kind: str) -> None:
+    assert cli("copy", saved, "runs").code == 0
+    file = next(Path("runs").glob("*/*.safetensors"))
+    flip(file, file.stat().st_size - 1)
+    ran = cli("export", "runs", out, "--format", kind)
+    assert ran.code == 4
+    assert os.listdir() == ["runs"]
+
+
+@pytest.mark.parametrize(("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")])
+def test_an_export_that_was_cut_runs_again(cli: Cli, saved: Path, out: str, kind: str) -> None:
+    """What a killed export leaves is a file, or a folder, of the name that the next one builds in."""
+    left = Path(f".{out}.ckpt-partial")
+    if kind == "dcp":
+        left.mkdir()
+        (left / "__0_0.distcp").write_text("half")
+    else:
+        left.write_text("half")
+    assert cli("export", saved, out, "--format", kind).code == 0
+    assert os.listdir() == [out]
+
+
+def test_a_full_disk_is_told(cli: Cli, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    ran = cli("export", saved, "x.pt")
+    assert ran.code == 3
+    assert "no space left" in ran.err
+    assert os.listdir() == []
+
+
+def test_another_format_of_the_same_net_is_the_same_net(cli: Cli, saved: Path) -> None:
+    cli("export", saved, "net.pt", "--name", "model/*")
+    net = Net()
+    net.load_state_dict(torch.load("net.pt", weights_only=True)["model"])
+    assert same(dict(net.state_dict()), dict(trained()[0].state_dict()))

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file, save_model
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from ckpt import CheckpointManager
+from ckpt.exchange.inert import Inert, read_inert
+from tests.cli.conftest import Cli
+from tests.exchange.states import Net, odd_state, same, trained
+
+
+def restored(step: int, **others: Any) -> tuple[Net, torch.optim.Optimizer, dict[str, Any]]:
+    """A net and optimizer of another history, after a restore of ``step``."""
+    net, optimizer = trained(seed=1, steps=1)
+    state = {"model": net, "optimizer": optimizer, **others}
+    with CheckpointManager("runs") as manager:
+        report = manager.restore(state, step=step)
+    assert report is not None
+    return net, optimizer, state
+
+
+def check(net: Net, optimizer: torch.optim.Optimizer) -> None:
+    """They are the trained ones, and their next step is too."""
+    other, other_optimizer = trained()
+    assert same(dict(net.state_dict()), dict(other.state_dict()))
+    assert same(optimizer.state_dict()["state"], other_optimizer.state_dict()["state"])
+    for one, by in ((net, optimizer), (other, other_optimizer)):
+        by.zero_grad()
+        one(torch.arange(12)).square().mean().backward()
+        by.step()
+    assert all(same(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def saved(**others: Any) -> dict[str, Any]:
+    net, optimizer = trained()
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), **others}
+
+
+def test_torch_save_is_restored_into_a_model_and_optimizer(cli: Cli) -> None:
+    torch.save(saved(epoch=3), "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 7, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["names"]["optimizer"] == "optimizer of 5 parameters of 'model', by order and shape"
+    net, optimizer, state = restored(7, epoch=0)
+    check(net, optimizer)
+    assert state["epoch"] == 3
+    assert cli("verify", 7).code == 0
+    assert cli("show", 7, "--json").json["metadata"]["imported_as"] == "torch"
+
+
+def test_names_as_tutorials_have_them(cli: Cli) -> None:
+    found = saved()
+    torch.save({"model_state_dict": found["model"], "optimizer_state_dict": found["optimizer"]}, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 7)
+    assert ran.code == 0
+    assert "'model_state_dict' is 'model' now" in ran.err
+    check(*restored(7)[:2])
+
+
+def test_a_state_of_ddp_loses_its_prefix(cli: Cli) -> None:
+    found = saved()
+    found["model"] = {f"module.{name}": value for name, value in found["model"].items()}
+    torch.save(found, "c.pt")
+    assert "without 'module.'" in cli("import", "c.pt", "runs", "--step", 7).err
+    check(*restored(7)[:2])
+
+
+def test_dcp_is_restored_into_a_model_and_optimizer(cli: Cli) -> None:
+    net, optimizer = trained()
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state, "epoch": 3}, checkpoint_id="c")
+    ran = cli("import", "c", "runs", "--step", 7, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["format"] == "dcp"
+    assert ran.json["names"]["optimizer"] == "optimizer of 5 parameters of 'model', by name"
+    net, optimizer, state = restored(7, epoch=0)
+    check(net, optimizer)
+    assert state["epoch"] == 3
+
+
+@pytest.mark.parametrize(("out", "kind"), [("out.pt", "torch"), ("out", "dcp")])
+def test_what_was_exported_comes_back(cli: Cli, out: str, kind: str) -> None:
+    odd = odd_state()
+    net, optimizer = trained()
+    with CheckpointManager("first") as manager:
+        manager.save({"model": net, "optimizer": optimizer, **odd}, step=5)
+    assert cli("export", "first", out, "--format", kind).code == 0
+    ran = cli("import", out, "runs", "--step", 5, "--plain", "tensors")
+    assert ran.code == 0, ran.err
+    expected = {**odd, "frozen": {1}, "np": 0.5, "array": torch.from_numpy(odd["array"])}
+    if kind == "dcp":  # its names are strings, its dicts plain, and an empty one is nothing
+        del expected["empty"]
+        expected |= {"flags": {"a": True, "none": None, "3": "three"}, "ordered": {"b": 1, "a": 2}, "count": {"x": 2}}  # fmt: skip
+    blank = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in expected.items()}  # fmt: skip
+    blank["tensors"] = {name: torch.zeros_like(value) for name, value in odd["tensors"].items()}
+    blank["listed"] = [torch.zeros(2), torch.ones(3)]
+    again, its_optimizer, state = restored(5, **blank)
+    check(again, its_optimizer)
+    for name, value in expected.items():
+        assert same(state[name], value), name
+
+
+def test_parts_of_several_ranks_are_put_together(cli: Cli) -> None:
+    """As four ranks write them: a table of contents that names parts in several files."""
+    whole = torch.randn(10, 4)
+    os.mkdir("c")
+    table: dict[MetadataIndex, _StorageInfo] = {}
+    parts = [(0, 3), (3, 6), (6, 9), (9, 10)]
+    for rank, (start, end) in enumerate(parts):
+        buffer = io.BytesIO()
+        torch.save(whole[start:end].clone(), buffer)
+        Path(f"c/__{rank}_0.distcp").write_bytes(b"lead" + buffer.getvalue())
+        index = MetadataIndex("model.w", torch.Size([start, 0]), rank)
+        table[index] = _StorageInfo(f"__{rank}_0.distcp", 4, len(buffer.getvalue()))
+    chunks = [ChunkStorageMetadata(torch.Size([a, 0]), torch.Size([b - a, 4])) for a, b in parts]
+    kind = TensorStorageMetadata(TensorProperties(dtype=whole.dtype), whole.size(), chunks)
+    metadata = Metadata({"model.w": kind}, {"model.w": ("model", "w")}, table)
+    Path("c/.metadata").write_bytes(pickle.dumps(metadata))
+    assert cli("import", "c", "runs", "--step", 1).code == 0
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(10, 4))
+    with CheckpointManager("runs") as manager:
+        manager.restore({"model": module})
+    assert same(module.w, nn.Parameter(whole))
+    Path("c/__2_0.distcp").unlink()
+    ran = cli("import", "c", "runs", "--step", 2)
+    assert ran.code == 4
+    assert "__2_0.distcp is missing, which holds 'model.w'" in ran.err
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_safetensors_become_a_model(cli: Cli, sharded: bool) -> None:
+    net, _ = trained()
+    if sharded:
+        os.mkdir("c")
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        names = sorted(state)
+        files = {name: f"model-{1 + (i > 3):05d}-of-00002.safetensors" for i, name in enumerate(names)}
+        for file in set(files.values()):
+            save_file({name: state[name] for name in names if files[name] == file}, f"c/{file}")
+        Path("c/model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    else:
+        save_model(net, "c.safetensors")  # one of two tied names is in its metadata
+    assert cli("import", "c" if sharded else "c.safetensors", "runs", "--step", 0).code == 0
+    other = trained(seed=1)[0]
+    with CheckpointManager("runs") as manager:
+        manager.restore({"model": other})
+    assert same(dict(other.state_dict()), dict(net.state_dict()))
+
+
+def test_a_folder_of_torch_files_is_one_state(cli: Cli) -> None:
+    os.mkdir("c")
+    for name, value in saved().items():
+        torch.save(value, f"c/{name}.pt")
+    assert cli("import", "c", "runs", "--step", 7).code == 0
+    check(*restored(7)[:2])
+
+
+def test_numbers_without_a_match_are_kept_by_place(cli: Cli) -> None:
+    _, optimizer = trained()
+    torch.save({"optimizer": optimizer.state_dict()}, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 7)
+    assert ran.code == 0
+    assert "--param-names FILE" in ran.err
+    _, its_optimizer = trained(seed=1)
+    with CheckpointManager("runs") as manager:
+        manager.restore({"optimizer": its_optimizer})
+    assert same(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_names_can_be_given(cli: Cli) -> None:
+    """Parameters that the optimizer was given in another order than the model has them."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    named = list(reversed(list(net.named_parameters())))
+    optimizer = torch.optim.SGD([value for _, value in named], lr=0.1, momentum=0.9)
+    net(torch.ones(4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
+    assert (
+        "cannot be told" in cli("import", "c.pt", "runs", "--step", 1).err
+    )  # a bias has not the shape of a weight
+    Path("names.txt").write_text("\n".join(name for name, _ in named))
+    ran = cli("import", "c.pt", "runs", "--step", 2, "--param-names", "names.txt", "--json")
+    assert ran.json["names"]["optimizer"] == "optimizer of 2 parameters of 'model', by the names given"
+    other = nn.Linear(4, 4)
+    its = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
+    with CheckpointManager("runs") as manager:
+        manager.restore({"model": other, "optimizer": its}, step=2)
+    assert same(its.state[other.bias]["momentum_buffer"], optimizer.state[net.bias]["momentum_buffer"])
+    Path("names.txt").write_text("weight")
+    assert "has 1 names, the optimizer has 2" in cli("import", "c.pt", "runs", "--step", 3, "--param-names", "names.txt").err  # fmt: skip
+
+
+class Evil:
+    """Unpickled, it would make a folder."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("owned",)
+
+
+def test_nothing_is_run_because_a_file_says_so(cli: Cli) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "x": Evil()}, "evil.pt")
+    ran = cli("import", "evil.pt", "runs", "--step", 1)
+    assert ran.code == 8
+    assert "only tensors and plain values are taken" in ran.err
+    dcp.save({"x": Evil(), "w": torch.ones(1)}, checkpoint_id="c")
+    shutil.rmtree("owned", ignore_errors=True)
+    assert cli("import", "c", "runs", "--step", 1).code == 8
+    Path("c/.metadata").write_bytes(pickle.dumps(Evil()))
+    assert cli("import", "c", "runs", "--step", 1).code == 4
+    assert not Path("owned").exists()
+    assert not list(Path("runs").glob("step-*"))
+
+
+def test_a_pickle_is_read_as_data() -> None:
+    found = read_inert(
+        pickle.dumps({"a": [1, -2, 1 << 40, 2.5, None, True, b"x", (1, 2, 3, 4)], "e": Evil()}), "x"
+    )
+    evil = found.pop("e")
+    assert isinstance(evil, Inert)
+    assert (evil.name, evil.args) == (f"{os.mkdir.__module__}.mkdir", ("owned",))
+    assert found == {"a": [1, -2, 1 << 40, 2.5, None, True, b"x", (1, 2, 3, 4)]}
+    assert not Path("owned").exists()
+
+
+def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id="c")
+    shutil.copy("c/__0_0.distcp", "outside")
+    table = Path("c/.metadata")
+    table.write_bytes(table.read_bytes().replace(b"\x0c__0_0.distcp", b"\x0c../././utsid"))
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 4
+    assert "outside of itself" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["nowhere.pt", "runs", "--step", 1], 2, "is not there"),
+        (["c.pt", "runs"], 2, "step"),
+        (["c.pt", "runs", "--step", 100], 5, "already saved"),
+        (["empty", "runs", "--step", 1], 2, "holds neither"),
+        (["cut.pt", "runs", "--step", 1], 4, "not a whole file"),
+        (["cut.safetensors", "runs", "--step", 1], 4, "not a whole safetensors file"),
+        (["c.pt", "runs", "--step", 1, "--plain", "nope"], 2, "--plain nope"),
+        (["c.pt", "runs", "--step", 1, "--param-names", "nope"], 2, "cannot be read"),
+        (["empty", "empty/runs", "--step", 1], 2, "lies inside"),
+        (["s3://bucket/c.pt", "runs", "--step", 1], 2, "is a URL"),
+        (["c.pt", "c.pt/runs", "--step", 1], 2, ""),
+        (["set.pt", "runs", "--step", 1, "--format", "dcp"], 2, "cannot be read"),
+    ],
+)
+def test_a_wrong_call_says_what_is_wrong(cli: Cli, args: list[object], code: int, told: str) -> None:
+    torch.save(saved(), "c.pt")
+    torch.save({"a": 1}, "set.pt")
+    os.mkdir("empty")
+    Path("cut.pt").write_bytes(Path("c.pt").read_bytes()[:1000])
+    save_file({"w": torch.ones(100)}, "cut.safetensors")
+    Path("cut.safetensors").write_bytes(Path("cut.safetensors").read_bytes()[:-1])
+    with CheckpointManager("runs") as manager:
+        manager.save({"x": 1}, step=100)
+    ran = cli("import", *args)
+    assert ran.code == code, ran.err
+    assert told in ran.err
+    assert [path.name[:14] for path in Path("runs").glob("step-*")] == ["step-000000100"]
+
+
+def test_no_scratch_file_stays(cli: Cli) -> None:
+    dcp.save({"model": {"w": torch.ones(1000)}}, checkpoint_id="c")
+    cli("import", "c", "runs", "--step", 1)
+    assert [path.name[:14] for path in Path("runs").iterdir()] == ["step-000000001"]
