@@ -72,6 +72,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def _as_json(entry: Entry) -> dict[str, object]:
     from ckpt.cli import output
+    from ckpt.model.metrics import metrics_of
 
     state, detail = _state(entry)
     found = entry.manifest
@@ -84,4 +85,5 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "world_size": found.world_size if found else None,
         "tensors": len(found.tensors) if found else None,
         "bytes": entry.nbytes,
+        "metrics": metrics_of(found.metadata) if found else None,
     }
