@@ -170,8 +170,8 @@ class Lane:
         try:
             return self._write_all(job, on_bytes, intact)
         except OutOfSpace:
-            again = self._room is not None and job.image.capacity >= job.image.size  # else it has gone by
-            if self._room is None or not again:
+            passing = job.image.capacity < job.image.size  # it cannot be had again
+            if self._room is None or passing:
                 raise
             if not self._room.evict(job.ref, job.plan.size, restored=self.restored_step):
                 raise

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -176,3 +180,22 @@ def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
     found = World(2, patience=3).run(save)
     assert isinstance(found[1 - lazy], PeerFailed)
     assert time.monotonic() - began < 3
+
+
+def test_on_a_disk_that_is_really_full(tmp_path):
+    mount = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size=4m none {tmp_path}"]
+    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
+    mount[-1] += f" && exec {sys.executable} -m tests.full_disk {tmp_path}"
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        mount,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "backends")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    # the save that is larger than the disk gave up all but the newest for nothing, and told
+    assert done.stdout == "left 5 7\n", done.stderr[-3000:]
