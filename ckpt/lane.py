@@ -161,7 +161,8 @@ class Lane:
         if isinstance(verdict, Refused):
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
-        self._latest = job.ref
+        if self._latest is None or self._latest < job.ref:
+            self._latest = job.ref
         return chunks
 
     def _make_durable(
@@ -187,9 +188,9 @@ class Lane:
         return chunks, word
 
     def has(self, ref: StepRef) -> bool:
-        """Whether the step is known to be committed here. The store is asked only while nothing was committed by this job: it may be down, and a nearer tier waits."""
+        """Whether the step, or a newer one of this job, is known to be committed here. The store is asked only while this job has committed nothing: it may be down, and a nearer tier waits."""
         if self._latest is not None:
-            return self._latest == ref
+            return self._latest.step >= ref.step
         with contextlib.suppress(CkptError):
             self._backend.head(ref.manifest)
             return True

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import ConfigError, OutOfSpace, PeerFailed
+from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, PeerFailed
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World
 from tests.test_review import faulty, whole
@@ -98,6 +98,15 @@ def test_the_newest_goes_only_if_it_lies_elsewhere(tmp_path):
     assert (whole(far), whole(near)) == ([4], [1, 3, 4])
 
 
+def test_a_far_tier_that_does_not_answer_is_not_asked_what_is_known(tmp_path, monkeypatch):
+    near, far = tmp_path / "near", tmp_path / "far"
+    faulty(monkeypatch, far, [Rule(verb="head", key="manifest", fault=Raise(AccessDenied))])
+    with CheckpointManager([Tier(str(near), capacity=IMAGE + 100_000), far]) as manager:
+        for step in (1, 2):
+            manager.save(state(step), step)
+    assert (whole(near), whole(far)) == ([2], [1, 2])
+
+
 def test_what_a_farther_tier_waits_for_stays(tmp_path, gated):  # noqa: F811
     near, far = tmp_path / "near", tmp_path / "far"
     with CheckpointManager([Tier(str(near), capacity=THREE), far], backlog=9) as manager:
@@ -149,12 +158,13 @@ def test_the_images_of_all_ranks_count(tmp_path):
 
     def save(coordinator):
         mine = {f"x{coordinator.rank}": torch.ones(50_000, dtype=torch.int64)}
-        with CheckpointManager(Tier(str(tmp_path), capacity=2 * THREE), coordinator=coordinator) as manager:
+        tier = Tier(str(tmp_path), capacity=5 * IMAGE + 100_000)
+        with CheckpointManager(tier, coordinator=coordinator) as manager:
             for step in range(1, 6):
                 manager.save(mine, step)
 
     assert World(2, patience=30).run(save) == {0: None, 1: None}
-    assert whole(tmp_path) == [3, 4, 5]
+    assert whole(tmp_path) == [4, 5]
 
 
 def test_no_room_is_told_to_all_ranks(tmp_path):
