@@ -10,6 +10,8 @@
     url = "/nvme/ckpt"
     every = 10
     keep_last = 3
+    keep_best = ["loss", "min"]
+    capacity = "200GB"
     [[tiers]]
     url = "s3://bucket/run42"
     options = { endpoint_url = "http://store:9000" }
@@ -25,11 +27,12 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from typing import Any, Final, Literal, TypeGuard, get_args
+from typing import Any, Final, Literal, Self, TypeGuard, get_args
 
 from ckpt.errors import ConfigError
 
@@ -40,10 +43,12 @@ MEMORY: Final = "memory"
 
 OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
+Mode = Literal["min", "max"]
 Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
 _MAX_CHUNK_BYTES: Final = 64 << 20
+_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 _SAVE_KEYS: Final = (
     "on_busy",
     "overlap",
@@ -59,6 +64,29 @@ _SAVE_KEYS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """Which steps are the best: those with the ``count`` smallest ("min") or largest ("max") values of ``metric``."""
+
+    metric: str
+    mode: Mode
+    count: int = 1
+
+    @classmethod
+    def of(cls, value: object) -> Best:
+        """What a user wrote: a metric, "min" or "max", and how many if more than one. Raises ``ConfigError``."""
+        match value:
+            case [str(metric), ("min" | "max") as mode] if metric:
+                return cls(metric, mode)
+            case [str(metric), ("min" | "max") as mode, int(count)] if metric:
+                _whole("the count of keep_best", count, 1, 10**6)
+                return cls(metric, mode, count)
+            case _:
+                raise ConfigError(
+                    f'keep_best={value!r}: name a metric and which values are the best, such as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class Tier:
     """A place for checkpoints. Repr hides the options: they may hold secrets.
 
@@ -68,6 +96,9 @@ class Tier:
         every: Only steps that are multiples of this go there.
         keep_last: How many of the newest steps it keeps; None for all.
         keep_every: Beside those, every step that is a multiple of this.
+        keep_best: Beside those, the steps with the best metric, as ``save_async(metrics=...)`` was told: ("loss", "min") for one, ("accuracy", "max", 3) for three.
+        capacity: Bytes that checkpoints may take there, such as "200GB" or 200 << 30. Before a save that would exceed it the oldest go, but never the newest unless it lies elsewhere too,
+            nor what a farther tier still waits for.
         required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
     """
 
@@ -76,7 +107,15 @@ class Tier:
     every: int = 1
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_best: tuple[str, Mode] | tuple[str, Mode, int] | None = None
+    capacity: int | str | None = None
     required: bool | None = None
+
+    def __new__(cls, *args: object, **fields: object) -> Self:
+        """What the class does not know is said as for ``ckpt.toml``; the fields are set as for any dataclass."""
+        _known("Tier.", fields, tuple(cls.__dataclass_fields__))
+        del args
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -91,12 +130,27 @@ class Tier:
         for name in ("keep_last", "keep_every"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1, 10**18)
-        if self.keep_every is not None and self.keep_last is None:
-            raise ConfigError(
-                "keep_every adds to keep_last: say how many of the newest to keep, such as keep_last=3"
-            )
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) is not None and self.keep_last is None:
+                raise ConfigError(
+                    f"{name} adds to keep_last: say how many of the newest to keep, such as keep_last=3"
+                )
+        if self.keep_best is not None:
+            Best.of(self.keep_best)
+        if self.capacity is not None:
+            _bytes("capacity", self.capacity)
         if self.required not in (None, True, False):
             raise ConfigError(f"required={self.required!r}: give true or false")
+
+    @property
+    def best(self) -> Best | None:
+        """``keep_best``, its parts named."""
+        return None if self.keep_best is None else Best.of(self.keep_best)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """``capacity`` as a number."""
+        return None if self.capacity is None else _bytes("capacity", self.capacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,8 +305,10 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
 def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
-    _known("tiers.", row, ("url", "options", "every", "keep_last", "keep_every", "required"))
+    _known("tiers.", row, tuple(Tier.__dataclass_fields__))
     fields: dict[str, Any] = {"url": "", **row}
+    if isinstance(best := fields.get("keep_best"), list):
+        fields["keep_best"] = tuple(best)
     tier = Tier(**fields)
     if tier.url == MEMORY:
         return tier
@@ -318,6 +374,18 @@ def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 def _whole(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name}={value!r}: give a whole number from {least} to {most}")
+
+
+def _bytes(name: str, value: int | str) -> int:
+    """'200GB' is 200 * 1000**3 bytes, '200GiB' is 200 * 1024**3."""
+    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        number, prefix, binary = match.groups()
+        power = " kmgtp".index(prefix.lower() or " ")
+        value = round(float(number) * (1024 if binary else 1000) ** power)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
+        raise ConfigError(f"{name}={value!r}: give a size above 0, such as '200GB', '64GiB', or bytes")
+    return value
 
 
 def _is_number(value: object) -> TypeGuard[float]:

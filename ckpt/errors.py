@@ -18,6 +18,7 @@
     │   └── FormatTooNew
     ├── CommitError                exit 5   a save did not become a checkpoint
     │   ├── StepExists
+    │   ├── HistoryHidden                   a restore would take another run's newer step
     │   ├── PeerFailed
     │   ├── CommitTimeout
     │   ├── ReplicasDiverged
@@ -40,8 +41,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, TypeVar
 
 
 class CkptError(Exception):
@@ -74,14 +76,21 @@ class MissingExtra(ConfigError):
 
 
 class StorageError(CkptError):
-    """A store refused or failed. ``key`` is relative to the root of the tier."""
+    """A store refused or failed. ``key`` is relative to ``root``, the tier's URL; a backend leaves that to its callers (see ``placed``)."""
 
     exit_code = 3
     what: ClassVar[str] = "storage failed"
+    root: str = ""
 
     def __init__(self, key: str, detail: str = "") -> None:
         self.key, self.detail = key, detail
         super().__init__(f"{self.what}: {key!r}" + (f" ({detail})" if detail else ""))
+
+    def __str__(self) -> str:
+        if not self.root:
+            return super().__str__()
+        place = f"{self.key!r} in {self.root}" if self.key else repr(self.root)
+        return f"{self.what}: {place}" + (f" ({self.detail})" if self.detail else "")
 
 
 class ObjectNotFound(StorageError):
@@ -161,6 +170,17 @@ class StepExists(CommitError):
         self.step, self.root = step, root
         super().__init__(
             f"step {step} is already saved in {root}: steps are immutable, save under another step"
+        )
+
+
+class HistoryHidden(CommitError):
+    """The root holds newer steps that this job has not restored: a restore would take those, not what is saved now."""
+
+    def __init__(self, step: int, newest: int, root: str) -> None:
+        self.step, self.newest, self.root = step, newest, root
+        super().__init__(
+            f"{root} holds step {newest}, which this job has not restored, and which a restart would take before step {step}: "
+            "restore first, or give this run a root of its own"
         )
 
 
@@ -321,6 +341,26 @@ class UnsupportedValue(CkptError):
             f"{name!r} is a {kind}, which cannot be saved without pickle: "
             + (detail or "give it state_dict()/load_state_dict(), or save its parts as plain values")
         )
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def placed(error: E, root: str) -> E:
+    """The same error; one of a store tells from now on which tier it is about."""
+    if isinstance(error, StorageError) and not error.root:
+        error.root = root
+    return error
+
+
+@contextmanager
+def about(root: str) -> Generator[None]:
+    """Inside, errors of a store name the tier at ``root``."""
+    try:
+        yield
+    except StorageError as error:
+        placed(error, root)
+        raise
 
 
 class ManagerClosed(CkptError):

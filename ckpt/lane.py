@@ -15,7 +15,8 @@ from functools import partial
 import msgspec
 
 from ckpt.catalog.index import committed, sweep
-from ckpt.catalog.prune import prune
+from ckpt.catalog.pruner import Pruner
+from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
@@ -24,11 +25,15 @@ from ckpt.coordination.owner import Owner, claim, confirm, release
 from ckpt.errors import (
     CkptError,
     CommitError,
+    HistoryHidden,
     IntegrityError,
     ObjectNotFound,
+    OutOfSpace,
     PeerFailed,
     StepExists,
     StorageError,
+    about,
+    placed,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -39,7 +44,6 @@ from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
 from ckpt.plan.merge import Known
-from ckpt.plan.retention import Retention
 from ckpt.plan.save import SavePlan
 from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
@@ -78,7 +82,16 @@ class Lane:
         restored_step: What the job has restored: later steps are history given up.
     """
 
-    def __init__(self, tier: OpenTier, coordinator: Coordinator, config: SaveConfig) -> None:
+    def __init__(
+        self,
+        tier: OpenTier,
+        coordinator: Coordinator,
+        config: SaveConfig,
+        *,
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
+        elsewhere: Callable[[StepRef], bool] = lambda _: False,
+    ) -> None:
+        """``waiting``: steps that farther tiers still read from here. ``elsewhere``: whether another durable tier has a step."""
         self.tier = tier
         self.restored_step: int | None = None
         self._turn = (
@@ -87,10 +100,19 @@ class Lane:
         self._backend = tier.backend
         self._coordinator, self._config = coordinator, config
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
-        self._pruner: Workers | None = None
-        if tier.tier.keep_last is not None and coordinator.rank == LEADER:
-            self._pruner = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
-        self._prune_queued = False
+        self._pruner: Pruner | None = None
+        if coordinator.rank == LEADER and not self.in_memory:
+            self._pruner = Pruner(tier, coordinator.attempt, config, protected=waiting)
+        self._room: Room | None = None
+        if tier.tier.capacity is not None:
+            self._room = Room(
+                tier,
+                coordinator,
+                timeout=config.commit_timeout_seconds,
+                waiting=waiting,
+                elsewhere=elsewhere,
+            )
+        self._latest: StepRef | None = None
         self._retry = RetryPolicy()
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
@@ -112,19 +134,19 @@ class Lane:
         Raises:
             CkptError: It did not become one.
         """
-        with self._turn:
+        with self._turn, about(self.url):
             return self._commit(job, on_bytes, intact)
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
         committer = self._committer(job.trial)
-        if veto := self._veto(job.ref):
-            committer.commit(job.ref, Failed(str(veto)), veto=veto)
+        if veto := self._veto(job):
+            committer.commit(
+                job.ref, Failed(str(veto)), veto=veto if self._coordinator.rank == LEADER else None
+            )
             raise veto
         try:
-            chunks = self._write(job, on_bytes)
-            intact()  # before the fragment: whoever finds all fragments may commit them
-            word = Durable(self._put_fragment(job, chunks))
-            intact()
+            with about(self.url):
+                chunks, word = self._make_durable(job, on_bytes, intact)
         except Exception as error:
             self._refuse(job.ref, job.trial, str(error) or repr(error))
             self._clean_up(job)
@@ -139,7 +161,40 @@ class Lane:
         if isinstance(verdict, Refused):
             self._clean_up(job)
             raise rebuild(verdict, job.ref.step)
+        if self._latest is None or self._latest < job.ref:
+            self._latest = job.ref
         return chunks
+
+    def _make_durable(
+        self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]
+    ) -> tuple[tuple[Chunk, ...], Durable]:
+        try:
+            return self._write_all(job, on_bytes, intact)
+        except OutOfSpace:
+            passing = job.image.capacity < job.image.size  # it cannot be had again
+            if self._room is None or passing:
+                raise
+            if not self._room.evict(job.ref, job.plan.size, restored=self.restored_step):
+                raise
+        return self._write_all(job, on_bytes, intact)
+
+    def _write_all(
+        self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]
+    ) -> tuple[tuple[Chunk, ...], Durable]:
+        chunks = self._write(job, on_bytes)
+        intact()  # before the fragment: whoever finds all fragments may commit them
+        word = Durable(self._put_fragment(job, chunks))
+        intact()
+        return chunks, word
+
+    def has(self, ref: StepRef) -> bool:
+        """Whether the step, or a newer one of this job, is known to be committed here. The store is asked only while this job has committed nothing: it may be down, and a nearer tier waits."""
+        if self._latest is not None:
+            return self._latest.step >= ref.step
+        with contextlib.suppress(CkptError):
+            self._backend.head(ref.manifest)
+            return True
+        return False
 
     def sweep(self, *, but_newest: bool = False) -> None:
         """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the leader."""
@@ -150,6 +205,9 @@ class Lane:
     def refuse(self, ref: StepRef, trial: int, reason: str) -> None:
         """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
         with self._turn:
+            if self._room is not None:
+                with contextlib.suppress(CkptError):
+                    self._room.give_up(ref, trial)
             self._refuse(ref, trial, reason)
 
     def _refuse(self, ref: StepRef, trial: int, reason: str) -> None:
@@ -164,20 +222,10 @@ class Lane:
         key = job.ref.key(data_name(self._coordinator.rank))
         return StoredImage(self._backend, key, job.plan.size, self._retry)
 
-    def prune_later(self, waiting: Callable[[], frozenset[StepRef]]) -> None:
-        """Remove what need not be kept, but nothing that farther tiers are ``waiting`` for. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
-        if self._pruner is not None and not self._prune_queued:
-            self._prune_queued = True
-            self._pruner.submit(self._prune, waiting)
-
-    def _prune(self, waiting: Callable[[], frozenset[StepRef]]) -> None:
-        self._prune_queued = False
-        keep = self.tier.tier
-        try:
-            rule = Retention(keep_last=keep.keep_last, keep_every=keep.keep_every)
-            prune(self._backend, rule, own=self._coordinator.attempt, protected=waiting)
-        except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
-            _log.warning("ckpt: old steps on %s were not removed: %s", self.url, error)
+    def prune_later(self) -> None:
+        """Remove what need not be kept. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
+        if self._pruner is not None:
+            self._pruner.ask()
 
     def evict(self, path: str) -> None:
         """The slot that is this file will be overwritten: take the step that lies in it off, manifest first."""
@@ -227,10 +275,20 @@ class Lane:
         """Asked right before the manifest is put: since the first check another job may have taken the root over, and cleared away what it took for remains."""
         self._retry.call(lambda: confirm(self._backend, self._owner))
 
-    def _veto(self, ref: StepRef) -> CkptError | None:
-        """The leader's reasons to refuse before anything is written: the root is another's, or the step is taken."""
-        if self._coordinator.rank != LEADER:
-            return None
+    def _veto(self, job: SaveJob) -> CkptError | None:
+        """Reasons to refuse before anything is written: the leader's own, or that there is no room, of which all ranks hear."""
+        veto = self._objection(job.ref) if self._coordinator.rank == LEADER else None
+        if self._room is not None:
+            try:
+                self._room.agree(
+                    job.ref, job.trial, job.plan.size, restored=self.restored_step, asked=veto is None
+                )
+            except CkptError as error:
+                return placed(error, self.url)
+        return veto
+
+    def _objection(self, ref: StepRef) -> CkptError | None:
+        """The root is another's, the step is taken, or it would lie behind those of another run."""
         try:
             if self._taken is not None:
                 self._retry.call(lambda: confirm(self._backend, self._owner))
@@ -240,8 +298,13 @@ class Lane:
                 # what lies after the step that was restored is history given up: it may be lived again
                 self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
         except CkptError as error:
-            return error
-        return StepExists(ref.step, self.url) if ref.step in self._taken else None
+            return placed(error, self.url)
+        if ref.step in self._taken:
+            return StepExists(ref.step, self.url)
+        hidden = self.restored_step is None and not self.in_memory
+        if hidden and (newest := max(self._taken, default=-1)) > ref.step:
+            return HistoryHidden(ref.step, newest, self.url)
+        return None
 
     def _write(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
         key = job.ref.key(data_name(self._coordinator.rank))

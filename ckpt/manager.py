@@ -24,11 +24,13 @@ from ckpt.background import Background
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.committer import LEADER
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.lane import SaveJob
 from ckpt.model.layout import StepRef
+from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
@@ -92,7 +94,12 @@ class CheckpointManager:
                 way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...))"
             raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
         self._config = replace(config or SaveConfig(), **settings)
-        self._metadata = to_json("metadata", dict(metadata or {}))
+        self._metadata = dict(metadata or {})
+        self._packed_metadata = to_json("metadata", self._metadata)
+        if METRICS in self._metadata:
+            raise ConfigError(
+                f"metadata: {METRICS!r} is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
+            )
         self._tiers = open_tiers(as_tiers(tiers))
         self._coordinator = coordinator or _coordinator()
         self._fence = Fence()
@@ -149,7 +156,9 @@ class CheckpointManager:
 
     # -- saving -------------------------------------------------------------------------------------------------------------
 
-    def save_async(self, state: Mapping[str, Any], step: int | None = None) -> PendingSave:
+    def save_async(
+        self, state: Mapping[str, Any], step: int | None = None, *, metrics: Metrics | None = None
+    ) -> PendingSave:
         """Save ``state`` as ``step`` in the background.
 
         On return everything in ``state`` may be changed, but for the tensors of optimizers in it: those may be changed by the optimizers' own
@@ -158,6 +167,7 @@ class CheckpointManager:
         Args:
             state: Nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects with ``state_dict``, plain values, `PerRank`.
             step: Defaults to ``state["step"]`` if that is an int, else to one more than the last.
+            metrics: Numbers by name, such as ``{"loss": 1.2}``, which ``Tier(keep_best=...)`` goes by. Those of rank 0 count.
 
         Raises:
             CkptError: What is wrong with the state; or an error of an earlier save that nobody has asked for.
@@ -175,17 +185,22 @@ class CheckpointManager:
             reason = ""
             if step in self._saved:
                 raise StepExists(step, self._tiers[0].url)
-            return self._save(state, ref, trial, began)
+            return self._save(state, ref, trial, began, as_metrics(metrics or {}))
         except BaseException as error:
             if self._coordinator.world_size > 1:  # the others shall not wait for this rank
                 self._background.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             raise
 
     def save(
-        self, state: Mapping[str, Any], step: int | None = None, *, timeout: float | None = None
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        metrics: Metrics | None = None,
+        timeout: float | None = None,
     ) -> PendingSave:
         """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result`` raise."""
-        return self.save_async(state, step).result(timeout)
+        return self.save_async(state, step, metrics=metrics).result(timeout)
 
     def fence(self) -> None:
         """Return when every tensor of the saves under way may be changed by anybody. Raises an unheard error of an earlier save."""
@@ -284,7 +299,9 @@ class CheckpointManager:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)  # views of a slot made in that mode could not be copied to outside of it
-    def _save(self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float) -> PendingSave:
+    def _save(
+        self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float, metrics: dict[str, float]
+    ) -> PendingSave:
         tiers = self._background.saver.names_of(ref.step)
         if not tiers:  # as every rank finds
             pending = PendingSave(ref.step, 0, None, began=began)
@@ -302,7 +319,7 @@ class CheckpointManager:
                 ref.step,
                 overlap=self._config.overlap == "auto" and not self._fence.captured,
             )
-            job = self._job(ref, trial, prepared, snapshot, collected)
+            job = self._job(ref, trial, prepared, snapshot, collected, metrics)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
         except BaseException:
@@ -321,8 +338,15 @@ class CheckpointManager:
         return pending
 
     def _job(
-        self, ref: StepRef, trial: int, prepared: Prepared, snapshot: Snapshot, collected: Collected
+        self,
+        ref: StepRef,
+        trial: int,
+        prepared: Prepared,
+        snapshot: Snapshot,
+        collected: Collected,
+        metrics: dict[str, float],
     ) -> SaveJob:
+        told = metrics and self._coordinator.rank == LEADER
         return SaveJob(
             ref=ref,
             trial=trial,
@@ -332,7 +356,9 @@ class CheckpointManager:
             tree=dumps(collected.tree, "state"),
             per_rank=dumps(collected.per_rank, "state"),
             replicas=snapshot.replicas,
-            metadata=self._metadata,
+            metadata=to_json("metadata", {**self._metadata, METRICS: metrics})
+            if told
+            else self._packed_metadata,
             created_at=time.time(),
         )
 

@@ -58,7 +58,14 @@ class Saver:
         """``on_room`` is told when memory that an earlier job had left was freed."""
         # farther tiers wait at their own pace, each with a connection of its own to the other ranks
         self._lanes = [
-            Lane(tier, coordinator.clone() if tier.index else coordinator, config) for tier in tiers
+            Lane(
+                tier,
+                coordinator.clone() if tier.index else coordinator,
+                config,
+                waiting=self._waiting,
+                elsewhere=partial(self._elsewhere, tier),
+            )
+            for tier in tiers
         ]
         self._drains = {
             lane.url: Drain(
@@ -201,9 +208,13 @@ class Saver:
             for each in self._lanes:
                 each.sweep()
             self._on_room()
-        lane.prune_later(self._waiting)
+        lane.prune_later()
 
     def _waiting(self) -> frozenset[StepRef]:
         """Steps that a nearer tier must keep for a farther one."""
         with self._lock:
             return frozenset(self._leaving).union(*(drain.waiting for drain in self._drains.values()))
+
+    def _elsewhere(self, here: OpenTier, ref: StepRef) -> bool:
+        """Whether a durable tier other than ``here`` has the step."""
+        return any(lane.has(ref) for lane in self._lanes if lane.tier is not here and not lane.in_memory)

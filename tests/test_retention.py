@@ -13,7 +13,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.prune import prune
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, HistoryHidden
 from ckpt.plan.retention import Retention
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Rule, SimulatedCrash
@@ -25,6 +25,12 @@ def saved(root: Path, steps: list[int], **tier) -> None:
     with CheckpointManager(Tier(str(root), **tier)) as manager:
         for step in steps:
             manager.save({"x": torch.full((9,), step)}, step)
+
+
+def age(folder: Path, hours: float) -> None:
+    """Make all in ``folder`` look as if it was put ``hours`` ago."""
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - hours * 3600,) * 2)
 
 
 def test_old_steps_go_once_newer_ones_are_committed_and_strangers_files_stay(tmp_path):
@@ -76,14 +82,15 @@ def test_remains_are_left_alone_while_somebody_may_still_commit_them(tmp_path):
         manifest.unlink()
     backend = open_backend(str(tmp_path))
     assert prune(backend, Retention(keep_last=5)) == []
-    old = sorted(tmp_path.glob("step-*"))[0]
+    old, young = sorted(tmp_path.glob("step-*"))[:2]
     (old / "rank-00000.json").unlink()
-    assert prune(backend, Retention(keep_last=5)) == []  # no date on it
-    dry = prune(backend, Retention(keep_last=5), undated=True, grace_seconds=-1, dry_run=True)
-    assert [(one.ref.step, one.committed) for one in dry] == [(1, False), (2, False)]
+    assert prune(backend, Retention(keep_last=5), undated=True) == []  # young, says the store
+    dry = prune(backend, Retention(keep_last=5), grace_seconds=-1, dry_run=True)
+    assert [(one.ref.step, one.state) for one in dry] == [(1, "begun"), (2, "begun")]
     assert len(list(tmp_path.glob("step-*"))) == 3
-    prune(backend, Retention(keep_last=5), undated=True)
-    assert not old.exists()
+    age(old, hours=25)
+    assert [one.ref.step for one in prune(backend, Retention(keep_last=5))] == [1]
+    assert (old.exists(), young.exists()) == (False, True)
 
 
 def test_a_store_that_cannot_delete_costs_no_save(tmp_path, monkeypatch, caplog):
@@ -140,3 +147,93 @@ def test_from_the_command_line(cli, tmp_path):  # noqa: F811
     (tmp_path / "ckpt.toml").write_text('[[tiers]]\nurl = "runs"\nkeep_last = 1\n')
     os.environ.pop("CKPT_ROOT")
     assert json.loads(cli("prune", "--json").out)["pruned"][0]["step"] == 2
+
+
+def dead(root: Path, *, fragments: bool, hours: float) -> Path:
+    """What a job that died in the midst of step 7 has left."""
+    folder = root / "step-000000007.deadbeef0000"
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.safetensors").write_bytes(b"x" * 5000)
+    if fragments:
+        (folder / "rank-00001.json").write_text("{}")
+    (folder / ".rank-00002.safetensors.0123456789ab.tmp").write_bytes(b"y" * 5000)
+    age(folder, hours)
+    return folder
+
+
+@pytest.mark.parametrize("rule", [{}, {"keep_last": 2}])
+@pytest.mark.parametrize("fragments", [False, True])
+def test_what_a_dead_job_has_left_goes_after_the_grace_time(tmp_path, rule, fragments):
+    old = dead(tmp_path / "old", fragments=fragments, hours=25)
+    young = dead(tmp_path / "young", fragments=fragments, hours=23)
+    for folder in (old, young):
+        saved(folder.parent, [8], **rule)
+        assert whole(folder.parent) == [8]
+    assert (old.exists(), young.exists()) == (False, True)
+    assert len(list(young.iterdir())) == 2 + fragments
+
+
+def test_only_cut_off_writes_are_left_in_a_folder(tmp_path):
+    folder = dead(tmp_path, fragments=False, hours=2)
+    (folder / "rank-00000.safetensors").unlink()
+    saved(tmp_path, [8])
+    assert not folder.exists()
+
+
+def test_a_checkpoint_that_has_lost_files_does_not_count_and_goes_after_the_grace_time(tmp_path, cli):  # noqa: F811
+    root = tmp_path / "runs"
+    saved(root, [1, 2, 3, 4])
+    folders = sorted(root.glob("step-*"))
+    for folder in folders[2:]:
+        (folder / "rank-00000.safetensors").unlink()
+    age(folders[3], hours=25)
+    backend = open_backend(str(root))
+    listed = {one["step"]: one["state"] for one in cli("ls", "--json").json["steps"]}
+    assert listed == {1: "committed", 2: "committed", 3: "damaged", 4: "damaged"}
+    gone = prune(backend, Retention(keep_last=1))
+    assert [(one.ref.step, one.state) for one in gone] == [(1, "whole"), (4, "broken")]
+    assert [path.name[:14] for path in sorted(root.glob("step-*"))] == ["step-000000002", "step-000000003"]
+    age(folders[2], hours=25)
+    assert [one.ref.step for one in prune(backend, Retention(keep_last=1))] == [3]
+
+
+def test_the_last_that_is_left_stays_though_it_has_lost_files(tmp_path):
+    saved(tmp_path, [1])
+    (folder,) = tmp_path.glob("step-*")
+    (folder / "rank-00000.safetensors").unlink()
+    age(folder, hours=99)
+    assert prune(open_backend(str(tmp_path)), Retention(keep_last=1)) == []
+
+
+def test_a_listing_that_lags_behind_costs_nothing(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    for folder in tmp_path.glob("step-*"):
+        age(folder, hours=99)
+
+    class Lagging:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def list(self, prefix):
+            return (info for info in self.inner.list(prefix) if not info.key.endswith(".safetensors"))
+
+    lagging = Lagging(open_backend(str(tmp_path)))
+    assert [one.ref.step for one in prune(lagging, Retention(keep_last=2))] == [1]
+    assert whole(tmp_path) == [2, 3]
+
+
+def test_steps_behind_those_of_another_run_are_refused_and_a_restore_settles_it(tmp_path):
+    saved(tmp_path, [100, 200])
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(
+            HistoryHidden, match=f"{tmp_path} holds step 200, which this job has not restored"
+        ):
+            manager.save({"x": torch.ones(9)}, 1)
+        manager.save({"x": torch.ones(9)}, 300)
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore({"x": torch.zeros(9, dtype=torch.int64)}, step=100)
+        manager.save({"x": torch.ones(9)}, 150)
+    assert whole(tmp_path) == [100, 150, 200, 300]

@@ -10,6 +10,7 @@ import posixpath
 import secrets as entropy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from datetime import datetime
 from typing import Any, Final
 
 from ckpt.errors import ConfigError, MissingExtra, ObjectExists, ObjectNotFound, StorageError
@@ -33,6 +34,7 @@ _OBJECT_STORES: Final = frozenset(
 _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})  # pipe_file(mode="create") is decided by the server
 _RENAMES: Final = frozenset({"file", "local"})  # mv is one rename
 _TEMPORARY: Final = ".tmp"
+_MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
 _EXTRAS: Final = {"s3": "s3", "s3a": "s3", "s3fs": "s3", "gs": "gcs", "gcs": "gcs", "gcsfs": "gcs"}
 _SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
 
@@ -176,7 +178,7 @@ class StorageBackendOnFsspec:
         for path, info in found.items():
             key = self._key(path)
             if key.startswith(prefix) and info["type"] == "file" and key and not key.endswith(_TEMPORARY):
-                yield ObjectInfo(key=key, size=int(info["size"]))
+                yield ObjectInfo(key=key, size=int(info["size"]), modified=_modified(info))
 
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
@@ -320,3 +322,11 @@ def _throw_away(file: Any) -> None:
     with suppress(Exception):
         file.discard()
     file.closed = True
+
+
+def _modified(info: Mapping[str, Any]) -> float | None:
+    """File systems agree neither on the name nor on the type of it."""
+    found = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
+    with suppress(ValueError):
+        found = datetime.fromisoformat(found) if isinstance(found, str) else found
+    return found.timestamp() if isinstance(found, datetime) else found if isinstance(found, float) else None

@@ -264,7 +264,8 @@ class PosixBackend:
                 key.startswith(prefix) and entry.is_file(follow_symlinks=False) and not _is_hidden(entry.name)
             ):
                 with suppress(FileNotFoundError):  # deleted since
-                    yield ObjectInfo(key=key, size=entry.stat(follow_symlinks=False).st_size)
+                    found = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
         path = self._inside(folder, os.path.realpath(os.path.join(self._root, folder)))

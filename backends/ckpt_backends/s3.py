@@ -144,7 +144,9 @@ class S3Backend(StorageBackendOnFsspec):
             for found in page.get("Contents", ()):
                 key = str(found["Key"]).removeprefix(self._prefix)
                 if key and not key.endswith("/"):  # consoles make empty objects for folders
-                    yield ObjectInfo(key=key, size=int(found["Size"]))
+                    yield ObjectInfo(
+                        key=key, size=int(found["Size"]), modified=found["LastModified"].timestamp()
+                    )
 
     def folders(self, prefix: str) -> Iterator[str]:
         start = check_prefix(prefix).removesuffix("/")

@@ -14,6 +14,7 @@ from ckpt.errors import (
     ObjectNotFound,
     StorageError,
     TransientStorageError,
+    about,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
@@ -45,18 +46,15 @@ class Entry:
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
     """Every attempt at a step, committed or not, newest step first. Folders that are not ours are left alone."""
-    try:
+    with about(backend.url):
         found = [parse_folder(name) for name in _RETRY.call(lambda: list(backend.folders("")))]
-    except StorageError as error:
-        raise type(error)(
-            error.key or backend.url, error.detail
-        ) from error  # the root has an empty key, which tells nobody anything
     return sorted((ref for ref in found if ref is not None), reverse=True)
 
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
     try:
-        _RETRY.call(partial(backend.head, ref.manifest))
+        with about(backend.url):
+            _RETRY.call(partial(backend.head, ref.manifest))
     except ObjectNotFound:
         return False
     return True
@@ -96,7 +94,8 @@ def read_packed(
     backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
 ) -> tuple[Manifest, bytes]:
     """As ``read_manifest``, and the very bytes it was read from."""
-    data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
+    with about(backend.url):
+        data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
     manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
     if (manifest.step, manifest.attempt) != (ref.step, ref.attempt):
         raise ManifestCorrupt(
@@ -137,6 +136,11 @@ def survey(backend: StorageBackend) -> list[Entry]:
 def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
     try:
         manifest = read_manifest(backend, ref)
+        if gone := _missing(backend, ref, manifest):
+            return Entry(
+                ref=ref,
+                damage=ManifestCorrupt(ref.manifest, f"{len(gone)} of its files are gone, such as {gone[0]}"),
+            )
         return Entry(ref=ref, manifest=manifest, nbytes=manifest.nbytes)
     except IntegrityError as error:
         return Entry(ref=ref, damage=error)
@@ -148,6 +152,19 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         raise
     except StorageError as error:  # a bad sector: one step less to restore, no reason to hide the others
         return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}"))
+
+
+def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[str]:
+    """Data files that the manifest names and the store has not; a listing may lag behind, so what it lacks is asked for by name."""
+    listed = {info.key for info in _RETRY.call(lambda: list(backend.list(f"{ref.folder}/")))}
+    gone: list[str] = []
+    for file in manifest.files:
+        if (key := ref.key(file.name)) not in listed:
+            try:
+                _RETRY.call(partial(backend.head, key))
+            except ObjectNotFound:
+                gone.append(file.name)
+    return gone
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:

@@ -3,30 +3,79 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.catalog.index import attempts, is_committed
-from ckpt.errors import IntegrityError, ObjectNotFound
-from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import StepRef, is_file_name
-from ckpt.model.manifest import Fragment
-from ckpt.plan.retention import Retention, doomed
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.catalog.holdings import Held, Holdings, State
+from ckpt.model.layout import StepRef
+from ckpt.plan.retention import Retention, reasons
+from ckpt.storage.api import StorageBackend
 
 GRACE_SECONDS: Final = 24 * 3600.0
 """What was begun later than this ago, and never committed, is left alone: somebody may still commit it."""
 
+NEEDED: Final = "a farther tier waits for it"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be. ``committed`` tells a checkpoint from the remains of a save that failed."""
+    """What was removed, or would be. ``state`` tells a checkpoint ("whole") from the remains of a save that failed ("begun") and from a checkpoint that has lost files ("broken")."""
 
     ref: StepRef
     nbytes: int
-    committed: bool
+    state: State
+
+    @property
+    def committed(self) -> bool:
+        return self.state == "whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One attempt and why it stays; without a reason it goes."""
+
+    held: Held
+    kept: tuple[str, ...]
+
+
+def judge(
+    found: Sequence[Held],
+    rule: Retention,
+    *,
+    own: str = "",
+    alive: bool = True,
+    grace_seconds: float = GRACE_SECONDS,
+    undated: bool = False,
+    protected: Callable[[], frozenset[StepRef]] = frozenset,
+) -> list[Judged]:
+    """What becomes of each of ``found``, in their order.
+
+    Args:
+        own: The running attempt: its newest step stays whatever the numbers of others.
+        alive: Whether it is known to run: then nothing uncommitted of it is touched, however old.
+        grace_seconds: Age from which what is not whole counts as remains.
+        undated: Whether what has no date at all counts as such too.
+        protected: Those that stay whatever the rule; asked after the steps were listed.
+    """
+    metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
+    why = reasons(metrics, rule, metrics, own=own)
+    needed = protected()
+    now = time.time()
+
+    def kept(held: Held) -> tuple[str, ...]:
+        if held.ref in needed:
+            return (*why.get(held.ref, ()), NEEDED)
+        if held.state == "whole":
+            return why[held.ref]
+        if held.state == "broken" and not metrics:
+            return ("nothing here is whole",)
+        if alive and own and held.ref.attempt.startswith(own):
+            return ("the running job's",)
+        young = not undated if held.touched is None else now - held.touched <= grace_seconds
+        return ("not old enough to be given up",) if young and held.objects else ()
+
+    return [Judged(held=held, kept=kept(held)) for held in found]
 
 
 def prune(
@@ -38,54 +87,28 @@ def prune(
     grace_seconds: float = GRACE_SECONDS,
     undated: bool = False,
     protected: Callable[[], frozenset[StepRef]] = frozenset,
-    on_pruned: Callable[[Pruned], None] = lambda _: None,
+    holdings: Holdings | None = None,
 ) -> list[Pruned]:
-    """Apply ``rule``, and clear away what failed saves have left. Only files in folders of steps are touched, and only those named as ours.
+    """Apply ``rule``, and clear away what failed saves have left and, unless all is kept, checkpoints that have lost files. Only files in folders of steps are touched, and only those named as ours.
 
-    Cut at any moment it leaves whole checkpoints and remains that the next call removes.
-
-    Args:
-        own: The running attempt; nothing uncommitted of it is touched.
-        grace_seconds: Age from which an uncommitted step counts as the remains of a failed save, by the youngest of its fragments.
-        protected: Asked after the steps were listed: those that stay whatever the rule.
-        undated: Whether those without a fragment count as such too: nobody can ever commit them, but somebody may still be writing.
+    Cut at any moment it leaves whole checkpoints and remains that the next call removes. Arguments are those of ``judge``; ``holdings`` remembers from call to call.
     """
-    everything = attempts(backend)
-    whole = [ref for ref in everything if is_committed(backend, ref)]
-    going = dict.fromkeys(doomed(whole, rule, own=own), True)
-    for ref in protected():
-        going.pop(ref, None)
-    for ref in set(everything) - set(whole):
-        if not (own and ref.attempt.startswith(own)):
-            begun = _begun(backend, ref)
-            if undated if begun is None else time.time() - begun > grace_seconds:
-                going[ref] = False
-    found: list[Pruned] = []
-    for ref in sorted(going):
-        found.append(Pruned(ref=ref, nbytes=_remove(backend, ref, dry_run=dry_run), committed=going[ref]))
-        on_pruned(found[-1])
-    return found
+    found = (holdings or Holdings(backend)).look(begun=rule.keeps_all)
+    judged = judge(found, rule, own=own, grace_seconds=grace_seconds, undated=undated, protected=protected)
+    return carry_out(backend, judged, dry_run=dry_run)
 
 
-def _remove(backend: StorageBackend, ref: StepRef, *, dry_run: bool) -> int:
-    objects = [
-        info
-        for info in backend.list(f"{ref.folder}/")
-        if is_file_name(info.key.removeprefix(f"{ref.folder}/"))
-    ]
-    if not dry_run:
-        backend.delete(ref.manifest)
-        for info in objects:
-            backend.delete(info.key)
-    return sum(info.size for info in objects)
+def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False) -> list[Pruned]:
+    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing."""
+    going = sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref)
+    for held in going:
+        if not dry_run:
+            remove(backend, held)
+    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in going if held.objects]
 
 
-def _begun(backend: StorageBackend, ref: StepRef) -> float | None:
-    """When the youngest of its fragments was made; None if there is none that can be read."""
-    times: list[float] = []
-    for info in backend.list(f"{ref.folder}/"):
-        if info.key.endswith(".json") and is_file_name(info.key.removeprefix(f"{ref.folder}/")):
-            with suppress(ObjectNotFound, IntegrityError):
-                data = read_object(backend, info.key, limit=MAX_RECORD_BYTES)
-                times.append(unpack(data, Fragment, key=info.key).created_at)
-    return max(times, default=None)
+def remove(backend: StorageBackend, held: Held) -> None:
+    """Take one attempt off, manifest first. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it."""
+    backend.delete(held.ref.manifest)
+    for info in held.objects:
+        backend.delete(info.key)

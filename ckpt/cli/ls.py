@@ -211,6 +211,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def _as_json(entry: Entry) -> dict[str, object]:
     from ckpt.cli import output
+    from ckpt.model.metrics import metrics_of
 
     state, detail = _state(entry)
     found = entry.manifest
@@ -224,4 +225,5 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "tensors": len(found.tensors) if found else None,
         "bytes": entry.nbytes,
         "metadata": _metadata(found),
+        "metrics": metrics_of(found.metadata) if found else None,
     }

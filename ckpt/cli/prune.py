@@ -9,7 +9,11 @@ import typer
 from ckpt.cli.options import JsonOption, RootOption
 
 if TYPE_CHECKING:
-    from ckpt.catalog.prune import Pruned
+    from collections.abc import Sequence
+
+    from ckpt.catalog.holdings import State
+    from ckpt.catalog.prune import Judged, Pruned
+    from ckpt.config import Best
 
 
 def prune(
@@ -21,20 +25,30 @@ def prune(
         int | None,
         typer.Option(metavar="K", min=1, help="Keep every multiple of K too. Default: as ckpt.toml says."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC:MODE[:N]",
+            help="Keep the N (1) best too; MODE is min or max. Default: as ckpt.toml says.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed, and why the rest is kept.")
+    ] = False,
     root: RootOption = None,
     json: JsonOption = False,
 ) -> None:
-    r"""Remove old checkpoints, and the remains of saves that failed more than a day ago.
+    r"""Remove old checkpoints, those that have lost files, and the remains of saves that failed more than a day ago.
 
     The newest checkpoint always stays, and so do files that are not ours. A job that writes to the root may run meanwhile.
 
     \b
     Examples:
       ckpt prune --keep-last 3 --dry-run --root runs/gpt
-      ckpt prune --keep-last 3 --keep-every 1000 --root s3://bucket/run42
+      ckpt prune --keep-last 3 --keep-every 1000 --keep-best loss:min --root s3://bucket/run42
     """
-    from ckpt.catalog.prune import prune as apply
+    from ckpt.catalog.holdings import Holdings
+    from ckpt.catalog.prune import carry_out, judge
     from ckpt.cli import output
     from ckpt.config import resolve_tier
     from ckpt.coordination.owner import read_owner
@@ -46,32 +60,82 @@ def prune(
     rule = Retention(
         keep_last=tier.keep_last if keep_last is None else keep_last,
         keep_every=tier.keep_every if keep_every is None else keep_every,
+        keep_best=tier.best if keep_best is None else _best(keep_best),
     )
     if rule.keeps_all:
         raise ConfigError("how many shall be kept? Give --keep-last N, or write keep_last into ckpt.toml")
     backend = open_backend(tier.url, tier.options)
     owner = read_owner(backend)
-    found = apply(backend, rule, dry_run=dry_run, undated=owner is None)
+    judged = judge(
+        Holdings(backend).look(),
+        rule,
+        own=owner.attempt if owner else "",
+        alive=owner is not None and owner.alive,
+        undated=owner is None,
+    )
+    found = carry_out(backend, judged, dry_run=dry_run)
+    kept = [one for one in judged if one.kept]
     if json:
         output.show_json(
-            {"root": backend.url, "dry_run": dry_run, "pruned": [_as_json(one) for one in found]}
+            {
+                "root": backend.url,
+                "dry_run": dry_run,
+                "pruned": [_as_json(one) for one in found],
+                "kept": [
+                    {
+                        "step": one.held.ref.step,
+                        "attempt": one.held.ref.attempt,
+                        "why": list(one.kept),
+                        "metrics": dict(one.held.metrics),
+                    }
+                    for one in kept
+                ],
+            }
         )
         return
+    _show(found, kept if dry_run else [])
     total = output.size(sum(one.nbytes for one in found))
-    what = "would be removed" if dry_run else "removed"
-    if found:
-        rows = [
-            (
-                str(one.ref.step),
-                one.ref.attempt,
-                output.size(one.nbytes),
-                "checkpoint" if one.committed else "remains",
-            )
-            for one in found
-        ]
-        output.show_table(("step", "attempt", "size", "what"), rows, right=("step", "size"))
-    output.show_line(f"{output.count(len(found), 'step')} {what}, {total}")
+    output.show_line(f"{output.count(len(found), 'step')} {'would be ' if dry_run else ''}removed, {total}")
+
+
+def _show(found: Sequence[Pruned], kept: Sequence[Judged]) -> None:
+    from ckpt.cli import output
+
+    rows = [
+        (str(one.ref.step), one.ref.attempt, output.size(one.nbytes), _what(one.state), "goes")
+        for one in found
+    ]
+    rows += [
+        (
+            str(one.held.ref.step),
+            one.held.ref.attempt,
+            output.size(one.held.nbytes),
+            _what(one.held.state),
+            f"stays: {', '.join(one.kept)}",
+        )
+        for one in kept
+    ]
+    if rows:
+        output.show_table(("step", "attempt", "size", "what", "fate"), rows, right=("step", "size"))
+
+
+def _best(text: str) -> Best:
+    """'loss:min:3', as one types it."""
+    from ckpt.config import Best
+
+    metric, *rest = text.rsplit(":", 2) if text.rpartition(":")[2].isdigit() else text.rsplit(":", 1)
+    return Best.of((metric, *(int(part) if part.isdigit() else part for part in rest)))
+
+
+def _what(state: State) -> str:
+    return {"whole": "checkpoint", "broken": "files are missing", "begun": "remains"}[state]
 
 
 def _as_json(one: Pruned) -> dict[str, object]:
-    return {"step": one.ref.step, "attempt": one.ref.attempt, "bytes": one.nbytes, "committed": one.committed}
+    return {
+        "step": one.ref.step,
+        "attempt": one.ref.attempt,
+        "bytes": one.nbytes,
+        "committed": one.committed,
+        "state": one.state,
+    }

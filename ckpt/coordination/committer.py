@@ -26,6 +26,7 @@ from ckpt.errors import (
     CkptError,
     CommitError,
     CommitTimeout,
+    HistoryHidden,
     ManifestCorrupt,
     ObjectExists,
     ObjectNotFound,
@@ -35,6 +36,7 @@ from ckpt.errors import (
     StepExists,
     StorageError,
     TensorIncomplete,
+    placed,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
@@ -47,7 +49,7 @@ from ckpt.storage.api import StorageBackend, read_object
 T = TypeVar("T")
 
 LEADER: Final = 0
-_VERDICT_GRACE_SECONDS: Final = 30.0
+VERDICT_GRACE_SECONDS: Final = 30.0
 """How much longer than the leader the others wait: the leader's own time-out must reach them as a verdict."""
 
 
@@ -103,7 +105,7 @@ class Committer:
                 self._coordinator.decide(subject, encode(self._lead(subject, ref, veto)))
             )
         else:
-            wait = self._timeout + _VERDICT_GRACE_SECONDS
+            wait = self._timeout + VERDICT_GRACE_SECONDS
             heard = self._coordinator.verdict(subject, timeout=wait)
             if heard is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "the verdict")
@@ -123,13 +125,13 @@ class Committer:
             data = self._merged(ref, action.fragments)
             self._before_put()
         except CkptError as error:
-            return refusal(error)
+            return refusal(placed(error, self._backend.url))
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
             return Refused(reason=f"the leader failed: {error!r}", failures={})
         try:
             self._retry(lambda: put_once(self._backend, ref.manifest, data))
         except Exception as error:  # noqa: BLE001 - it may have arrived all the same
-            return self._outcome(ref, error)
+            return self._outcome(ref, placed(error, self._backend.url))
         return Committed(checksum(data))
 
     def _outcome(self, ref: StepRef, error: Exception) -> Verdict:
@@ -205,6 +207,8 @@ def refusal(error: CkptError) -> Refused:
             return Refused(reason=error.detail, failures={}, kind=kind, names=(error.name,))
         case StepExists():
             return Refused(reason=error.root, failures={}, kind=kind)
+        case HistoryHidden():
+            return Refused(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
         case RootInUse():
             return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
         case _:
@@ -224,6 +228,8 @@ def rebuild(verdict: Refused, step: int) -> CommitError:
             return TensorIncomplete(verdict.names[0], verdict.reason)
         case "StepExists":
             return StepExists(step, verdict.reason)
+        case "HistoryHidden":
+            return HistoryHidden(step, verdict.ranks[0], verdict.reason)
         case "RootInUse":
             return RootInUse(verdict.names[0], verdict.reason)
         case _:

@@ -32,7 +32,7 @@ class _Version(msgspec.Struct):
     format: int
 
 
-Record = TypeVar("Record", Manifest, Fragment)
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 _json = msgspec.json.Encoder(order="deterministic")
 _envelope = msgspec.json.Decoder(_Envelope)

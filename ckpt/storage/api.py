@@ -13,7 +13,7 @@ import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from ckpt.errors import StorageError
@@ -27,10 +27,16 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One object as a store sees it. ``size`` in bytes."""
+    """One object as a store sees it.
+
+    Attributes:
+        size: In bytes.
+        modified: When it was put, in seconds since 1970 by the store's clock; None where a listing does not tell.
+    """
 
     key: str
     size: int
+    modified: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

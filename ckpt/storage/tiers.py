@@ -57,23 +57,21 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
     """Open all, or none.
 
     Raises:
-        ConfigError: There is none, or one is named twice.
+        ConfigError: There is none, or two are one place, or one lies in the other.
     """
     if not tiers:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
+    if [tier.url for tier in tiers].count(MEMORY) > 1:
+        raise ConfigError('the tier "memory" is named twice: this machine has one')
     opened: list[OpenTier] = []
     try:
         for index, tier in enumerate(tiers):
             url = _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
             opened.append(OpenTier(index, tier, open_backend(url, tier.options)))
-            urls = [other.url for other in opened]
-            if urls.count(urls[-1]) > 1:
-                raise ConfigError(f"the tier {urls[-1]} is named twice")
-            if isinstance(opened[-1].backend, Adopting) and tier.keep_last is not None:
-                raise ConfigError(f"{urls[-1]} keeps what its slots hold: leave keep_last out")
-            durable = any(not isinstance(other.backend, Adopting) for other in opened[:-1])
-            if isinstance(opened[-1].backend, Adopting) and durable:
-                raise ConfigError(f"{urls[-1]} is memory: put it before the tiers that are farther away")
+            for other in opened[:-1]:
+                _check_apart(other, opened[-1])
+            if opened[-1].in_memory:
+                _check_memory(opened[-1], opened[:-1])
     except BaseException:
         for done in opened:
             done.backend.close()
@@ -97,3 +95,34 @@ def _memory_of(farther: Sequence[Tier]) -> str:
     url = farther[0].url
     place = url if "://" in url or "::" in url else os.path.realpath(os.path.expanduser(url))
     return f"shm://{checksum(place.encode())[:16]}"
+
+
+def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
+    for name in ("keep_last", "capacity"):
+        if getattr(memory.tier, name) is not None:
+            raise ConfigError(f"{memory.url} keeps what its slots hold: leave {name} out")
+    if any(not other.in_memory for other in nearer):
+        raise ConfigError(f"{memory.url} is memory: put it before the tiers that are farther away")
+
+
+def _check_apart(one: OpenTier, two: OpenTier) -> None:
+    """Two tiers that are one place would take each other's files for their own."""
+    here, there = _place(one), _place(two)
+    if one.url == two.url or here == there:
+        spelled = f", once as {one.tier.url}" if one.tier.url != two.tier.url else ""
+        raise ConfigError(f"the tier {two.tier.url} is named twice{spelled}")
+    inner, outer = (one, two) if here.startswith(there) else (two, one)
+    if here.startswith(there) or there.startswith(here):
+        raise ConfigError(
+            f"the tier {inner.tier.url} lies inside of the tier {outer.tier.url}: give each a root of its own, such as two folders side by side"
+        )
+
+
+def _place(tier: OpenTier) -> str:
+    """Where it is, however it was spelled; ends in a slash. An object store is told by its endpoint too."""
+    url = tier.url
+    if "://" not in url:
+        return os.path.join(os.path.realpath(url), "")
+    scheme, _, path = url.partition("://")
+    scheme = "gs" if scheme.lower() == "gcs" else scheme.lower()
+    return f"{tier.tier.options.get('endpoint_url', '')} {scheme}://{path.rstrip('/')}/"

@@ -55,6 +55,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "tensors": 3,
         "bytes": steps[300].manifest.nbytes,
         "metadata": {"team": "speech"},
+        "metrics": {},
     }
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.config import Best
 from ckpt.errors import ConfigError
 from ckpt.model.layout import StepRef
-from ckpt.plan.retention import Retention, doomed
+from ckpt.plan.retention import Retention, doomed, first_to_go, newest, reasons
 
 
 def refs(*steps: int, attempt: str = "aa") -> list[StepRef]:
@@ -63,3 +66,54 @@ def test_the_newest_of_all_and_of_ones_own_never_go(found, last, every, own):
 def test_a_rule_that_makes_no_sense_is_refused(rule):
     with pytest.raises(ConfigError):
         Retention(**rule)
+
+
+def losses(**values: float) -> dict[StepRef, dict[str, float]]:
+    return {StepRef(int(step[1:]), "aa"): {"loss": value} for step, value in values.items()}
+
+
+def best(metrics: dict[StepRef, dict[str, float]], *steps: int, **rule: Any) -> list[int]:
+    """The steps that stay beside the newest."""
+    gone = doomed(refs(*steps), Retention(keep_last=1, **rule), metrics)
+    return sorted({*steps} - {ref.step for ref in gone})
+
+
+def test_the_best_stay_beside_the_newest():
+    found = losses(s1=3.0, s2=1.0, s3=2.0, s4=9.0)
+    assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "min")) == [2, 4]
+    assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "min", 2)) == [2, 3, 4]
+    assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "max")) == [4]  # which is the newest anyway
+    assert best(found, 1, 2, 3, 4, keep_best=Best("accuracy", "max")) == [4]
+
+
+def test_of_equal_ones_the_newest_is_the_best_and_what_is_no_number_never_is():
+    found = losses(s1=1.0, s2=1.0, s3=float("nan"), s4=float("-inf"), s6=5.0)
+    assert best(found, 1, 2, 3, 4, 5, 6, keep_best=Best("loss", "min")) == [2, 6]
+    assert best(found, 3, 4, 5, 6, keep_best=Best("loss", "min", 9)) == [6]
+
+
+def test_each_step_that_stays_has_its_reasons():
+    rule = Retention(keep_last=1, keep_every=2, keep_best=Best("loss", "min"))
+    why = reasons(refs(1, 2, 3, 4), rule, losses(s2=0.5, s3=1.0))
+    assert {ref.step: told for ref, told in why.items()} == {
+        1: (),
+        2: ("multiple of 2", "best loss"),
+        3: (),
+        4: ("newest", "multiple of 2"),
+    }
+
+
+def test_a_full_tier_gives_up_what_the_rule_would_then_the_oldest_and_the_best_last():
+    rule = Retention(keep_last=3, keep_best=Best("loss", "min"))
+    order = first_to_go(refs(1, 2, 3, 4, 5), rule, losses(s1=1.0, s2=2.0, s3=0.1))
+    assert [ref.step for ref in order] == [1, 2, 4, 5, 3]
+    rolled_back = [*refs(10, 11), *refs(5, 6, attempt="bb")]
+    assert [ref.step for ref in first_to_go(rolled_back, Retention(), own="bb")] == [10, 11, 5, 6]
+    assert newest(rolled_back, own="bb") == StepRef(6, "bb")
+    assert newest(rolled_back) == StepRef(11, "aa")
+    assert newest([]) is None
+
+
+def test_best_alone_is_refused_for_it_adds_to_the_newest():
+    with pytest.raises(ConfigError, match="keep_best adds to keep_last"):
+        Retention(keep_best=Best("loss", "min"))

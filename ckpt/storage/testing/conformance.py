@@ -8,6 +8,7 @@ Sizes are small but cross the part size several times; override ``part_bytes_mos
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -248,6 +249,11 @@ class BackendConformance(UploadConformance):
     ) -> None:
         keys = [info.key for info in tree.list(prefix)]
         assert sorted(keys) == sorted(found)
+
+    def test_list_tells_when_an_object_was_put_if_it_tells_anything(self, tree: StorageBackend) -> None:
+        told = [info.modified for info in tree.list("")]
+        assert told.count(None) in (0, len(told))
+        assert all(abs(time.time() - moment) < 1800 for moment in told if moment is not None), told
 
     def test_list_tells_sizes(self, tree: StorageBackend) -> None:
         assert {info.key: info.size for info in tree.list("step-1")} == {

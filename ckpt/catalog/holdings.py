@@ -1,0 +1,128 @@
+"""What lies on a tier: which steps are whole, how big they are, and since when.
+
+The index asks for manifests only. Whoever removes steps must know more: a manifest whose files are gone is no reason to give up an older step that is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from ckpt.catalog.index import attempts, is_committed
+from ckpt.errors import IntegrityError, ObjectNotFound
+from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
+from ckpt.model.layout import StepRef, is_file_name
+from ckpt.model.manifest import Fragment
+from ckpt.model.metrics import metrics_of
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.storage.api import ObjectInfo, StorageBackend, read_object
+
+State = Literal["whole", "broken", "begun"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One attempt at a step, as it lies there.
+
+    Attributes:
+        objects: Files of ours in its folder.
+        state: "whole" has a manifest and all files it names, of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none.
+        metrics: As they were saved.
+        touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
+    """
+
+    ref: StepRef
+    objects: tuple[ObjectInfo, ...]
+    state: State
+    metrics: Mapping[str, float]
+    touched: float | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.size for info in self.objects)
+
+
+class Holdings:
+    """A tier's steps. Remembers the whole ones, which never change: each look costs a listing of the root, and one request for every step that is known.
+
+    Threads: one at a time.
+    """
+
+    def __init__(self, backend: StorageBackend) -> None:
+        self._backend, self._retry = backend, RetryPolicy()
+        self._known: dict[StepRef, Held] = {}
+
+    def look(self, *, begun: bool = False) -> list[Held]:
+        """All attempts, newest step first; or only those that were ``begun`` and never committed."""
+        refs = attempts(self._backend)
+        if begun:
+            refs = [ref for ref in refs if not is_committed(self._backend, ref)]
+        found = [self._held(ref) for ref in refs]
+        self._known = {held.ref: held for held in found if held.state == "whole"}
+        return found
+
+    def _held(self, ref: StepRef) -> Held:
+        there = is_committed(self._backend, ref)
+        if there and ref in self._known:
+            return self._known[ref]
+        objects = tuple(own_objects(self._backend, ref))
+        outline = self._outline(ref) if there else None
+        whole = outline is not None and all(self._is_there(ref, objects, file.name) for file in outline.files)
+        return Held(
+            ref=ref,
+            objects=objects,
+            state="whole" if whole else "broken" if there else "begun",
+            metrics=metrics_of(outline.metadata) if outline else {},
+            touched=self._touched(ref, objects),
+        )
+
+    def _outline(self, ref: StepRef) -> _Outline | None:
+        """None if the manifest is damaged, or was removed just now."""
+        with suppress(IntegrityError, ObjectNotFound):
+            data = self._retry.call(partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES))
+            return unpack(data, _Outline, key=ref.manifest)
+        return None
+
+    def _is_there(self, ref: StepRef, objects: Sequence[ObjectInfo], name: str) -> bool:
+        """A listing may lag behind, so what it lacks is asked for by name."""
+        try:
+            key = ref.key(name)
+            if all(info.key != key for info in objects):
+                self._retry.call(partial(self._backend.head, key))
+        except (IntegrityError, ObjectNotFound):
+            return False
+        return True
+
+    def _touched(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
+        dates = [info.modified for info in objects if info.modified is not None]
+        if not dates or len(dates) < len(objects):
+            for info in objects:
+                with suppress(ObjectNotFound, IntegrityError):
+                    if info.key.endswith(".json") and info.key != ref.manifest:
+                        data = read_object(self._backend, info.key, limit=MAX_RECORD_BYTES)
+                        dates.append(unpack(data, Fragment, key=info.key).created_at)
+        return max(dates, default=None)
+
+
+def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
+    """The files in the folder of an attempt that are named as ours."""
+    folder = f"{ref.folder}/"
+    return [info for info in backend.list(folder) if is_file_name(info.key.removeprefix(folder))]
+
+
+class _NamedFile(msgspec.Struct, array_like=True):
+    """The beginning of a ``File``."""
+
+    name: str
+
+
+class _Outline(msgspec.Struct):
+    """Of a manifest, what costs little to read: a manifest may hold a million tensors, and training goes on beside."""
+
+    files: tuple[_NamedFile, ...]
+    metadata: msgspec.Raw

@@ -1,0 +1,54 @@
+"""The metrics of a step: numbers by name, as rank 0 gave them, in the manifest's metadata under ``metrics``.
+
+Only rank 0 writes them, so that ranks with losses of their own need not agree first; the merge takes what one rank alone has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, SupportsFloat
+
+import msgspec
+
+from ckpt.errors import CkptError, ConfigError
+from ckpt.model.values import decode
+
+METRICS: Final = "metrics"
+Metrics = Mapping[str, SupportsFloat]
+
+
+def as_metrics(given: object) -> dict[str, float]:
+    """What a user gave, as floats. Raises ``ConfigError`` for what is no number, or has no name."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'metrics={given!r}: give numbers by name, such as {{"loss": 1.2}}')
+    return {_name(name): _number(name, value) for name, value in given.items()}
+
+
+def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
+    """Those in the metadata of a manifest. What is no number there counts as not given."""
+    try:
+        found = decode(msgspec.json.decode(metadata), _foreign)[METRICS]
+        return {name: float(value) for name, value in found.items() if type(value) in (int, float)}
+    except (CkptError, msgspec.MsgspecError, LookupError, TypeError, AttributeError, OverflowError):
+        return {}
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"metrics: {name!r} is no name: give a string")
+    return name
+
+
+def _number(name: object, value: object) -> float:
+    value = getattr(value, "detach", lambda: value)()  # a loss that still hangs on its graph
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass  # a tensor of several elements, say
+    raise ConfigError(f"metrics[{name!r}] is a {type(value).__name__}, not a number: give a float")
+
+
+def _foreign(tag: str, node: Mapping[str, Any]) -> None:
+    """A node of an adapter: no number."""
+    del tag, node
