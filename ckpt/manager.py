@@ -8,28 +8,25 @@ import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import index
 from types import TracebackType
 from typing import Any, Final, Self, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.selection import Selection
-from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.adapters.torch_store import find_coordinator
 from ckpt.background import Background
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
-from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.lane import SaveJob
-from ckpt.model.layout import StepRef
+from ckpt.model.layout import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
@@ -101,7 +98,7 @@ class CheckpointManager:
                 f"metadata: {METRICS!r} is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
             )
         self._tiers = open_tiers(as_tiers(tiers))
-        self._coordinator = coordinator or _coordinator()
+        self._coordinator = coordinator or find_coordinator()
         self._fence = Fence()
         self._memory = Memory()
         self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
@@ -174,7 +171,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         self._check_open()
-        step = self._last_step = self._resolve(state, step)
+        step = self._last_step = step_of(state, step, last=self._last_step)
         trial = self._trials.get(step, 0)
         self._trials[step] = trial + 1
         # another try at a step has a folder of its own: nothing that may be committed is ever written again
@@ -379,18 +376,6 @@ class CheckpointManager:
             self._background.give_up(ref, trial, SKIPPED)
         return pending
 
-    def _resolve(self, state: Mapping[str, Any], step: int | None) -> int:
-        if step is None:
-            told = state.get("step") if isinstance(state, Mapping) else None
-            step = told if type(told) is int else 0 if self._last_step is None else self._last_step + 1
-        try:
-            number = -1 if isinstance(step, bool) else index(step)  # NumPy's and torch's integers too
-        except TypeError:
-            number = -1
-        if not 0 <= number < 10**18:
-            raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
-        return number
-
     def _check_open(self) -> None:
         if self._closed:
             raise ManagerClosed
@@ -405,13 +390,3 @@ class CheckpointManager:
                 pending.exception()
                 self._pending.remove(pending)
                 raise error
-
-
-def _coordinator() -> Coordinator:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return TorchStoreCoordinator()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251 - to tell a launcher's world from a lone process
-        raise ConfigError(
-            "WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() before building the manager"
-        )
-    return SingleCoordinator()

@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from ckpt.coordination.single import new_attempt
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.single import SingleCoordinator, new_attempt
 from ckpt.errors import CommitError, ConfigError
 
 T = TypeVar("T")
@@ -126,3 +127,14 @@ def _asked(call: Callable[[], T]) -> T:
 
 def _brief(error: Exception) -> str:
     return str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+
+
+def find_coordinator() -> Coordinator:
+    """How the ranks of this job talk. Raises ``ConfigError`` if there are several and no process group."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return TorchStoreCoordinator()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251 - to tell a launcher's world from a lone process
+        raise ConfigError(
+            "WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() before building the manager"
+        )
+    return SingleCoordinator()

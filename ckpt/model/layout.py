@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from operator import index
+from typing import Final, SupportsIndex, cast
 
-from ckpt.errors import ManifestCorrupt
+from ckpt.errors import ConfigError, ManifestCorrupt
 
 MANIFEST: Final = "manifest.json"
 OWNER: Final = "writer.json"
@@ -56,3 +58,21 @@ def data_name(rank: int) -> str:
 
 def fragment_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
+
+
+def step_of(state: object, step: object, *, last: int | None) -> int:
+    """The step that is meant: the one given, else ``state["step"]``, else the one after ``last``.
+
+    Raises:
+        ConfigError: It is no whole number from 0 on. NumPy's and torch's integers are, too.
+    """
+    if step is None:
+        told = state.get("step") if isinstance(state, Mapping) else None
+        step = told if type(told) is int else 0 if last is None else last + 1
+    try:
+        number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**18:
+        raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
+    return number
