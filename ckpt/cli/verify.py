@@ -228,17 +228,30 @@ def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> l
         for other in tiers
         if other is not tier
         and (report := other.reports.get(ref))
-        and not any(_meet(fault, another) for another in report.faults)
+        and not any(_meet(fault, another, _alike(ref, tier, other)) for another in report.faults)
     ]
 
 
-def _meet(one: Fault, two: Fault) -> bool:
+def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
+    """Whether files lie on both as the very same bytes: a tier may encode them, and then offsets tell nothing."""
+    from ckpt.catalog.index import read_packed
+    from ckpt.errors import CkptError
+
+    if one.backend is None or two.backend is None:
+        return False
+    try:
+        return read_packed(one.backend, ref)[1] == read_packed(two.backend, ref)[1]
+    except CkptError:
+        return False
+
+
+def _meet(one: Fault, two: Fault, alike: bool) -> bool:
     """Whether two faults may be about the same bytes. A manifest that cannot be read says nothing about any."""
     if two.key.endswith("manifest.json"):
         return True
     if one.key != two.key:
         return False
-    if one.offset is None or two.offset is None:
+    if one.offset is None or two.offset is None or not alike:
         return True
     ends = [fault.offset + fault.nbytes if fault.nbytes is not None else None for fault in (one, two)
             if fault.offset is not None]  # fmt: skip
