@@ -19,7 +19,7 @@ from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.plan.retention import Retention
 from ckpt.storage.registry import open_backend
-from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
 from tests.test_review import whole
 
@@ -188,6 +188,31 @@ def test_a_far_tier_that_is_down_is_told_and_the_near_one_serves(
         flip(files(near, 3)["data"])
         report = manager.restore(target)  # as before: what cannot be listed is no way out
     assert_is(target, 2)
+
+
+def test_a_far_tier_that_hangs_is_not_waited_for(
+    saved: list[Path],
+    near: Path,
+    far: Path,
+    watch: Watch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckpt.catalog.candidates.LISTING_SECONDS", 0.2)
+    watch(far, Rule(verb="folders", fault=Delay(1.2)))
+    target = blank()
+    with CheckpointManager([near, far]) as manager:
+        report = manager.restore(target)
+        assert_is(target, 3)
+        assert report is not None
+        assert report.seconds < 1.1
+        assert "no answer within" in caplog.text
+    for path in near.rglob("manifest.json"):  # what nobody else has is worth any wait
+        path.unlink()
+    target = blank()
+    with CheckpointManager([near, far]) as manager:
+        manager.restore(target)
+    assert_is(target, 3)
 
 
 # -- read-through -----------------------------------------------------------------------------------------------------
