@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -36,12 +37,20 @@ def far(tmp_path: Path) -> Path:
     return tmp_path / "far"
 
 
-@pytest.fixture
-def saved(near: Path, far: Path) -> list[Path]:
-    """Steps 1, 2 and 3 on both."""
-    with CheckpointManager([near, far], chunk_bytes=4096) as manager:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("template")
+    with CheckpointManager([root / "near", root / "far"], chunk_bytes=4096) as manager:
         for step in (1, 2, 3):
             manager.save(state_of(step))
+    return root
+
+
+@pytest.fixture
+def saved(template: Path, near: Path, far: Path) -> list[Path]:
+    """Steps 1, 2 and 3 on both."""
+    for root in (near, far):
+        shutil.copytree(template / root.name, root)
     return [near, far]
 
 
