@@ -110,6 +110,8 @@ class CheckpointManager:
         self._trials: dict[int, int] = {}
         self._last_step: int | None = None
         self._restores = 0
+        # outlive a restore: a tier that does not answer must not hold it up
+        self._listers = Workers("list", 4 * len(self._tiers))
         self._closed = False
         close_at_exit(self)
         self._pid = os.getpid()
@@ -241,7 +243,7 @@ class CheckpointManager:
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
-                serial=self._restores, read_through=read_through, selection=selection,
+                serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
@@ -276,6 +278,7 @@ class CheckpointManager:
         self._memory.forget()
         self._background.slots.close()
         self._coordinator.close()
+        self._listers.close()
         for tier in self._tiers:
             tier.backend.close()
         self._raise_unheard()

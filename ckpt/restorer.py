@@ -143,12 +143,13 @@ class Restorer:
         notify: Callable[[Event], None],
         *,
         serial: int,
+        listers: Workers,
         read_through: bool = True,
         selection: Selection = ALL,
     ) -> None:
-        """``serial`` tells this restore from the manager's others: subjects are used once."""
+        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
-        self._retry = RetryPolicy()
+        self._retry, self._listers = RetryPolicy(), listers
         self._serial, self._round, self._read_through = serial, 0, read_through
         self._selection = selection
         self._overwritten = False
@@ -205,7 +206,7 @@ class Restorer:
 
     def _proposals(self, step: int | None) -> Iterator[_Proposal]:
         stores = [tier.backend for tier in self._tiers]
-        for found in candidates(stores, step, workers=self._workers):
+        for found in candidates(stores, step, workers=self._listers):
             yield _Proposal(found.ref.folder, found.nearest, found.answering)
 
     def _agree(self, candidates: Iterator[_Proposal]) -> _Proposal | None:

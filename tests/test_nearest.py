@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.plan.retention import Retention
 from ckpt.storage.registry import open_backend
-from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
 from tests.test_review import whole
 
@@ -36,12 +37,20 @@ def far(tmp_path: Path) -> Path:
     return tmp_path / "far"
 
 
-@pytest.fixture
-def saved(near: Path, far: Path) -> list[Path]:
-    """Steps 1, 2 and 3 on both."""
-    with CheckpointManager([near, far], chunk_bytes=4096) as manager:
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("template")
+    with CheckpointManager([root / "near", root / "far"], chunk_bytes=4096) as manager:
         for step in (1, 2, 3):
             manager.save(state_of(step))
+    return root
+
+
+@pytest.fixture
+def saved(template: Path, near: Path, far: Path) -> list[Path]:
+    """Steps 1, 2 and 3 on both."""
+    for root in (near, far):
+        shutil.copytree(template / root.name, root)
     return [near, far]
 
 
@@ -188,6 +197,31 @@ def test_a_far_tier_that_is_down_is_told_and_the_near_one_serves(
         flip(files(near, 3)["data"])
         report = manager.restore(target)  # as before: what cannot be listed is no way out
     assert_is(target, 2)
+
+
+def test_a_far_tier_that_hangs_is_not_waited_for(
+    saved: list[Path],
+    near: Path,
+    far: Path,
+    watch: Watch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckpt.catalog.candidates.LISTING_SECONDS", 0.2)
+    watch(far, Rule(verb="folders", fault=Delay(1.2)))
+    target = blank()
+    with CheckpointManager([near, far]) as manager:
+        report = manager.restore(target)
+        assert_is(target, 3)
+        assert report is not None
+        assert report.seconds < 1.1
+        assert "no answer within" in caplog.text
+    for path in near.rglob("manifest.json"):  # what nobody else has is worth any wait
+        path.unlink()
+    target = blank()
+    with CheckpointManager([near, far]) as manager:
+        manager.restore(target)
+    assert_is(target, 3)
 
 
 # -- read-through -----------------------------------------------------------------------------------------------------

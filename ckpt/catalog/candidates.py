@@ -1,20 +1,27 @@
 """Which step shall be restored? Newest first, whichever stores hold it.
 
-One LIST for each store; whether an attempt is committed is asked of the nearest that has its folder, and only when its turn comes.
+One LIST for each store, all at once, for the newest step may be on any; but one that does not answer is not waited for when a nearer one has a checkpoint. Whether an attempt is committed is asked of the nearest store that has its
+folder, and only when its turn comes.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import Final
 
 from ckpt.catalog.index import attempts, born, is_committed
-from ckpt.errors import StorageError
+from ckpt.errors import StorageError, TransientStorageError
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
+
+LISTING_SECONDS: Final = 15.0
+"""How long a store may take to list its steps once a nearer one is known to have a checkpoint. Long: what it holds may be newer."""
 
 _log = logging.getLogger("ckpt")
 
@@ -38,6 +45,9 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Committed attempts at ``step`` (None: any), newest step first, of attempts at one step the youngest.
 
+    Args:
+        workers: One thread for each store; some may still wait for an answer when all steps are told.
+
     Raises:
         StorageError: Some store could not be listed, and the others hold nothing.
     """
@@ -50,8 +60,7 @@ class _Listing:
         self._failure: StorageError | None = None
         self._holders: dict[StepRef, list[int]] = {}
         self._answering = list(range(len(stores)))
-        found = workers.run_all(partial(_attempts, store) for store in stores)
-        for position, refs in enumerate(found):
+        for position, refs in enumerate(_list_all(stores, workers)):
             if isinstance(refs, StorageError):
                 self._drop(position, refs)
             else:
@@ -99,6 +108,28 @@ class _Listing:
             _log.warning("ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error)
         self._answering.remove(position)
         self._failure = error
+
+
+def _list_all(stores: Sequence[StorageBackend], workers: Workers) -> list[list[StepRef] | StorageError]:
+    futures = [workers.submit(_attempts, store) for store in stores]
+    waiting, end = set(futures), float("inf")
+    while waiting and (left := end - time.monotonic()) > 0:
+        wait(waiting, None if left == float("inf") else left, FIRST_COMPLETED)
+        waiting = {future for future in futures if not future.done()}
+        nearer = futures[: min((futures.index(future) for future in waiting), default=0)]
+        if end == float("inf") and any(map(_holds_any, stores, (future.result() for future in nearer))):
+            end = time.monotonic() + LISTING_SECONDS
+    late = TransientStorageError(
+        "", f"no answer within {LISTING_SECONDS:.0f} s, and a nearer tier has a step"
+    )
+    return [late if future in waiting else future.result() for future in futures]
+
+
+def _holds_any(store: StorageBackend, refs: list[StepRef] | StorageError) -> bool:
+    """Whether something is committed there: remains and partial caches are nothing to restore."""
+    with suppress(StorageError):
+        return not isinstance(refs, StorageError) and any(is_committed(store, ref) for ref in refs)
+    return False
 
 
 def _attempts(store: StorageBackend) -> list[StepRef] | StorageError:

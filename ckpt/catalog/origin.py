@@ -178,7 +178,7 @@ class Origin:
                     guard=missed.guard,
                 )
             given.append(without(plan, missed.reads))
-            plan = without(plan, given[-1].reads)
+            plan = without(plan, given[-1].reads) if missed.reads else replace(plan, reads=())
         return given
 
     def fault(self, position: int, file: File | FragmentRef) -> Exception | None:

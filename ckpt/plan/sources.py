@@ -68,5 +68,7 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
 
 def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
     """The rest of ``plan``, in file order."""
+    if not reads:
+        return plan
     places = {(read.rank, read.offset) for read in reads}
     return replace(plan, reads=tuple(r for r in plan.reads if (r.rank, r.offset) not in places))
