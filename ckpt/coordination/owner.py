@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Final
 
 import msgspec
 
@@ -16,6 +17,8 @@ from ckpt.model.layout import OWNER
 from ckpt.storage.api import StorageBackend, read_object
 
 _LIMIT = 64 << 10
+_ended: Final[set[str]] = set()
+"""Attempts of this process that are over: the disk may have refused to forget them."""
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -42,7 +45,9 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def alive(self) -> bool:
         """Whether the process is known to live. False if it is on another machine: nobody can know."""
-        return self.machine == _machine() and _started(self.pid) == self.started
+        return (
+            self.machine == _machine() and _started(self.pid) == self.started and self.attempt not in _ended
+        )
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
@@ -64,7 +69,8 @@ def confirm(backend: StorageBackend, me: Owner) -> None:
 
 
 def release(backend: StorageBackend, me: Owner) -> None:
-    """Give the root back, if it is still ours."""
+    """Give the root back, if it is still ours. To later managers of this process it is free also if the store fails now."""
+    _ended.add(me.attempt)
     owner = read_owner(backend)
     if owner is not None and owner.attempt == me.attempt:
         backend.delete(OWNER)

@@ -29,10 +29,12 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Count]:
 
 
 @pytest.fixture(autouse=True)
-def all_is_given_back() -> Iterator[None]:
-    """No descriptor, thread or slot more than before the test."""
+def all_is_given_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No descriptor, thread or slot more than before the test. Whoever keeps an error keeps what its traceback sees: so pytest's log lets go first."""
     before = held()
     yield
+    caplog.get_records("call").clear()
+    caplog.clear()
     deadline = time.monotonic() + PATIENCE_SECONDS
     while excess := {name for name in held() - before if lasting(name)}:
         if time.monotonic() > deadline:
