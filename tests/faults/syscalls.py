@@ -159,7 +159,8 @@ class Syscalls:
         def call(fd: int, size: int) -> None:
             path = self._inside(fd)
             if path is None:
-                return real(fd, size)
+                real(fd, size)
+                return
             with self._lock:
                 self._ask("fallocate", path)
                 real(fd, size)

@@ -78,14 +78,12 @@ def save_with_a_failure(
 
 
 def sweep(tmp_path: Path, which: str, code: int, stride: int, *, lasting: bool = False) -> int:
-    tried = 0
-    for nth in range(1, MOST_CALLS, stride):
+    for tried, nth in enumerate(range(1, MOST_CALLS, stride)):
         keep_last = 2 if nth % 2 else None
         if not save_with_a_failure(
             tmp_path / f"{nth}", which, nth, code, lasting=lasting, keep_last=keep_last
         ):
             return tried
-        tried += 1
     raise AssertionError("the saves never ended")
 
 
