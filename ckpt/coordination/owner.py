@@ -14,7 +14,7 @@ import msgspec
 
 from ckpt.errors import ObjectNotFound, RootInUse
 from ckpt.model.layout import OWNER
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
 
 _LIMIT = 64 << 10
 _ended: Final[set[str]] = set()
@@ -45,9 +45,7 @@ class Owner(msgspec.Struct, frozen=True):
     @property
     def alive(self) -> bool:
         """Whether the process is known to live. False if it is on another machine: nobody can know."""
-        return (
-            self.machine == _machine() and _started(self.pid) == self.started and self.attempt not in _ended
-        )
+        return self.machine == _machine() and _started(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
@@ -56,9 +54,10 @@ class Owner(msgspec.Struct, frozen=True):
 def claim(backend: StorageBackend, me: Owner) -> None:
     """Make the root ours. Raises ``RootInUse`` if its owner is alive on this machine."""
     owner = read_owner(backend)
-    if owner is not None and owner.attempt != me.attempt and owner.alive:
+    if owner is not None and owner.attempt not in {me.attempt, *_ended} and owner.alive:
         raise RootInUse(backend.url, str(owner))
     backend.put(OWNER, [msgspec.json.encode(me)])
+    _ended.discard(me.attempt)
 
 
 def confirm(backend: StorageBackend, me: Owner) -> None:
@@ -79,7 +78,10 @@ def release(backend: StorageBackend, me: Owner) -> None:
 def read_owner(backend: StorageBackend) -> Owner | None:
     """None if nobody owns the root, or what is there cannot be read: it guards nothing then."""
     try:
-        return msgspec.json.decode(read_object(backend, OWNER, limit=_LIMIT), type=Owner)
+        data = bytearray(size) if (size := backend.head(OWNER).size) <= _LIMIT else bytearray()
+        if data:
+            backend.read_into(OWNER, 0, memoryview(data))
+        return msgspec.json.decode(data, type=Owner)
     except (ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
 
