@@ -35,7 +35,7 @@ test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
-	$(BIN)/python -m pytest -m torture $(ARGS)
+	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)
 
 check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 	$(BIN)/ruff format --check .

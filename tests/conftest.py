@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import pytest
 
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 
+from tests.faults.ledger import Tally  # noqa: E402
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 
 __all__ = ["fake_gcs", "moto_server", "rclone_s3"]
@@ -17,3 +21,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if not item.get_closest_marker("torture")]
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("torture")])
         items[:] = kept
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tally", type=Path, help="write how often each fault was tried into this file, if all tests pass"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.tally = Tally()  # type: ignore[attr-defined]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    path = session.config.option.tally
+    if path is not None and exitstatus == 0:
+        about = {"python": platform.python_version(), "kernel": platform.release()}
+        session.config.tally.write(path, about)  # type: ignore[attr-defined]

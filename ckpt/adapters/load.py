@@ -1,7 +1,6 @@
 """A manifest -> a state. First everything is matched, with nothing changed; then bytes are read into place; then the rest is set.
 
-Tensors that exist are filled where they are. Tensors that do not yet (an optimizer that has not stepped, a tensor inside a ``state_dict``) are made. Plain values replace
-what is there; objects get ``load_state_dict``.
+Tensors that exist are filled where they are. Tensors that do not yet (an optimizer that has not stepped, a tensor inside a ``state_dict``) are made. Plain values replace what is there; objects get ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -72,8 +71,12 @@ def match(
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch: They do not fit.
         ConfigError: A ``PerRank`` value under another world size, without a policy.
+        RestoreError: The tree is none that we write, or an object of the state fails.
     """
-    return _Match(state, manifest, rank, world_size, selection).run()
+    try:
+        return _Match(state, manifest, rank, world_size, selection).run()
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise RestoreError(f"step {manifest.step} cannot be matched with the state: {error!r}") from error
 
 
 class _Match:

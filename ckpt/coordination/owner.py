@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Final
 
 import msgspec
 
 from ckpt.errors import ObjectNotFound, RootInUse
 from ckpt.model.layout import OWNER
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
 
 _LIMIT = 64 << 10
+_ended: Final[set[str]] = set()
+"""Attempts of this process that are over: the disk may have refused to forget them."""
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -51,9 +54,10 @@ class Owner(msgspec.Struct, frozen=True):
 def claim(backend: StorageBackend, me: Owner) -> None:
     """Make the root ours. Raises ``RootInUse`` if its owner is alive on this machine."""
     owner = read_owner(backend)
-    if owner is not None and owner.attempt != me.attempt and owner.alive:
+    if owner is not None and owner.attempt not in {me.attempt, *_ended} and owner.alive:
         raise RootInUse(backend.url, str(owner))
     backend.put(OWNER, [msgspec.json.encode(me)])
+    _ended.discard(me.attempt)
 
 
 def confirm(backend: StorageBackend, me: Owner) -> None:
@@ -64,7 +68,8 @@ def confirm(backend: StorageBackend, me: Owner) -> None:
 
 
 def release(backend: StorageBackend, me: Owner) -> None:
-    """Give the root back, if it is still ours."""
+    """Give the root back, if it is still ours. To later managers of this process it is free also if the store fails now."""
+    _ended.add(me.attempt)
     owner = read_owner(backend)
     if owner is not None and owner.attempt == me.attempt:
         backend.delete(OWNER)
@@ -73,7 +78,10 @@ def release(backend: StorageBackend, me: Owner) -> None:
 def read_owner(backend: StorageBackend) -> Owner | None:
     """None if nobody owns the root, or what is there cannot be read: it guards nothing then."""
     try:
-        return msgspec.json.decode(read_object(backend, OWNER, limit=_LIMIT), type=Owner)
+        data = bytearray(size) if (size := backend.head(OWNER).size) <= _LIMIT else bytearray()
+        if data:
+            backend.read_into(OWNER, 0, memoryview(data))
+        return msgspec.json.decode(data, type=Owner)
     except (ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
 

@@ -58,6 +58,7 @@ class Killer:
             "list",
             "folders",
             "delete",
+            "adopt",
         ):
             return found
 
@@ -218,8 +219,14 @@ def at_every_step(root: Path, numbers: int) -> None:
     print(f"died before each of {calls['before']} calls and after each of {calls['after']}")
 
 
-def main() -> None:
+def warm_up() -> None:
+    """Before the first fork: torch imports its compiler with the first optimizer, and a saver that does so is killed before it has saved anything."""
     torch.set_num_threads(1)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+
+
+def main() -> None:
+    warm_up()
     mode, root, *numbers = sys.argv[1:]
     if mode == "random":
         at_random(Path(root), *map(int, numbers))
@@ -228,4 +235,5 @@ def main() -> None:
     print("ALL WELL")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -13,9 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY, LARGE = 100, (64 << 20) // 8
 
 
-def nursery(*args: object) -> str:
+def nursery(*args: object, script: str = "nursery.py", timeout: float = 280) -> str:
+    """What the script has printed; it must have ended well."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "nursery.py"), *map(str, args)],
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / script), *map(str, args)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -24,7 +25,7 @@ def nursery(*args: object) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]

@@ -1,0 +1,60 @@
+"""For every test of a fault: it counts what it tried, and leaves memory, threads and descriptors as they were."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.faults.ledger import Tally
+
+Count = Callable[[str, int], None]
+PATIENCE_SECONDS = 10.0
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Iterator[Count]:
+    """``tally(fault, tries)``: counted if the test passes."""
+    counted: list[tuple[str, int]] = []
+    yield lambda fault, tries: counted.append((fault, tries))
+    kind = "torture" if request.node.get_closest_marker("torture") else "ci"
+    session: Tally | None = getattr(request.config, "tally", None)
+    for fault, tries in counted:
+        if session is not None:
+            session.add(fault, tries, kind=kind)
+
+
+@pytest.fixture(autouse=True)
+def all_is_given_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """No descriptor, thread or slot more than before the test. Whoever keeps an error keeps what its traceback sees: so pytest's log lets go first."""
+    before = held()
+    yield
+    caplog.get_records("call").clear()
+    caplog.clear()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while excess := {name for name in held() - before if lasting(name)}:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still held: {sorted(excess)}")
+        gc.collect()
+        time.sleep(0.05)
+
+
+def held() -> set[str]:
+    """Descriptors by what they are open on, slots and threads of this process, by name."""
+    found = {f"thread {thread.ident} {thread.name}" for thread in threading.enumerate()}
+    found |= {name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")}
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"descriptor {number} {os.readlink(f'/proc/self/fd/{number}')}")
+        except OSError:  # the one that lists
+            continue
+    return found
+
+
+def lasting(name: str) -> bool:
+    """Not of fsspec's event loop, which one process has once, and of what it keeps open."""
+    return not any(word in name for word in ("fsspecIO", "anon_inode", "socket:", "pipe:", "asyncio"))

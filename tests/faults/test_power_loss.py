@@ -1,0 +1,122 @@
+"""Power is lost after any system call of saves and prunes: what was told to be committed is there, and nothing that is listed is torn."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from tests.faults.conftest import Count
+from tests.faults.power import Disk, Survives, build
+from tests.faults.syscalls import Mark, Op, Syscalls
+from tests.test_review import whole
+
+KEPT = 2
+Log = list[Op | Mark]
+
+
+def state(step: int) -> dict[str, object]:
+    return {"x": torch.arange(3000, dtype=torch.int64) * 31 + step, "step": step}
+
+
+def job(root: Path, steps: range, told: Callable[[str], None]) -> None:
+    """Saves and prunes."""
+    with CheckpointManager(Tier(str(root), keep_last=KEPT), chunk_bytes=4096) as manager:
+        for step in steps:
+            manager.save(state(step), step, timeout=30)
+            told(f"committed {step}")
+
+
+def record(place: Path, steps: int) -> Log:
+    """Two jobs, one after the other."""
+    place.mkdir()
+    calls = Syscalls(place)
+    with calls.entered():
+        job(place / "run", range(steps - 1), calls.mark)
+        job(place / "run", range(steps - 1, steps), calls.mark)
+    return calls.log
+
+
+def check(place: Path, told: list[int], found: dict[str, bytes | None], *, goes_on: bool) -> list[int]:
+    build(place, found.items())
+    try:
+        steps = whole(place / "run")
+        if goes_on:
+            step = max(steps, default=0) + 1
+            with CheckpointManager(place / "run") as manager:
+                target = state(-1)
+                report = manager.restore(target)
+                assert (report.step if report else 0) == (steps[-1] if steps else 0)
+                manager.save(state(step), step, timeout=30)
+            assert whole(place / "run")[-1] == step
+        return steps
+    finally:
+        shutil.rmtree(place)
+
+
+def lose_power(tmp_path: Path, log: Log, rounds: int, seed: int) -> int:
+    """After each call: nothing that was not forced survives; all of it; and ``rounds`` times any part of it. Returns how many states were looked at."""
+    disk, told, chance = Disk(tmp_path / "disk"), list[int](), random.Random(seed)
+    seen: dict[object, list[int]] = {}
+    looked = 0
+    for entry in log:
+        if isinstance(entry, Mark):
+            told.append(int(entry.what.split()[1]))
+        else:
+            disk.play(entry)
+        partial: list[Survives] = [lambda: chance.choice([0.0, 0.0, 0.3, 0.7, 1.0, 1.0])] * rounds
+        for survives in [lambda: 0.0, lambda: 1.0, *partial]:
+            found = disk.after(survives)
+            key = tuple(found.items())
+            if key not in seen:
+                seen[key] = check(tmp_path / "after", told, found, goes_on=len(seen) % 50 == 0)
+            looked += 1
+            lost = set(told[-KEPT:]) - set(seen[key])
+            assert not lost, (entry, lost, sorted(found))
+    return looked
+
+
+def test_power_is_lost_after_any_system_call(tmp_path: Path, tally: Count) -> None:
+    log = record(tmp_path / "disk", 4)
+    tally("power", lose_power(tmp_path, log, rounds=1, seed=1))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+def test_power_is_lost_after_any_system_call_in_many_ways(tmp_path: Path, tally: Count) -> None:
+    log = record(tmp_path / "disk", 7)
+    tally("power", lose_power(tmp_path, log, rounds=30, seed=2))
+
+
+def test_the_recording_is_the_disk(tmp_path: Path) -> None:
+    """What the calls leave when all survives is what lies there: no call was missed."""
+    log = record(tmp_path / "disk", 3)
+    disk = Disk(tmp_path / "disk")
+    for entry in log:
+        if isinstance(entry, Op):
+            disk.play(entry)
+    there = {
+        str(path.relative_to(tmp_path / "disk")): path.read_bytes() if path.is_file() else None
+        for path in (tmp_path / "disk").rglob("*")
+    }
+    assert disk.after(lambda: 1.0) == there
+
+
+@pytest.mark.parametrize("missing", ["file", "folder"])
+def test_an_engine_that_forces_less_is_caught(tmp_path: Path, missing: str) -> None:
+    """The same recording without the fsyncs of data, or without those of folders, loses what was told, or lists what is torn."""
+    log = [
+        entry
+        for entry in record(tmp_path / "disk", 3)
+        if isinstance(entry, Mark)
+        or entry.verb != "fsync"
+        or bool(re.search(r"\.tmp$", entry.path)) == (missing == "folder")
+    ]
+    with pytest.raises(AssertionError):
+        lose_power(tmp_path, log, rounds=2, seed=3)

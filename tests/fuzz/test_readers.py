@@ -1,0 +1,190 @@
+"""Whatever lies on a tier, whoever reads it gets a value or one of our errors, within bounds of time and memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ckpt import CheckpointManager, PerRank
+from ckpt.adapters.load import match
+from ckpt.coordination.owner import read_owner
+from ckpt.errors import CkptError
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.manifest import Fragment, Manifest
+from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.plan.merge import merge
+from ckpt.plan.restore import plan_restore
+from ckpt.storage.registry import open_backend
+from tests.faults.conftest import Count, tally
+from tests.fuzz.mutations import WILD, mutated
+from tests.model.records import records
+
+__all__ = ["tally"]
+
+MANIFEST, FRAGMENT = records(metadata={"run": "x"})
+BODIES = {
+    kind: json.loads(msgspec.json.encode(record))
+    for kind, record in ((Manifest, MANIFEST), (Fragment, FRAGMENT))
+}
+FEW, MANY = 300, 5_000
+SCALE = pytest.mark.parametrize(
+    "examples",
+    [FEW, pytest.param(MANY, marks=[pytest.mark.torture, pytest.mark.timeout(1800)])],
+    ids=["few", "many"],
+)
+
+
+def sealed(body: bytes) -> bytes:
+    return b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
+
+
+def told(error: CkptError) -> None:
+    assert len(str(error)) > 10
+
+
+def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> int:
+    """``check`` on so many examples; returns how many there were."""
+    count = 0
+
+    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def run(value: Any) -> None:
+        nonlocal count
+        count += 1
+        check(value)
+
+    run()
+    return count
+
+
+def target() -> dict[str, Any]:
+    """A state of all kinds of things that has stepped once."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {
+        "model": model, "optimizer": optimizer, "schedule": schedule, "step": 3, "rng": PerRank(torch.get_rng_state()), "seen": {1: "a", (2,): b"b"},
+        "array": np.arange(3), "list": [torch.ones(2), 1.5, None], "complex": 1j, "set": {1, 2}, "scalar": np.float32(2), "big": 2**80,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """The manifest of that state."""
+    root = tmp_path_factory.mktemp("saved")
+    with CheckpointManager(root) as manager:
+        manager.save(target(), 1)
+    [path] = root.glob("step-*/manifest.json")
+    return unpack(path.read_bytes(), Manifest, key="k")
+
+
+@SCALE
+@pytest.mark.parametrize("kind", [Manifest, Fragment])
+def test_a_record_changed_anywhere_is_read_or_refused(kind: Any, examples: int, tally: Count) -> None:
+    def check(body: Any) -> None:
+        try:
+            record = unpack(sealed(msgspec.json.encode(body)), kind, key="k")
+            if kind is Manifest:
+                check_manifest(record, key="k")
+                match({}, record, rank=0, world_size=1)
+            else:
+                check_fragment(record, key="k")
+                merge([(record, record_ref(record))])
+        except CkptError as refused:
+            told(refused)
+
+    tally("fuzz", fuzz(examples, mutated(BODIES[kind]), check))
+
+
+def record_ref(fragment: Fragment) -> Any:
+    from ckpt.model.layout import fragment_name
+    from ckpt.model.manifest import FragmentRef
+
+    return FragmentRef(fragment_name(max(0, fragment.rank) % 10**5), fragment.rank, 10, "0" * 32)
+
+
+@SCALE
+def test_a_tree_changed_anywhere_is_restored_or_refused(saved: Manifest, examples: int, tally: Count) -> None:
+    """All the way a restore goes, without the bytes: matching, planning, and setting the values that are not tensors."""
+    state = target()
+
+    def check(parts: tuple[Any, Any]) -> None:
+        tree, per_rank = parts
+        manifest = msgspec.structs.replace(
+            saved,
+            tree=msgspec.Raw(msgspec.json.encode(tree)),
+            per_rank={"0": msgspec.Raw(msgspec.json.encode(per_rank))},
+        )
+        try:
+            matched = match(state, manifest, rank=0, world_size=1)
+            plan_restore(manifest, matched.wanted)
+        except CkptError as refused:
+            told(refused)
+
+    tree, per_rank = json.loads(bytes(saved.tree)), json.loads(bytes(saved.per_rank["0"]))
+    whole = st.tuples(mutated(tree), st.just(per_rank)) | st.tuples(st.just(tree), mutated(per_rank))
+    tally("fuzz", fuzz(examples, whole, check))
+
+
+@SCALE
+def test_a_manifest_on_a_tier_is_restored_or_refused(saved: Manifest, examples: int, tally: Count) -> None:
+    """Through the front door: the whole restore of a checkpoint whose manifest was changed and sealed again."""
+    import uuid
+
+    name = uuid.uuid4().hex
+    backend = open_backend(f"memory://{name}")
+    folder = f"step-{saved.step:09d}.{saved.attempt}"
+    body = json.loads(msgspec.json.encode(saved))
+    state = target()
+
+    def check(changed: Any) -> None:
+        backend.put(f"{folder}/manifest.json", [sealed(msgspec.json.encode(changed))])
+        try:
+            with CheckpointManager(f"memory://{name}") as manager:
+                manager.restore(state)
+        except CkptError as refused:
+            told(refused)
+
+    tally("fuzz", fuzz(examples // 10, mutated(body), check))
+
+
+@SCALE
+def test_bytes_of_any_kind_are_no_record_and_no_owner(examples: int, tally: Count) -> None:
+    packed = [pack(MANIFEST), pack(FRAGMENT)]
+    backend = open_backend("memory://fuzz-owner")
+
+    def check(data: bytes) -> None:
+        for kind in (Manifest, Fragment):
+            try:
+                unpack(data, kind, key="k")
+            except CkptError:
+                continue
+            assert data in packed
+        backend.put("writer.json", [data])
+        read_owner(backend)
+
+    cut = st.tuples(st.sampled_from(packed), st.integers(0, 5000), st.binary(max_size=40)).map(
+        lambda parts: parts[0][: parts[1]] + parts[2] + parts[0][parts[1] + len(parts[2]) :]
+    )
+    zstd = st.binary(max_size=200).map(lambda frame: b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame)
+    owner = st.sampled_from(WILD).map(
+        lambda node: (
+            msgspec.json.encode({"attempt": node, "host": "h", "machine": "m", "pid": node, "started": node})
+            if not isinstance(node, float) or abs(node) < 1e300
+            else b"{}"
+        )
+    )
+    tally("fuzz", fuzz(examples, st.binary(max_size=300) | cut | zstd | owner, check))
