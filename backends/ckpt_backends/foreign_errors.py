@@ -80,6 +80,12 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
     "TransportError": TransientStorageError,
     "DefaultCredentialsError": AccessDenied,
     "RefreshError": AccessDenied,
+    # obstore
+    "NotFoundError": ObjectNotFound,
+    "AlreadyExistsError": ObjectExists,
+    "PermissionDeniedError": AccessDenied,
+    "UnauthenticatedError": AccessDenied,
+    "GenericError": TransientStorageError,  # has been tried again already; the upload as a whole may be
 }
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")

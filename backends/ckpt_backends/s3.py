@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets as entropy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -19,6 +19,7 @@ from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of
+from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3_orphans import Orphans
 
 _MIB: Final = 1 << 20
@@ -43,7 +44,8 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     Args:
         url: May carry ``?endpoint_url=...`` and ``?region=...``.
         options: ``endpoint_url``, ``key``, ``secret``, ``token``, ``region``, ``profile``, ``anon``; ``put_if_absent`` (bool, default true; false
-            for servers that ignore ``If-None-Match``, such as ``rclone serve s3``); ``checksums`` (bool: send a CRC-32 of each part for the server to
+            for servers that ignore ``If-None-Match``, such as ``rclone serve s3``); ``client`` ("botocore", the default, or "obstore": what uploads large
+            objects); ``checksums`` (bool: send a CRC-32 of each part for the server to
             compare; default: where the endpoint is Amazon's own); ``abort_uploads_after_hours`` (24: unfinished uploads of earlier jobs below this root,
             that are older, are aborted at the first upload; 0 leaves them); ``config_kwargs`` (of botocore's ``Config``); the rest goes to
             ``s3fs.S3FileSystem``. What is not given, botocore looks up itself (environment, files, instance role).
@@ -59,9 +61,13 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     if not bucket:
         raise ConfigError(f"{shown!r} names no bucket: write s3://bucket/prefix")
     put_if_absent = _is_true(settings.pop("put_if_absent", True))
+    client = str(settings.pop("client", "botocore"))
+    if client not in ("botocore", "obstore"):
+        raise ConfigError(f"{shown!r}: client={client!r}: give 'botocore' or 'obstore'")
     orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), shown)
     try:
         fs, bulk = _clients(settings)
+        writer = ObstoreWriter(bucket, bulk.settings) if client == "obstore" else None
     except ImportError as error:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, KeyError) as error:
@@ -69,6 +75,7 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     return S3Backend(
         fs,
         bulk,
+        writer,
         bucket,
         split.path.strip("/"),
         shown.rstrip("/"),
@@ -129,6 +136,7 @@ class S3Backend(StorageBackendOnFsspec):
         self,
         fs: Any,
         bulk: S3Bulk,
+        writer: ObstoreWriter | None,
         bucket: str,
         prefix: str,
         url: str,
@@ -142,11 +150,12 @@ class S3Backend(StorageBackendOnFsspec):
             shared=True,
             part_bytes=PART_BYTES,
             max_concurrency=_CONCURRENCY,
+            parallel_parts=writer is None,
             takes_parts=True,
         )
         super().__init__(fs, f"{bucket}/{prefix}", url, secrets=secrets, capabilities=capabilities)
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._bulk = bulk
+        self._bulk, self._writer = bulk, writer
         after = timedelta(hours=orphan_hours)
         self._orphans = Orphans(self._about_bucket, self._prefix, after) if orphan_hours else None
 
@@ -167,6 +176,9 @@ class S3Backend(StorageBackendOnFsspec):
             return PutUpload(self, key, size)
         if self._orphans is not None:
             self._orphans.abort_once(key)
+        if self._writer is not None:
+            path = self._prefix + check_key(key)
+            return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
         begun = self.call(key, "create_multipart_upload", **self._bulk.algorithm)
         return _S3Upload(self, key, size, upload_id=begun["UploadId"], part_bytes=part_bytes)
 
@@ -214,6 +226,26 @@ class S3Backend(StorageBackendOnFsspec):
         check_key(key)
         with self._errors(key):
             return self._fs.call_s3(method, Bucket=self._bucket, Key=self._prefix + key, **arguments)
+
+    def errors(self, key: str) -> AbstractContextManager[None]:
+        """Inside, errors of any client become ours."""
+        return self._errors(key)
+
+    def etag_of(self, key: str) -> str | None:
+        """The size and ETag of what is there now."""
+        with suppress(StorageError):
+            found = self.call(key, "head_object")
+            return f"{found['ContentLength']} {found['ETag']}"
+        return None
+
+    def abort_uploads(self, key: str) -> None:
+        """Abort what is begun under exactly this key. Never raises."""
+        name = self._prefix + key
+        with suppress(StorageError):
+            page = self._about_bucket("list_multipart_uploads", Prefix=name)
+            for found in page.get("Uploads", ()):
+                if found["Key"] == name:
+                    self._about_bucket("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:
         with self._errors(""):

@@ -12,6 +12,7 @@ import base64
 import threading
 import zlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Final
 
 from ckpt.errors import StorageError
@@ -82,6 +83,27 @@ class S3Bulk:
         finally:
             stream.close()
 
+    def settings(self) -> dict[str, Any]:
+        """The same for obstore: where the bucket is, how to sign, and whose credentials."""
+        client = self._client()
+        anonymous = self._config.get("signature_version") is not None
+        style = self._config.get("s3", {}).get("addressing_style", "auto")
+        amazon = ".amazonaws.com" in client.meta.endpoint_url
+        named: dict[str, Any] = {
+            "region": client.meta.region_name,
+            "unsigned_payload": self._config.get("s3", {}).get("payload_signing_enabled") is False,
+            "virtual_hosted_style_request": style == "virtual" or (style == "auto" and amazon),
+            "request_payer": bool(self._payer),
+        }
+        if not amazon:
+            named["endpoint"] = client.meta.endpoint_url
+        if self._checksums:
+            named["checksum_algorithm"] = "CRC64NVME"
+        return {
+            **named,
+            "credentials": None if anonymous else client._request_signer._credentials,
+        }
+
     def close(self) -> None:
         """Give back the connections."""
         with self._lock:
@@ -99,9 +121,9 @@ class S3Bulk:
         from botocore.config import Config
         from botocore.session import Session
 
-        client = Session(profile=self._profile).create_client(
-            "s3", config=Config(**self._config), **self._arguments
-        )
+        session = Session(profile=self._profile)
+        session.register_component("data_loader", _loader())
+        client = session.create_client("s3", config=Config(**self._config), **self._arguments)
         # an answer to wait for before each part, for up to a second where the server has none
         client.meta.events.register_last("before-call.s3.UploadPart", _expect_nothing)
         return client
@@ -146,6 +168,14 @@ class Body:
 
     def tell(self) -> int:
         return self._at
+
+
+@cache
+def _loader() -> Any:
+    """One for all clients: it reads the description of S3, a tenth of a second, once."""
+    from botocore.session import Session
+
+    return Session().get_component("data_loader")
 
 
 def _expect_nothing(params: dict[str, Any], **_: object) -> None:

@@ -8,6 +8,7 @@ import pytest
 from ckpt.errors import AccessDenied, ConfigError, ObjectExists, StorageError, TransientStorageError
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import at_once, fetch, payload, store
+from ckpt.storage.testing.uploads import UploadConformance
 from ckpt_backends.s3 import open_s3
 from tests.servers import KEY, SECRET
 
@@ -62,6 +63,16 @@ class TestRclone(BackendConformance):
                 assert out == payload(50_000)
 
         at_once(work, 10)
+
+
+class TestObstore(UploadConformance):
+    """The other client for large objects; it has no part in small ones."""
+
+    @pytest.fixture
+    def open_root(self, moto_server):
+        test = fresh()
+        options = {**RIGHT, "endpoint_url": moto_server.url, "client": "obstore", "checksums": True}
+        return lambda name: open_s3(f"s3://bucket/{test}/ü %20#{name}", options)
 
 
 @pytest.fixture
