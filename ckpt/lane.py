@@ -29,6 +29,7 @@ from ckpt.errors import (
     PeerFailed,
     StepExists,
     StorageError,
+    TransientStorageError,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -91,6 +92,9 @@ class Lane:
         if tier.tier.keep_last is not None and coordinator.rank == LEADER:
             self._pruner = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         self._prune_queued = False
+        self._hurry = threading.Event()
+        patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
+        self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
@@ -116,6 +120,8 @@ class Lane:
             return self._commit(job, on_bytes, intact)
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
+        # what waits on a nearer tier can wait out a store that is down for a while
+        self._retry = self._patient if isinstance(job.image, StoredImage) else RetryPolicy()
         committer = self._committer(job.trial)
         if veto := self._veto(job.ref):
             committer.commit(job.ref, Failed(str(veto)), veto=veto)
@@ -163,6 +169,10 @@ class Lane:
         """The image of a job that was committed here."""
         key = job.ref.key(data_name(self._coordinator.rank))
         return StoredImage(self._backend, key, job.plan.size, self._retry)
+
+    def hurry(self) -> None:
+        """Wait for a store that is down no longer than for any other."""
+        self._hurry.set()
 
     def prune_later(self, waiting: Callable[[], frozenset[StepRef]]) -> None:
         """Remove what need not be kept, but nothing that farther tiers are ``waiting`` for. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
@@ -236,7 +246,7 @@ class Lane:
                 self._retry.call(lambda: confirm(self._backend, self._owner))
             else:
                 self._retry.call(lambda: claim(self._backend, self._owner))
-                done = {other.step for other in committed(self._backend)}
+                done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
                 # what lies after the step that was restored is history given up: it may be lived again
                 self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
         except CkptError as error:
@@ -251,15 +261,24 @@ class Lane:
             if job.image.path:
                 self._lodgers[job.image.path] = job.ref
         stored = isinstance(job.image, StoredImage)
-        chunks = write(
-            job.image,
-            job.plan.chunks,
-            key=key,
-            workers=self._workers,
-            retry=self._retry,
-            on_bytes=on_bytes,
-            known=() if stored else job.known,
-        )
+
+        def attempt() -> tuple[Chunk, ...]:
+            sent: list[int] = []
+            try:
+                return write(
+                    job.image,
+                    job.plan.chunks,
+                    key=key,
+                    workers=self._workers,
+                    retry=RetryPolicy(),
+                    on_bytes=lambda count: (sent.append(count), on_bytes(count))[1],
+                    known=() if stored else job.known,
+                )
+            except TransientStorageError:
+                on_bytes(-sum(sent))  # it may be begun anew
+                raise
+
+        chunks = self._retry.call(attempt) if stored else attempt()
         if stored and job.known != chunks:
             raise IntegrityError(
                 f"{key} was read back from the nearer tier, and is not what was written there"
