@@ -29,7 +29,7 @@ _ORPHAN_HOURS: Final = 24.0
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
-    "read_timeout": 30,
+    "read_timeout": 60,  # a slow wire has megabytes in its buffers when the last byte of a part is handed over
     "retries": {"max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 2 * _CONCURRENCY,
     # many servers that are not AWS refuse or damage the newer default checksums; ours are in the manifest

@@ -6,8 +6,9 @@ with s3fs and botocore, which are told the same; credentials are botocore's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+import re
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
@@ -19,6 +20,7 @@ _REQUEST_SECONDS: Final = 120
 _PATIENCE_SECONDS: Final = 120
 _TRIES: Final = 8
 _CREDENTIALS_SECONDS: Final = 300
+_DENIED: Final = re.compile(r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch")
 
 
 class Bucket(Protocol):
@@ -115,7 +117,7 @@ class ObstoreUpload:
             self.abort()
             raise StorageError(self._key, f"{self._sent} of {self._size} bytes were written")
         try:
-            with self._bucket.errors(self._key):
+            with self._bucket.errors(self._key), _told():
                 self._open_file().close()
             self._file = None
         except StorageError:
@@ -132,7 +134,7 @@ class ObstoreUpload:
 
     def _send(self, part: memoryview) -> None:
         try:
-            with self._bucket.errors(self._key):
+            with self._bucket.errors(self._key), _told():
                 self._open_file().write(part)
         except StorageError:
             self.abort()
@@ -150,3 +152,13 @@ class ObstoreUpload:
             now = self._bucket.etag_of(self._key)
             return now is not None and now != self._before and now.startswith(f"{self._size} ")
         return False
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """A writer raises ``OSError`` whatever happened; its words tell what did."""
+    try:
+        yield
+    except OSError as error:
+        text = str(error)
+        raise (PermissionError(text) if _DENIED.search(text) else ConnectionError(text)) from None
