@@ -150,7 +150,7 @@ class Obstore:
         self._store = store(
             BUCKET, config={**config, "unsigned_payload": unsigned, "virtual_hosted_style_request": False}, client_options={"allow_http": True}
         )  # fmt: skip
-        self._how = {"chunk_size": part_bytes, "max_concurrency": threads}
+        self._how: dict[str, Any] = {"chunk_size": part_bytes, "max_concurrency": threads}
 
     def up(self, key: str, data: memoryview) -> None:
         self._obstore.put(self._store, key, data, **self._how)

@@ -29,7 +29,6 @@ from ckpt.errors import (
     PeerFailed,
     StepExists,
     StorageError,
-    TransientStorageError,
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
@@ -262,21 +261,24 @@ class Lane:
                 self._lodgers[job.image.path] = job.ref
         stored = isinstance(job.image, StoredImage)
 
+        sent: list[int] = []
+
+        def count(nbytes: int) -> None:
+            sent.append(nbytes)
+            on_bytes(nbytes)
+
         def attempt() -> tuple[Chunk, ...]:
-            sent: list[int] = []
-            try:
-                return write(
-                    job.image,
-                    job.plan.chunks,
-                    key=key,
-                    workers=self._workers,
-                    retry=RetryPolicy(),
-                    on_bytes=lambda count: (sent.append(count), on_bytes(count))[1],
-                    known=() if stored else job.known,
-                )
-            except TransientStorageError:
-                on_bytes(-sum(sent))  # it may be begun anew
-                raise
+            on_bytes(-sum(sent))  # begun anew
+            sent.clear()
+            return write(
+                job.image,
+                job.plan.chunks,
+                key=key,
+                workers=self._workers,
+                retry=RetryPolicy(),
+                on_bytes=count,
+                known=() if stored else job.known,
+            )
 
         chunks = self._retry.call(attempt) if stored else attempt()
         if stored and job.known != chunks:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import secrets as entropy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPException
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from ckpt.errors import ConfigError, ObjectExists, StorageError, TransientStorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo
+from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
 
@@ -71,7 +71,9 @@ def _file_system(settings: dict[str, Any]) -> Any:
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
     # its six tries take half a minute, and the pipeline has its own besides
-    fs._request = partial(retry_request(retries=_TRIES)(GCSFileSystem._request.__wrapped__), fs)
+    once: Any = GCSFileSystem._request
+    retrying: Any = retry_request
+    fs._request = partial(retrying(retries=_TRIES)(once.__wrapped__), fs)
     return fs
 
 
@@ -83,8 +85,9 @@ def _find_credentials() -> str | None:
     """
     from google.auth import _cloud_sdk, environment_vars
 
+    sdk: Any = _cloud_sdk
     named = os.environ.get(environment_vars.CREDENTIALS)  # noqa: TID251 - google's own switch
-    if named or os.path.isfile(_cloud_sdk.get_application_default_credentials_path()):
+    if named or os.path.isfile(sdk.get_application_default_credentials_path()):
         return "google_default"
     if os.path.exists(os.path.expanduser("~/.gcs_tokens")):
         return None  # an older gcsfs kept them there; it knows how to read them
@@ -130,11 +133,45 @@ class GCSBackend(StorageBackendOnFsspec):
         except (ObjectExists, TransientStorageError):
             if not if_absent or self._token_of(key) != token:  # ours: gcsfs repeated it after a lost reply
                 raise
+        except ObjectNotFound:
+            self._check_bucket(key)
+            raise
         return ObjectInfo(key=key, size=len(value))
+
+    def upload(self, key: str, size: int) -> Upload:
+        check_key(key)
+        if size >= 2 * self._capabilities.part_bytes:
+            self._check_bucket(key)
+        return super().upload(key, size)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        none = True
+        for found in super().list(prefix):
+            none = False
+            yield found
+        if none:
+            self._check_bucket(prefix)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        none = True
+        for found in super().folders(prefix):
+            none = False
+            yield found
+        if none:
+            self._check_bucket(prefix)
 
     def close(self) -> None:
         with suppress(Exception):  # a connection that cannot be closed is closed
             self._fs.close_session(self._fs.loop, self._fs._session)
+
+    def _check_bucket(self, key: str) -> None:
+        """For gcsfs a bucket that is not there is an empty one."""
+        bucket = self._root.partition("/")[0]
+        try:
+            with self._errors(key):
+                self._fs.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
+        except ObjectNotFound:
+            raise StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL") from None
 
     def _token_of(self, key: str) -> str:
         with suppress(StorageError), self._errors(key):

@@ -155,7 +155,7 @@ class Body:
     def __len__(self) -> int:
         return self._data.nbytes
 
-    def read(self, size: int = -1) -> memoryview:
+    def read(self, size: int | None = -1) -> memoryview:
         """At least ``size`` bytes where there are so many: whoever sends 16 KiB at a time is given more."""
         end = self._data.nbytes if size is None or size < 0 else self._at + max(size, _SLICE_BYTES)
         part = self._data[self._at : end]

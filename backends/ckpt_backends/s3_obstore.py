@@ -69,7 +69,8 @@ class ObstoreWriter:
             named = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token}
             return {**named, "expires_at": until}
 
-        return S3Store(
+        store: Any = S3Store  # its own types want literals
+        return store(
             self._bucket,
             config={**settings, "skip_signature": credentials is None},
             credential_provider=provide if credentials is not None else None,
