@@ -21,12 +21,13 @@ from bench.contenders import Contender, Handle
 from bench.machine import evict
 from bench.measure import Step
 from bench.state import Raw, Subject, Training
+from bench.worker_objects import ObjectWork
 
 _WARM_STEPS: Final = 2
 _IN_FLIGHT: Final = 2  # saves that may stream while the next one is asked for
 
 
-class Worker:
+class Worker(ObjectWork):
     """The commands. Each is a method that takes and returns plain values."""
 
     def __init__(self) -> None:

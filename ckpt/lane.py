@@ -113,6 +113,9 @@ class Lane:
                 elsewhere=elsewhere,
             )
         self._latest: StepRef | None = None
+        self._hurry = threading.Event()
+        patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
+        self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
@@ -138,6 +141,8 @@ class Lane:
             return self._commit(job, on_bytes, intact)
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
+        # what waits on a nearer tier can wait out a store that is down for a while
+        self._retry = self._patient if isinstance(job.image, StoredImage) else RetryPolicy()
         committer = self._committer(job.trial)
         if veto := self._veto(job):
             committer.commit(
@@ -222,6 +227,10 @@ class Lane:
         key = job.ref.key(data_name(self._coordinator.rank))
         return StoredImage(self._backend, key, job.plan.size, self._retry)
 
+    def hurry(self) -> None:
+        """Wait for a store that is down no longer than for any other."""
+        self._hurry.set()
+
     def prune_later(self) -> None:
         """Remove what need not be kept. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
         if self._pruner is not None:
@@ -294,7 +303,7 @@ class Lane:
                 self._retry.call(lambda: confirm(self._backend, self._owner))
             else:
                 self._retry.call(lambda: claim(self._backend, self._owner))
-                done = {other.step for other in committed(self._backend)}
+                done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
                 # what lies after the step that was restored is history given up: it may be lived again
                 self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
         except CkptError as error:
@@ -314,15 +323,27 @@ class Lane:
             if job.image.path:
                 self._lodgers[job.image.path] = job.ref
         stored = isinstance(job.image, StoredImage)
-        chunks = write(
-            job.image,
-            job.plan.chunks,
-            key=key,
-            workers=self._workers,
-            retry=self._retry,
-            on_bytes=on_bytes,
-            known=() if stored else job.known,
-        )
+
+        sent: list[int] = []
+
+        def count(nbytes: int) -> None:
+            sent.append(nbytes)
+            on_bytes(nbytes)
+
+        def attempt() -> tuple[Chunk, ...]:
+            on_bytes(-sum(sent))  # begun anew
+            sent.clear()
+            return write(
+                job.image,
+                job.plan.chunks,
+                key=key,
+                workers=self._workers,
+                retry=RetryPolicy(),
+                on_bytes=count,
+                known=() if stored else job.known,
+            )
+
+        chunks = self._retry.call(attempt) if stored else attempt()
         if stored and job.known != chunks:
             raise IntegrityError(
                 f"{key} was read back from the nearer tier, and is not what was written there"

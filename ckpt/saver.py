@@ -147,6 +147,8 @@ class Saver:
 
     def close(self) -> None:
         """Finish what is left to the farther tiers, stop the threads, give the roots back."""
+        for lane in self._lanes:
+            lane.hurry()
         for drain in self._drains.values():
             drain.close()
         for lane in self._lanes:

@@ -80,11 +80,18 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
     "TransportError": TransientStorageError,
     "DefaultCredentialsError": AccessDenied,
     "RefreshError": AccessDenied,
+    # obstore
+    "NotFoundError": ObjectNotFound,
+    "AlreadyExistsError": ObjectExists,
+    "PermissionDeniedError": AccessDenied,
+    "UnauthenticatedError": AccessDenied,
+    "GenericError": TransientStorageError,  # has been tried again already; the upload as a whole may be
 }
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
-_SIGNED: Final = re.compile(
-    r"(?i)((?:X-Amz-(?:Credential|Signature|Security-Token)|Signature|AWSAccessKeyId|access_token|sig)=)[^&\s\"']+"
+_SIGNED: Final = re.compile(  # queries of signed URLs, headers, what a token server answers
+    r"""(?ix)( \b(?: (?: Credential | Signature | GoogleAccessId | AWSAccessKeyId | sig ) = | Bearer \s+
+    | (?: X-(?:Amz|Goog)-[a-z-]+ | (?:access|refresh|id)_token | client_secret ) ["']? \s* [=:] \s* ["']? ) ) [^&\s"',]+"""
 )
 
 

@@ -35,7 +35,15 @@ _CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})  # pipe_file(mode="creat
 _RENAMES: Final = frozenset({"file", "local"})  # mv is one rename
 _TEMPORARY: Final = ".tmp"
 _MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
-_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "s3fs": "s3", "gs": "gcs", "gcs": "gcs", "gcsfs": "gcs"}
+_EXTRAS: Final = {
+    "s3": "s3",
+    "s3a": "s3",
+    "s3fs": "s3",
+    "obstore": "obstore",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "gcsfs": "gcs",
+}
 _SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas", "conn")
 
 
@@ -73,7 +81,7 @@ def missing_extra(url: str, error: ImportError) -> MissingExtra:
         words = [word.strip("\"'.,`") for word in str(error).split()]
         lowered = [word.lower() for word in words]
         package = words[lowered.index("install") + 1] if "install" in lowered[:-1] else scheme
-    return MissingExtra(url, package, _EXTRAS.get(scheme) or _EXTRAS.get(package))
+    return MissingExtra(url, package, _EXTRAS.get(package) or _EXTRAS.get(scheme))
 
 
 def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets as entropy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from http.client import HTTPConnection, HTTPException
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from ckpt.errors import ConfigError, ObjectExists, StorageError, TransientStorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo
+from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _SINGLE_REQUEST: Final = 1 << 62
+_METADATA_HOST: Final = "169.254.169.254"  # where a virtual machine of Google's asks who it is
+_METADATA_SECONDS: Final = 2.0
+_TRIES: Final = 3
 
 
 def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
@@ -39,6 +45,8 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         fs = _file_system(settings)
     except ImportError as error:
         raise missing_extra(shown, error) from error
+    except ConfigError as error:
+        raise ConfigError(f"{shown!r} cannot be opened: {error}") from None
     except Exception as error:  # noqa: BLE001 - whatever a missing or broken credential makes google-auth raise
         raise ConfigError(
             f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
@@ -47,6 +55,8 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
 
 
 def _file_system(settings: dict[str, Any]) -> Any:
+    from gcsfs.retry import retry_request
+
     emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251 - gcsfs's own switch
     if emulator:
         # gcsfs's default class asks for the bucket's storage layout by gRPC, and waits 20 to 60 s each time for an emulator to
@@ -54,7 +64,51 @@ def _file_system(settings: dict[str, Any]) -> Any:
         from gcsfs.core import GCSFileSystem
     else:
         from gcsfs import GCSFileSystem
-    return GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
+
+        if settings.get("token") is None:
+            settings = {**settings, "token": _find_credentials()}
+    # it writes each failed request with its traceback to its log: shown to those who ask for that log, our own error tells the others
+    logging.getLogger("gcsfs").addHandler(logging.NullHandler())
+    fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
+    # its six tries take half a minute, and the pipeline has its own besides
+    once: Any = GCSFileSystem._request
+    retrying: Any = retry_request
+    fs._request = partial(retrying(retries=_TRIES)(once.__wrapped__), fs)
+    return fs
+
+
+def _find_credentials() -> str | None:
+    """How gcsfs shall look for credentials. Left to itself it asks a metadata server that is not there for 20 s, and then goes on as nobody.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    from google.auth import _cloud_sdk, environment_vars
+
+    sdk: Any = _cloud_sdk
+    named = os.environ.get(environment_vars.CREDENTIALS)  # noqa: TID251 - google's own switch
+    if named or os.path.isfile(sdk.get_application_default_credentials_path()):
+        return "google_default"
+    if os.path.exists(os.path.expanduser("~/.gcs_tokens")):
+        return None  # an older gcsfs kept them there; it knows how to read them
+    if not _on_google(os.environ.get(environment_vars.GCE_METADATA_HOST) or _METADATA_HOST):  # noqa: TID251
+        raise ConfigError(
+            "no Google credentials were found: run 'gcloud auth application-default login', set GOOGLE_APPLICATION_CREDENTIALS to a key file, "
+            'or give the option token ("anon" for a public bucket)'
+        )
+    return "google_default"
+
+
+def _on_google(host: str) -> bool:
+    """Whether Google's metadata server is there; other clouds answer at its address too."""
+    connection = HTTPConnection(host, timeout=_METADATA_SECONDS)
+    try:
+        connection.request("GET", "/", headers={"Metadata-Flavor": "Google"})
+        return connection.getresponse().getheader("Metadata-Flavor") == "Google"
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 class GCSBackend(StorageBackendOnFsspec):
@@ -79,11 +133,45 @@ class GCSBackend(StorageBackendOnFsspec):
         except (ObjectExists, TransientStorageError):
             if not if_absent or self._token_of(key) != token:  # ours: gcsfs repeated it after a lost reply
                 raise
+        except ObjectNotFound:
+            self._check_bucket(key)
+            raise
         return ObjectInfo(key=key, size=len(value))
+
+    def upload(self, key: str, size: int) -> Upload:
+        check_key(key)
+        if size >= 2 * self._capabilities.part_bytes:
+            self._check_bucket(key)
+        return super().upload(key, size)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        none = True
+        for found in super().list(prefix):
+            none = False
+            yield found
+        if none:
+            self._check_bucket(prefix)
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        none = True
+        for found in super().folders(prefix):
+            none = False
+            yield found
+        if none:
+            self._check_bucket(prefix)
 
     def close(self) -> None:
         with suppress(Exception):  # a connection that cannot be closed is closed
             self._fs.close_session(self._fs.loop, self._fs._session)
+
+    def _check_bucket(self, key: str) -> None:
+        """For gcsfs a bucket that is not there is an empty one."""
+        bucket = self._root.partition("/")[0]
+        try:
+            with self._errors(key):
+                self._fs.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
+        except ObjectNotFound:
+            raise StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL") from None
 
     def _token_of(self, key: str) -> str:
         with suppress(StorageError), self._errors(key):

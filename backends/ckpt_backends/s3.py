@@ -1,7 +1,7 @@
-"""Amazon S3 and what speaks its protocol: our own multipart uploads over s3fs's client.
+"""Amazon S3 and what speaks its protocol: our own multipart uploads, each part from the memory it lies in.
 
-s3fs's ``pipe_file`` and ``open`` hold hundreds of MiB and send parts in batches; here the pipeline's threads each send one part. All
-requests run on fsspec's one loop thread. A reply that is lost does not decide anything: the store is asked what it holds.
+s3fs's ``pipe_file`` and ``open`` hold hundreds of MiB and send parts in batches; here the pipeline's threads each send one part (``s3_bulk``). Small
+requests are s3fs's, on fsspec's one loop thread. A reply that is lost does not decide anything: the store is asked what it holds.
 """
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ from __future__ import annotations
 import math
 import secrets as entropy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Final, cast
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
+from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key, check_prefix
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
+from ckpt_backends.s3_bulk import S3Bulk, bulk_of
+from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
+from ckpt_backends.s3_orphans import Orphans
 
 _MIB: Final = 1 << 20
 _MOST_PARTS: Final = 10_000
 _CONCURRENCY: Final = 16
-_READ_BYTES: Final = 1 << 20
+_ORPHAN_HOURS: Final = 24.0
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
-    "read_timeout": 30,
+    "read_timeout": 60,  # a slow wire has megabytes in its buffers when the last byte of a part is handed over
     "retries": {"max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 2 * _CONCURRENCY,
     # many servers that are not AWS refuse or damage the newer default checksums; ours are in the manifest
@@ -40,8 +44,11 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     Args:
         url: May carry ``?endpoint_url=...`` and ``?region=...``.
         options: ``endpoint_url``, ``key``, ``secret``, ``token``, ``region``, ``profile``, ``anon``; ``put_if_absent`` (bool, default true; false
-            for servers that ignore ``If-None-Match``, such as ``rclone serve s3``); ``config_kwargs`` (of botocore's ``Config``); the rest goes
-            to ``s3fs.S3FileSystem``. What is not given, botocore looks up itself (environment, files, instance role).
+            for servers that ignore ``If-None-Match``, such as ``rclone serve s3``); ``client`` ("botocore", the default, or "obstore": what uploads large
+            objects); ``checksums`` (bool: send a CRC-32 of each part for the server to
+            compare; default: where the endpoint is Amazon's own); ``abort_uploads_after_hours`` (24: unfinished uploads of earlier jobs below this root,
+            that are older, are aborted at the first upload; 0 leaves them); ``config_kwargs`` (of botocore's ``Config``); the rest goes to
+            ``s3fs.S3FileSystem``. What is not given, botocore looks up itself (environment, files, instance role).
 
     Raises:
         MissingExtra: s3fs is not installed.
@@ -53,56 +60,104 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     shown, secrets = clean(url.partition("?")[0]), secrets_of(settings)
     if not bucket:
         raise ConfigError(f"{shown!r} names no bucket: write s3://bucket/prefix")
-    put_if_absent = bool(settings.pop("put_if_absent", True))
+    put_if_absent = _is_true(settings.pop("put_if_absent", True))
+    client = str(settings.pop("client", "botocore"))
+    if client not in ("botocore", "obstore"):
+        raise ConfigError(f"{shown!r}: client={client!r}: give 'botocore' or 'obstore'")
+    orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), shown)
     try:
-        fs = _file_system(settings)
+        fs, bulk = _clients(settings)
+        writer = ObstoreWriter(bucket, bulk.settings) if client == "obstore" else None
     except ImportError as error:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
     return S3Backend(
-        fs, bucket, split.path.strip("/"), shown.rstrip("/"), secrets=secrets, put_if_absent=put_if_absent
+        fs,
+        bulk,
+        writer,
+        bucket,
+        split.path.strip("/"),
+        shown.rstrip("/"),
+        secrets=secrets,
+        put_if_absent=put_if_absent,
+        orphan_hours=orphan_hours,
     )
 
 
-def _file_system(settings: dict[str, Any]) -> Any:
+def _hours(given: object, shown: str) -> float:
+    try:
+        hours = float(str(given))
+    except ValueError:
+        hours = -1.0
+    if not 0 <= hours < math.inf:
+        raise ConfigError(
+            f"{shown!r}: abort_uploads_after_hours={given!r}: give a number of hours, such as 24"
+        )
+    return hours
+
+
+def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
+    """s3fs for small requests, and what moves the bytes of large objects; both with the same settings."""
     import s3fs
 
-    endpoint = str(settings.get("endpoint_url") or "https://")
+    if "session" in settings:
+        raise ValueError("a session cannot be shared: give profile, or key, secret and token")
+    endpoint = str(settings.get("endpoint_url") or "")
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
-    if endpoint.startswith(
-        "https://"
-    ):  # TLS guards the way; over http the signed SHA-256 is the only check there is
+    if not endpoint.startswith("http://"):
+        # TLS guards the way; over http the signed SHA-256 is the only check there is
         config["s3"] = {"payload_signing_enabled": False, **config.get("s3", {})}
+    checksums = _is_true(settings.pop("checksums", _is_amazon(endpoint)))
     client: dict[str, Any] = dict(settings.pop("client_kwargs", {}))
     if region := settings.pop("region", None):
         client["region_name"] = region
+    settings["client_kwargs"] = client
     fs = s3fs.S3FileSystem(
-        **settings,
-        config_kwargs=config,
-        client_kwargs=client,
-        use_listings_cache=False,
-        skip_instance_cache=True,
+        **settings, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
     )
     fs.retries = 1  # or s3fs repeats botocore's repeats; the pipeline has its own besides
-    return fs
+    return fs, bulk_of(settings, config, checksums=checksums)
+
+
+def _is_amazon(endpoint: str) -> bool:
+    host = (urlsplit(endpoint).hostname or "").removesuffix(".cn")
+    return not endpoint or host.endswith(".amazonaws.com")
+
+
+def _is_true(given: object) -> bool:
+    return str(given).lower() not in ("false", "0", "no", "off")
 
 
 class S3Backend(StorageBackendOnFsspec):
     """A prefix of a bucket. Threads: every method from any thread, at once; not across ``fork``."""
 
     def __init__(
-        self, fs: Any, bucket: str, prefix: str, url: str, *, secrets: Sequence[str], put_if_absent: bool
+        self,
+        fs: Any,
+        bulk: S3Bulk,
+        writer: ObstoreWriter | None,
+        bucket: str,
+        prefix: str,
+        url: str,
+        *,
+        secrets: Sequence[str],
+        put_if_absent: bool,
+        orphan_hours: float = _ORPHAN_HOURS,
     ) -> None:
         capabilities = Capabilities(
             put_if_absent=put_if_absent,
             shared=True,
             part_bytes=PART_BYTES,
             max_concurrency=_CONCURRENCY,
+            parallel_parts=writer is None,
             takes_parts=True,
         )
         super().__init__(fs, f"{bucket}/{prefix}", url, secrets=secrets, capabilities=capabilities)
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
+        self._bulk, self._writer = bulk, writer
+        after = timedelta(hours=orphan_hours)
+        self._orphans = Orphans(self._about_bucket, self._prefix, after) if orphan_hours else None
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         value = b"".join(parts)
@@ -119,18 +174,21 @@ class S3Backend(StorageBackendOnFsspec):
         if size < 2 * part_bytes:
             check_key(key)
             return PutUpload(self, key, size)
-        begun = self.call(key, "create_multipart_upload")
+        if self._orphans is not None:
+            self._orphans.abort_once(key)
+        if self._writer is not None:
+            path = self._prefix + check_key(key)
+            return ObstoreUpload(self, self._writer, key, path, size, part_bytes=part_bytes)
+        begun = self.call(key, "create_multipart_upload", **self._bulk.algorithm)
         return _S3Upload(self, key, size, upload_id=begun["UploadId"], part_bytes=part_bytes)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        from fsspec.asyn import sync
-
         if not out.nbytes:
             self.head(key)
             return
-        path = check_key(key)
+        name = self._prefix + check_key(key)
         with self._errors(key):
-            done: int = cast(Any, sync)(self._fs.loop, self._fetch, path, offset, out.cast("B"))
+            done = self._bulk.receive(self._bucket, name, key, offset, out.cast("B"))
         if done != out.nbytes:
             raise StorageError(
                 key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for"
@@ -161,6 +219,8 @@ class S3Backend(StorageBackendOnFsspec):
 
     def close(self) -> None:
         with suppress(Exception):  # a connection that cannot be closed is closed
+            self._bulk.close()
+        with suppress(Exception):
             self._fs.close_session(self._fs.loop, self._fs._s3)
 
     def call(self, key: str, method: str, **arguments: object) -> Any:
@@ -168,6 +228,35 @@ class S3Backend(StorageBackendOnFsspec):
         check_key(key)
         with self._errors(key):
             return self._fs.call_s3(method, Bucket=self._bucket, Key=self._prefix + key, **arguments)
+
+    def errors(self, key: str) -> AbstractContextManager[None]:
+        """Inside, errors of any client become ours."""
+        return self._errors(key)
+
+    def etag_of(self, key: str) -> str | None:
+        """The size and ETag of what is there now."""
+        with suppress(StorageError):
+            found = self.call(key, "head_object")
+            return f"{found['ContentLength']} {found['ETag']}"
+        return None
+
+    def abort_uploads(self, key: str) -> None:
+        """Abort what is begun under exactly this key. Never raises."""
+        name = self._prefix + key
+        with suppress(StorageError):
+            page = self._about_bucket("list_multipart_uploads", Prefix=name)
+            for found in page.get("Uploads", ()):
+                if found["Key"] == name:
+                    self._about_bucket("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
+
+    def _about_bucket(self, method: str, **arguments: object) -> Any:
+        with self._errors(""):
+            return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
+
+    def send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> dict[str, Any]:
+        """One part of an upload; returns what its end must say about it."""
+        with self._errors(key):
+            return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
 
     def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
         """A conditional put. The client may repeat it after a lost reply and then lose against itself, so each put leaves its token."""
@@ -210,28 +299,6 @@ class S3Backend(StorageBackendOnFsspec):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
 
-    async def _fetch(self, key: str, offset: int, out: memoryview) -> int:
-        """Copy the body into ``out`` as it arrives; returns how many bytes came."""
-        reply = await self._fs._call_s3(
-            "get_object",
-            Bucket=self._bucket,
-            Key=self._prefix + key,
-            Range=f"bytes={offset}-{offset + out.nbytes - 1}",
-        )
-        body = reply["Body"]
-        try:
-            if offset and not reply.get("ContentRange"):
-                raise StorageError(key, "the server ignores Range")
-            done = 0
-            while done < out.nbytes and (chunk := await body.read(min(_READ_BYTES, out.nbytes - done))):
-                out[done : done + len(chunk)] = chunk
-                done += len(chunk)
-            if done == out.nbytes:
-                await body.read(1)  # meets the end, so that the connection can be used again
-            return done
-        finally:
-            body.close()
-
 
 class _S3Upload:
     """A multipart upload. Threads: as ``Upload`` says; ``write`` at once is fine."""
@@ -239,7 +306,7 @@ class _S3Upload:
     def __init__(self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int) -> None:
         self._backend, self._key, self._size = backend, key, size
         self._id, self._part_bytes = upload_id, part_bytes
-        self._done: dict[int, tuple[str, int]] = {}
+        self._done: dict[int, tuple[dict[str, Any], int]] = {}
 
     @property
     def part_bytes(self) -> int:
@@ -251,16 +318,17 @@ class _S3Upload:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload"
             )
-        # bytes(): the client takes no memoryview; one part is copied for as long as it is sent
-        reply = self._call("upload_part", PartNumber=number + 1, Body=bytes(data))
-        self._done[number + 1] = (reply["ETag"], data.nbytes)
+        self._done[number + 1] = (
+            self._backend.send_part(self._key, self._id, number + 1, data),
+            data.nbytes,
+        )
 
     def finish(self) -> ObjectInfo:
         written = sum(size for _, size in self._done.values())
         if written != self._size:
             self.abort()
             raise StorageError(self._key, f"{written} of {self._size} bytes were written")
-        parts = [{"PartNumber": number, "ETag": etag} for number, (etag, _) in sorted(self._done.items())]
+        parts = [part for _, (part, _) in sorted(self._done.items())]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except StorageError:

@@ -29,6 +29,7 @@ ALL: Final[dict[str, str]] = {
     "growth": "64 MiB to 8 GiB: how each grows",
     "soak": "200 saves: memory, descriptors, threads",
     "every": "a save every step: how much slower training is",
+    "objects": "a real S3 server: our client and others, and a far tier in trouble",
 }
 
 

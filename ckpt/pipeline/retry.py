@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential, wait_random
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    stop_when_event_set,
+    wait_exponential,
+    wait_random,
+)
 
 from ckpt.errors import TransientStorageError
 
@@ -15,19 +25,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """``attempts`` in all; waits grow from ``first_seconds`` to ``most_seconds``, with jitter so that ranks do not retry in step."""
+    """``attempts`` in all; waits grow from ``first_seconds`` to ``most_seconds``, with jitter so that ranks do not retry in step.
+
+    Attributes:
+        patience_seconds: Go on for so long, however many attempts that makes.
+        hurry: Set, it ends that patience: no wait is longer than the attempts have it.
+    """
 
     attempts: int = 6
     first_seconds: float = 0.2
     most_seconds: float = 10.0
+    patience_seconds: float = 0.0
+    hurry: threading.Event = field(default_factory=threading.Event)
 
     def call(self, work: Callable[[], T]) -> T:
         """``work()``, tried again while it raises ``TransientStorageError``; the last error is raised as it is."""
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),
-            stop=stop_after_attempt(self.attempts),
+            stop=stop_after_attempt(self.attempts)
+            & (stop_after_delay(self.patience_seconds) | stop_when_event_set(self.hurry)),
+            sleep=self._sleep,
             wait=wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
             + wait_random(0, self.first_seconds),
             reraise=True,
         )
         return attempts(work)
+
+    def _sleep(self, seconds: float) -> None:
+        if self.hurry.is_set():
+            time.sleep(seconds)
+        else:
+            self.hurry.wait(seconds)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 
@@ -8,6 +9,7 @@ from ckpt.errors import ConfigError, ObjectExists, StorageError, TransientStorag
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, payload, send
 from ckpt_backends.gcs import open_gcs
+from tests.servers import free_port
 
 pytestmark = [
     pytest.mark.server,
@@ -75,13 +77,42 @@ def test_a_part_that_breaks_the_stream_may_be_sent_again(backend):
     assert fetch(backend, "key") == data
 
 
-def test_a_bucket_that_is_not_there_is_an_error(fake_gcs):
-    backend = open_gcs("gs://gone/x", options(fake_gcs))
-    with pytest.raises(StorageError):
-        backend.put("key", [b"x"])
-    backend.close()
-
-
 def test_a_url_without_a_bucket_is_refused():
     with pytest.raises(ConfigError, match="bucket"):
         open_gcs("gs://", {})
+
+
+def test_a_bucket_that_is_not_there_is_named(fake_gcs):
+    backend = open_gcs("gs://gone/x", options(fake_gcs))
+    for verb in (
+        lambda: backend.put("key", [b"x"]),
+        lambda: backend.upload("key", 20 << 20),
+        lambda: list(backend.list("")),
+        lambda: list(backend.folders("")),
+    ):
+        with pytest.raises(StorageError, match="no bucket 'gone'"):
+            verb()
+    backend.close()
+
+
+def test_without_credentials_it_fails_at_once_with_the_way_out(monkeypatch, tmp_path):
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "STORAGE_EMULATOR_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("GCE_METADATA_HOST", "127.0.0.1:9")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="gcloud auth application-default login") as caught:
+        open_gcs("gs://user:hunter2@bucket/x", {})
+    assert "hunter2" not in str(caught.value)
+    assert time.monotonic() - began < 10
+
+
+def test_a_store_that_cannot_be_reached_is_told_in_seconds_and_prints_nothing(capfd):
+    backend = open_gcs("gs://bucket/x", {"token": "anon", "endpoint_url": f"http://127.0.0.1:{free_port()}"})
+    began = time.monotonic()
+    with pytest.raises(TransientStorageError):
+        backend.head("key")
+    assert time.monotonic() - began < 15
+    backend.close()
+    assert capfd.readouterr() == ("", "")

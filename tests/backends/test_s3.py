@@ -1,13 +1,28 @@
 from __future__ import annotations
 
+import base64
 import itertools
+import sys
+import threading
 import time
+import zlib
 
 import pytest
 
-from ckpt.errors import AccessDenied, ConfigError, ObjectExists, StorageError, TransientStorageError
+from bench.proxy import Proxy
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    MissingExtra,
+    ObjectExists,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.storage.testing import BackendConformance
-from ckpt.storage.testing.conformance import at_once, fetch, payload, store
+from ckpt.storage.testing.conformance import at_once, fetch, page_aligned, payload, send, store
+from ckpt.storage.testing.uploads import UploadConformance
+from ckpt_backends import s3_obstore
+from ckpt_backends.direct_io import address
 from ckpt_backends.s3 import open_s3
 from tests.servers import KEY, SECRET
 
@@ -64,6 +79,16 @@ class TestRclone(BackendConformance):
         at_once(work, 10)
 
 
+class TestObstore(UploadConformance):
+    """The other client for large objects; it has no part in small ones."""
+
+    @pytest.fixture
+    def open_root(self, moto_server):
+        test = fresh()
+        options = {**RIGHT, "endpoint_url": moto_server.url, "client": "obstore", "checksums": True}
+        return lambda name: open_s3(f"s3://bucket/{test}/ü %20#{name}", options)
+
+
 @pytest.fixture
 def moto(moto_server):
     backend = open_s3(f"s3://bucket/{fresh()}", {**RIGHT, "endpoint_url": moto_server.url})
@@ -74,6 +99,14 @@ def moto(moto_server):
 @pytest.fixture
 def rclone(rclone_s3):
     backend = open_s3(f"s3://bucket/{fresh()}", {**RIGHT, **HASTY, "endpoint_url": rclone_s3.url})
+    yield backend
+    backend.close()
+
+
+@pytest.fixture
+def obstore(moto_server):
+    options = {**RIGHT, "endpoint_url": moto_server.url, "client": "obstore"}
+    backend = open_s3(f"s3://bucket/{fresh()}", options)
     yield backend
     backend.close()
 
@@ -206,6 +239,195 @@ def test_the_environment_may_name_the_endpoint(moto_server, monkeypatch):
     backend.put("key", [b"x"])
     assert fetch(backend, "key") == b"x"
     backend.close()
+
+
+# the bytes of large objects
+
+
+def test_a_part_is_sent_from_the_memory_it_lies_in(moto, monkeypatch):
+    """The kernel is given slices of the caller's memory, and of nothing else."""
+    import socket
+
+    data = page_aligned(payload(20 << 20))
+    first, seen, real = address(data), [0], socket.socket.sendall
+
+    def sendall(self, given, *flags):
+        view = memoryview(given)
+        if view.nbytes > 100_000:
+            assert first <= address(view) < first + data.nbytes
+            seen[0] += view.nbytes
+        return real(self, given, *flags)
+
+    upload = moto.upload("key", data.nbytes)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket.socket, "sendall", sendall)
+        send(upload, data)
+    assert seen[0] > 0.95 * data.nbytes
+    upload.finish()
+    assert fetch(moto, "key") == data
+
+
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_a_request_that_moves_no_byte_is_cut_and_tried_again(rclone_s3, way):
+    config = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 1}
+    with Proxy(rclone_s3.port) as wire:
+        options = {**RIGHT, "endpoint_url": wire.url, "put_if_absent": False, "config_kwargs": config}
+        backend = open_s3(f"s3://bucket/{fresh()}", options)
+        data = payload(20 << 20)
+        out = bytearray(len(data))
+        store(backend, "before", data)
+        upload = backend.upload("key", len(data))
+        upload.write(0, memoryview(data)[: 8 << 20])
+        verb = {
+            "up": lambda: upload.write(8 << 20, memoryview(data)[8 << 20 : 16 << 20]),
+            "down": lambda: backend.read_into("before", 0, memoryview(out)),
+        }[way]
+        wire.held = True
+        began = time.monotonic()
+        with pytest.raises(TransientStorageError):
+            verb()
+        assert time.monotonic() - began < 10
+        wire.held = False
+        verb()
+        upload.write(8 << 20, memoryview(data)[8 << 20 : 16 << 20])
+        upload.write(16 << 20, memoryview(data)[16 << 20 :])
+        upload.finish()
+        assert fetch(backend, "key") == data
+        assert way == "up" or out == data
+        backend.close()
+
+
+def test_a_slow_wire_is_no_stall(rclone_s3):
+    """A part that takes longer than any timeout, but moves."""
+    config = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 3}
+    with Proxy(rclone_s3.port) as wire:
+        options = {**RIGHT, "endpoint_url": wire.url, "put_if_absent": False, "config_kwargs": config}
+        backend = open_s3(f"s3://bucket/{fresh()}", options)
+        data = payload(16 << 20)
+        upload = backend.upload("key", len(data))
+        wire.bytes_per_second = 2.5e6
+        began = time.monotonic()
+        upload.write(0, memoryview(data)[: 8 << 20])
+        assert time.monotonic() - began > 3
+        wire.bytes_per_second = 0.0
+        upload.write(8 << 20, memoryview(data)[8 << 20 :])
+        upload.finish()
+        assert fetch(backend, "key") == data
+        backend.close()
+
+
+def test_an_answer_that_breaks_off_is_worth_another_try(rclone_s3):
+    with Proxy(rclone_s3.port) as wire:
+        options = {**RIGHT, **HASTY, "endpoint_url": wire.url, "put_if_absent": False}
+        backend = open_s3(f"s3://bucket/{fresh()}", options)
+        data = payload(16 << 20)
+        store(backend, "key", data)
+        out = bytearray(len(data))
+        wire.bytes_per_second = 8e6
+        threading.Timer(0.5, setattr, (wire, "down", True)).start()
+        with pytest.raises(TransientStorageError):
+            backend.read_into("key", 0, memoryview(out))
+        wire.down, wire.bytes_per_second = False, 0.0
+        backend.read_into("key", 0, memoryview(out))
+        assert out == data
+        backend.close()
+
+
+@pytest.mark.parametrize("checksums", [True, "false"])
+def test_checksums_of_parts_are_sent_where_asked_for(moto_server, checksums):
+    options = {**RIGHT, "endpoint_url": moto_server.url, "checksums": checksums}
+    backend = open_s3(f"s3://bucket/{fresh()}", options)
+    data = payload(20 << 20)
+    upload = backend.upload("key", len(data))
+    send(upload, memoryview(data))
+    sent = [part.get("ChecksumCRC32") for part, _ in upload._done.values()]
+    if checksums is True:
+        first = zlib.crc32(data[: 8 << 20]).to_bytes(4, "big")
+        assert base64.b64decode(sent[0]) == first
+    else:
+        assert sent == [None] * 3
+    upload.finish()
+    assert fetch(backend, "key") == data
+    backend.close()
+
+
+def test_uploads_that_killed_jobs_left_behind_are_aborted_but_only_old_ones_of_ours(rclone_s3):
+    root = fresh()
+    options = {**RIGHT, "endpoint_url": rclone_s3.url, "put_if_absent": False}
+    keep = open_s3(f"s3://bucket/{root}", {**options, "abort_uploads_after_hours": 0})
+    left = [
+        "step-000000001.aa/rank-00003.safetensors",
+        "step-000000001.aa/notes.bin",
+        "else/rank-00000.safetensors",
+    ]
+    for key in left:
+        keep.upload(key, 20 << 20)
+    young = open_s3(f"s3://bucket/{root}", options)
+    young.upload("step-000000002.bb/rank-00000.safetensors", 20 << 20).abort()
+    assert sorted(uploads_of(keep)) == sorted(f"{root}/{key}" for key in left)
+    hasty = open_s3(f"s3://bucket/{root}", {**options, "abort_uploads_after_hours": 1e-9})
+    hasty.upload("step-000000002.bb/rank-00001.safetensors", 20 << 20).abort()
+    assert len(uploads_of(keep)) == 3, "rank 0 does it, not everybody"
+    hasty.upload("step-000000002.bb/rank-00000.safetensors", 20 << 20).abort()
+    assert sorted(uploads_of(keep)) == sorted(f"{root}/{key}" for key in left[1:])
+    for backend in (keep, young, hasty):
+        backend.close()
+
+
+# obstore
+
+
+def test_obstore_that_is_given_up_leaves_no_parts_to_pay_for(obstore):
+    upload = obstore.upload("key", 40 << 20)
+    send(upload, memoryview(payload(32 << 20)))
+    assert uploads_of(obstore)
+    upload.abort()
+    assert not uploads_of(obstore)
+    with pytest.raises(TransientStorageError, match="begin anew"):
+        upload.write(32 << 20, memoryview(payload(8 << 20)))
+
+
+def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore):
+    data = payload(20 << 20)
+    upload = obstore.upload("key", len(data))
+    send(upload, memoryview(data))
+    upload._file.close()  # arrived; and once more fails
+    assert upload.finish().size == len(data)
+    assert fetch(obstore, "key") == data
+
+
+def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch):
+    monkeypatch.setattr(s3_obstore, "_TRIES", 1)
+    options = {**RIGHT, **HASTY, "endpoint_url": rclone_s3.url, "put_if_absent": False, "client": "obstore"}
+    backend = open_s3(f"s3://bucket/{fresh()}", options)
+    data = payload(40 << 20)
+    upload = backend.upload("key", len(data))
+    upload.write(0, memoryview(data)[: 8 << 20])
+    rclone_s3.kill()
+    try:
+        with pytest.raises(TransientStorageError) as caught:
+            [send(upload, memoryview(data)), upload.finish()]
+        assert SECRET not in str(caught.value)
+        upload.abort()
+    finally:
+        rclone_s3.start()
+    store(backend, "key", data)
+    assert fetch(backend, "key") == data
+    backend.close()
+
+
+def test_obstore_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingExtra, match=r"ckpt-stream\[obstore\]"):
+        open_s3("s3://bucket", {"client": "obstore"})
+
+
+@pytest.mark.parametrize(
+    "options", [{"client": "curl"}, {"abort_uploads_after_hours": "soon"}, {"abort_uploads_after_hours": -1}]
+)
+def test_an_option_that_makes_no_sense_is_named(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        open_s3("s3://bucket", options)
 
 
 # a real server

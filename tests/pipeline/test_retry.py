@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -85,3 +86,28 @@ def test_waits_grow_and_stay_below_the_bound():
     with pytest.raises(TransientStorageError):
         policy.call(Flaky(*map(transient, range(9))))
     assert 0.02 + 0.04 + 0.05 + 0.05 <= time.monotonic() - began < 4 * 0.05 + 1
+
+
+def test_patience_goes_on_beyond_the_attempts_until_its_time_is_up():
+    patient = RetryPolicy(attempts=2, first_seconds=0.001, most_seconds=0.01, patience_seconds=0.3)
+    assert patient.call(Flaky(*map(transient, range(12)))) == "done"
+    began = time.monotonic()
+    with pytest.raises(TransientStorageError):
+        patient.call(Flaky(*map(transient, range(1000))))
+    assert 0.2 < time.monotonic() - began < 5
+
+
+def test_who_must_hurry_has_its_attempts_and_no_more():
+    hurry = threading.Event()
+    patient = RetryPolicy(attempts=3, first_seconds=0.001, most_seconds=60, patience_seconds=600, hurry=hurry)
+    work = Flaky(*map(transient, range(100)))
+    threading.Timer(0.2, hurry.set).start()
+    began = time.monotonic()
+    with pytest.raises(TransientStorageError):
+        patient.call(work)
+    assert time.monotonic() - began < 10
+    assert work.calls >= 3
+    late = Flaky(*map(transient, range(100)))
+    with pytest.raises(TransientStorageError):
+        patient.call(late)
+    assert late.calls == 3

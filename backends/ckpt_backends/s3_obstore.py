@@ -1,0 +1,165 @@
+"""Large objects to S3 by obstore (Rust's object_store): the least CPU and the least disturbance of other threads that an upload can have, also over TLS.
+
+Parts go in file order, each copied once into its client, which sends several at a time and repeats those that fail, with backoff and jitter. All else about the bucket stays
+with s3fs and botocore, which are told the same; credentials are botocore's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Protocol
+
+from ckpt.errors import StorageError, TransientStorageError
+from ckpt.storage.api import ObjectInfo
+
+_PARTS_AT_ONCE: Final = 8
+_REQUEST_SECONDS: Final = 120
+_PATIENCE_SECONDS: Final = 120
+_TRIES: Final = 8
+_CREDENTIALS_SECONDS: Final = 300
+_DENIED: Final = re.compile(r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch")
+
+
+class Bucket(Protocol):
+    """What an upload asks of the backend it belongs to."""
+
+    def errors(self, key: str) -> AbstractContextManager[None]: ...
+    def etag_of(self, key: str) -> str | None:
+        """Of the object that is there now, with its size before it; None if there is none, or it cannot be seen."""
+        ...
+
+    def abort_uploads(self, key: str) -> None:
+        """Abort what is begun under exactly this key. Never raises."""
+        ...
+
+
+class ObstoreWriter:
+    """Opens uploads to one bucket. Threads: any, at once; not across ``fork``.
+
+    Raises:
+        ImportError: obstore is not installed.
+    """
+
+    def __init__(self, bucket: str, settings: Callable[[], Mapping[str, Any]]) -> None:
+        import obstore
+
+        self._obstore, self._bucket, self._settings = obstore, bucket, settings
+        self._store: Any = None
+
+    def open(self, path: str, part_bytes: int) -> Any:
+        """A file of which nothing is visible before ``close``."""
+        if self._store is None:
+            self._store = self._make()
+        return self._obstore.open_writer(
+            self._store, path, buffer_size=part_bytes, max_concurrency=_PARTS_AT_ONCE
+        )
+
+    def _make(self) -> Any:
+        from obstore.store import S3Store
+
+        settings = dict(self._settings())
+        credentials = settings.pop("credentials")
+
+        def provide() -> dict[str, Any]:
+            now = credentials.get_frozen_credentials()
+            until = datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_SECONDS)
+            named = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token}
+            return {**named, "expires_at": until}
+
+        store: Any = S3Store  # its own types want literals
+        return store(
+            self._bucket,
+            config={**settings, "skip_signature": credentials is None},
+            credential_provider=provide if credentials is not None else None,
+            client_options={
+                "allow_http": str(settings.get("endpoint", "")).startswith("http://"),
+                "connect_timeout": timedelta(seconds=10),
+                "timeout": timedelta(seconds=_REQUEST_SECONDS),
+            },
+            retry_config={"max_retries": _TRIES, "retry_timeout": timedelta(seconds=_PATIENCE_SECONDS)},
+        )
+
+
+class ObstoreUpload:
+    """A large object through one writer. Threads: one call at a time.
+
+    What broke stays broken: the parts that were taken are gone, so the whole upload must begin anew, by whoever holds the image.
+    """
+
+    def __init__(
+        self, bucket: Bucket, writer: ObstoreWriter, key: str, path: str, size: int, *, part_bytes: int
+    ) -> None:
+        self._bucket, self._key, self._size, self._part_bytes = bucket, key, size, part_bytes
+        self._before = bucket.etag_of(key)
+        with bucket.errors(key):
+            self._file: Any = writer.open(path, part_bytes)
+        self._early: dict[int, bytes] = {}
+        self._sent = 0
+
+    @property
+    def part_bytes(self) -> int:
+        return self._part_bytes
+
+    def write(self, offset: int, data: memoryview) -> None:
+        if offset < self._sent:
+            return  # a repeated part that has been taken already
+        if offset > self._sent:
+            self._early[offset] = bytes(data)
+            return
+        self._send(data.cast("B"))
+        while (part := self._early.pop(self._sent, None)) is not None:
+            self._send(memoryview(part))
+
+    def finish(self) -> ObjectInfo:
+        if self._sent != self._size:
+            self.abort()
+            raise StorageError(self._key, f"{self._sent} of {self._size} bytes were written")
+        try:
+            with self._bucket.errors(self._key), _told():
+                self._open_file().close()
+            self._file = None
+        except StorageError:
+            if not self._complete_anyway():
+                self.abort()
+                raise
+        return ObjectInfo(key=self._key, size=self._size)
+
+    def abort(self) -> None:
+        self._early.clear()
+        if self._file is not None:
+            self._file = None  # dropped, not closed: closing would publish what there is
+            self._bucket.abort_uploads(self._key)
+
+    def _send(self, part: memoryview) -> None:
+        try:
+            with self._bucket.errors(self._key), _told():
+                self._open_file().write(part)
+        except StorageError:
+            self.abort()
+            raise
+        self._sent += part.nbytes
+
+    def _open_file(self) -> Any:
+        if self._file is None:
+            raise TransientStorageError(self._key, "the upload broke off and must begin anew")
+        return self._file
+
+    def _complete_anyway(self) -> bool:
+        """Whether only the last reply was lost: another object of our size is there than when we began. Nobody else writes to this key."""
+        with suppress(StorageError):
+            now = self._bucket.etag_of(self._key)
+            return now is not None and now != self._before and now.startswith(f"{self._size} ")
+        return False
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """A writer raises ``OSError`` whatever happened; its words tell what did."""
+    try:
+        yield
+    except OSError as error:
+        text = str(error)
+        raise (PermissionError(text) if _DENIED.search(text) else ConnectionError(text)) from None

@@ -1,0 +1,56 @@
+"""Multipart uploads that a killed job has left behind: invisible, and paid for until somebody aborts them.
+
+Only what is surely ours goes: below the root, of the name of a rank's file in a step's folder, and begun long enough ago that no live job can still be at it. Once per
+process, by whoever writes a rank 0; a store that cannot list uploads, or forbids it, is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from ckpt.errors import StorageError
+
+_OURS: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
+_LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
+
+
+class Orphans:
+    """Threads: any.
+
+    Args:
+        call: A request about the bucket; raises ``StorageError``.
+        prefix: Of the root, with its slash.
+        after: How old an upload must be.
+    """
+
+    def __init__(self, call: Callable[..., Any], prefix: str, after: timedelta) -> None:
+        self._call, self._prefix, self._after = call, prefix, after
+        self._done = False
+        self._lock = threading.Lock()
+
+    def abort_once(self, key: str) -> None:
+        """At the first upload of a rank 0 (``key`` tells), abort what is left from earlier jobs. Never raises."""
+        with self._lock:
+            if self._done or not _LEADS.fullmatch(key):
+                return
+            self._done = True
+        with suppress(StorageError):
+            self._abort()
+
+    def _abort(self) -> None:
+        now, marker = datetime.now(UTC), dict[str, str]()
+        while True:
+            page = self._call("list_multipart_uploads", Prefix=self._prefix, **marker)
+            for found in page.get("Uploads", ()):
+                name, begun = str(found["Key"]), found["Initiated"]
+                if _OURS.fullmatch(name.removeprefix(self._prefix)) and now - begun > self._after:
+                    with suppress(StorageError):
+                        self._call("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -1,0 +1,91 @@
+"""A far tier that is down, hangs or crawls, on a real S3 server behind a wire that can be cut."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+
+from bench.proxy import Proxy
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import TransientStorageError
+from tests.servers import KEY, SECRET
+from tests.test_review import whole
+
+pytestmark = pytest.mark.server
+ELEMENTS = 5 << 20  # several parts
+
+
+@pytest.fixture
+def wire(rclone_s3):
+    with Proxy(rclone_s3.port) as proxy:
+        yield proxy
+
+
+def far(proxy: Proxy, name: str) -> Tier:
+    options = {
+        "key": KEY,
+        "secret": SECRET,
+        "region": "us-east-1",
+        "endpoint_url": proxy.url,
+        "put_if_absent": False,
+    }
+    hasty = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 2}
+    return Tier(f"s3://bucket/{name}", options={**options, "config_kwargs": hasty})
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((ELEMENTS,), step, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("trouble", ["down", "held", "slow"])
+def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_end(tmp_path, wire, trouble):
+    near, bucket = str(tmp_path / "near"), far(wire, f"far-{trouble}")
+    calls: dict[bool, list[float]] = {False: [], True: []}
+    durable: dict[bool, list[float]] = {False: [], True: []}
+    with CheckpointManager([near, bucket], slots=1, backlog=20) as manager:
+        saves = []
+        for step in range(1, 7):
+            troubled = step > 3
+            if step == 4:
+                saves[-1].result(60)
+                if trouble == "slow":
+                    wire.bytes_per_second = 1e6
+                else:
+                    setattr(wire, trouble, True)
+            began = time.perf_counter()
+            saves.append(manager.save_async(state(step), step))
+            calls[troubled].append(time.perf_counter() - began)
+            saves[-1].result(20, tier=near)
+            durable[troubled].append(time.perf_counter() - began)
+        time.sleep(3)  # longer than one request is given
+        assert not saves[-1].done()
+        wire.down = wire.held = False
+        wire.bytes_per_second = 0.0
+        for save in saves:
+            save.result(60)
+    assert whole(tmp_path / "near") == list(range(1, 7))
+    with CheckpointManager(bucket) as manager:
+        for step in range(1, 7):
+            found = state(0)
+            manager.restore(found, step)
+            assert found["x"].unique().tolist() == [step]
+    # generous: the machine is shared; a store that is waited for would take seconds
+    assert statistics.median(durable[True]) < 5 * statistics.median(durable[False]) + 0.2
+    assert statistics.median(calls[True]) < 5 * statistics.median(calls[False]) + 0.02
+
+
+def test_closing_does_not_wait_long_for_a_store_that_is_gone(tmp_path, wire):
+    bucket = far(wire, "gone")
+    wire.down = True
+    manager = CheckpointManager([str(tmp_path / "near"), bucket])
+    save = manager.save_async(state(1), 1)
+    save.result(20, tier=str(tmp_path / "near"))
+    began = time.monotonic()
+    with pytest.raises(TransientStorageError):
+        manager.close()
+    assert time.monotonic() - began < 40
+    assert whole(tmp_path / "near") == [1]
+    assert save.exception(0) is not None
