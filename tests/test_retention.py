@@ -237,3 +237,10 @@ def test_steps_behind_those_of_another_run_are_refused_and_a_restore_settles_it(
         manager.restore({"x": torch.zeros(9, dtype=torch.int64)}, step=100)
         manager.save({"x": torch.ones(9)}, 150)
     assert whole(tmp_path) == [100, 150, 200, 300]
+
+
+def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_path, monkeypatch):
+    backend = FaultyBackend(open_backend(str(tmp_path)))
+    monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: backend)
+    saved(tmp_path, [1, 2, 3, 4, 5])
+    assert [call.verb for call in backend.calls].count("folders") == 2  # whose the root is, and the remains
