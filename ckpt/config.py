@@ -12,6 +12,7 @@
     keep_last = 3
     [[tiers]]
     url = "s3://bucket/run42"
+    codec = "zstd"
     options = { endpoint_url = "http://store:9000" }
 
     [save]
@@ -25,6 +26,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +39,7 @@ CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"
 DEBUG_VARIABLE: Final = "CKPT_DEBUG"
 MEMORY: Final = "memory"
+NO_CODEC: Final = "none"
 
 OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
@@ -44,6 +47,9 @@ Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
 _MAX_CHUNK_BYTES: Final = 64 << 20
+_CODEC: Final = re.compile(r"(none|zstd)(?:(?<=zstd):([0-9]{1,2}))?")
+_MOST_LEVEL: Final = 12
+"""Above, zstd takes hundreds of MiB per thread."""
 _SAVE_KEYS: Final = (
     "on_busy",
     "overlap",
@@ -68,6 +74,7 @@ class Tier:
         every: Only steps that are multiples of this go there.
         keep_last: How many of the newest steps it keeps; None for all.
         keep_every: Beside those, every step that is a multiple of this.
+        codec: "zstd" compresses what is written there ("zstd:3": with level 3, slower), "none" leaves files as safetensors.
         required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
     """
 
@@ -77,6 +84,7 @@ class Tier:
     keep_last: int | None = None
     keep_every: int | None = None
     required: bool | None = None
+    codec: str = NO_CODEC
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -97,6 +105,7 @@ class Tier:
             )
         if self.required not in (None, True, False):
             raise ConfigError(f"required={self.required!r}: give true or false")
+        parse_codec(self.codec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +165,16 @@ class Config:
     save: SaveConfig = field(default_factory=SaveConfig)
     metadata: Metadata = field(default_factory=dict[str, Any])
     path: str | None = None
+
+
+def parse_codec(codec: str) -> tuple[str, int | None]:
+    """A codec's name, and its level if one is given. Raises ``ConfigError`` for one that is unknown."""
+    match = _CODEC.fullmatch(codec) if isinstance(codec, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if match is None or (match[2] and not 1 <= int(match[2]) <= _MOST_LEVEL):
+        raise ConfigError(
+            f"codec={codec!r}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to {_MOST_LEVEL}"
+        )
+    return match[1], int(match[2]) if match[2] else None
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:
@@ -243,7 +262,7 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
 def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
-    _known("tiers.", row, ("url", "options", "every", "keep_last", "keep_every", "required"))
+    _known("tiers.", row, ("url", "options", "every", "keep_last", "keep_every", "required", "codec"))
     fields: dict[str, Any] = {"url": "", **row}
     tier = Tier(**fields)
     if tier.url == MEMORY:
