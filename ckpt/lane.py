@@ -16,7 +16,7 @@ import msgspec
 
 from ckpt.catalog.index import committed, sweep
 from ckpt.catalog.prune import prune
-from ckpt.config import SaveConfig
+from ckpt.config import NO_CODEC, SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
 from ckpt.coordination.committer import LEADER, Committer, rebuild
@@ -33,9 +33,11 @@ from ckpt.errors import (
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
-from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef
+from ckpt.model.manifest import ENCODED_FORMAT, FORMAT, Chunk, Encoding, File, Fragment, FragmentRef
+from ckpt.pipeline.codec import Encoder, widths_of
+from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.stored import StoredImage
+from ckpt.pipeline.stored import EncodedImage, StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
 from ckpt.plan.merge import Known
@@ -92,6 +94,8 @@ class Lane:
             self._pruner = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         self._prune_queued = False
         self._retry = RetryPolicy()
+        self._encoder = None if tier.tier.codec == NO_CODEC else Encoder(tier.tier.codec)
+        self._streamed: Encoding | None = None
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
         self._taken: set[int] | None = None
@@ -121,9 +125,9 @@ class Lane:
             committer.commit(job.ref, Failed(str(veto)), veto=veto)
             raise veto
         try:
-            chunks = self._write(job, on_bytes)
+            chunks, encoding = self._write(job, on_bytes)
             intact()  # before the fragment: whoever finds all fragments may commit them
-            word = Durable(self._put_fragment(job, chunks))
+            word = Durable(self._put_fragment(job, chunks, encoding))
             intact()
         except Exception as error:
             self._refuse(job.ref, job.trial, str(error) or repr(error))
@@ -160,9 +164,11 @@ class Lane:
             _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
 
     def stored(self, job: SaveJob) -> StoredImage:
-        """The image of a job that was committed here."""
-        key = job.ref.key(data_name(self._coordinator.rank))
-        return StoredImage(self._backend, key, job.plan.size, self._retry)
+        """The image of a job that was committed here, the last that was not stored already."""
+        key = job.ref.key(self._data_name)
+        if self._streamed is None:
+            return StoredImage(self._backend, key, job.plan.size, self._retry)
+        return EncodedImage(self._backend, key, job.plan.chunks, self._streamed.lengths, self._retry)
 
     def prune_later(self, waiting: Callable[[], frozenset[StepRef]]) -> None:
         """Remove what need not be kept, but nothing that farther tiers are ``waiting`` for. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
@@ -243,14 +249,20 @@ class Lane:
             return error
         return StepExists(ref.step, self.url) if ref.step in self._taken else None
 
-    def _write(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
-        key = job.ref.key(data_name(self._coordinator.rank))
+    def _write(self, job: SaveJob, on_bytes: OnBytes) -> tuple[tuple[Chunk, ...], Encoding | None]:
+        key = job.ref.key(self._data_name)
+        stored = isinstance(job.image, StoredImage)
         write: Callable[..., tuple[Chunk, ...]] = partial(write_image, backend=self._backend)
+        lengths: list[int] = []
         if isinstance(self._backend, Adopting):
             write = partial(adopt_image, backend=self._backend)
             if job.image.path:
                 self._lodgers[job.image.path] = job.ref
-        stored = isinstance(job.image, StoredImage)
+        elif self._encoder is not None:
+            widths = widths_of(job.plan.chunks, job.plan.tensors)
+            write = partial(
+                write_encoded, backend=self._backend, encoder=self._encoder, widths=widths, lengths=lengths
+            )
         chunks = write(
             job.image,
             job.plan.chunks,
@@ -264,35 +276,46 @@ class Lane:
             raise IntegrityError(
                 f"{key} was read back from the nearer tier, and is not what was written there"
             )
-        return chunks
+        encoder = self._encoder
+        encoding = Encoding(self._coordinator.rank, encoder.name, tuple(lengths)) if encoder else None
+        if not stored:
+            self._streamed = encoding
+        return chunks, encoding
+
+    @property
+    def _data_name(self) -> str:
+        return data_name(self._coordinator.rank, encoded=self._encoder is not None)
 
     def _own_names(self) -> tuple[str, str]:
-        return fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)
+        return fragment_name(self._coordinator.rank), self._data_name
 
-    def _put_fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> FragmentRef:
+    def _put_fragment(
+        self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None
+    ) -> FragmentRef:
         rank = self._coordinator.rank
         name = fragment_name(rank)
-        data = pack(self._fragment(job, chunks))
+        data = pack(self._fragment(job, chunks, encoding))
         self._retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, rank, len(data), checksum(data))
 
-    def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> Fragment:
+    def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None) -> Fragment:
         rank = self._coordinator.rank
         return Fragment(
-            format=FORMAT,
+            format=ENCODED_FORMAT if encoding else FORMAT,
             step=job.ref.step,
             attempt=job.ref.attempt,
             rank=rank,
             world_size=self._coordinator.world_size,
             created_at=job.created_at,
             chunk_bytes=self._config.chunk_bytes,
-            file=File(data_name(rank), rank, job.plan.size, chunks),
+            file=File(self._data_name, rank, job.plan.size, chunks),
             tensors=job.plan.tensors,
             tied=dict(job.tied),
             tree=msgspec.Raw(job.tree),
             per_rank=msgspec.Raw(job.per_rank),
             replicas=dict(job.replicas()),
             metadata=msgspec.Raw(job.metadata),
+            encoded=(encoding,) if encoding else (),
         )
 
     def _clean_up(self, job: SaveJob) -> None:

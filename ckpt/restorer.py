@@ -35,7 +35,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
-from ckpt.model.manifest import Manifest
+from ckpt.model.manifest import Manifest, stored_size
 from ckpt.pipeline.reader import read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -249,12 +249,15 @@ class Restorer:
     def _read(
         self, tier: OpenTier, ref: StepRef, manifest: Manifest, matched: Matched, plan: RestorePlan
     ) -> bool:
-        files = manifest.file_map()
+        files, encodings = manifest.file_map(), manifest.encodings()
         read_plan(
             plan,
             TensorSink(matched.wanted, matched.targets),
             backend=tier.backend,
-            file_of=lambda rank: (ref.key(files[rank].name), files[rank].size),
+            file_of=lambda rank: (
+                ref.key(files[rank].name),
+                stored_size(files[rank], encodings.get(rank)),
+            ),
             workers=self._workers,
             retry=self._retry,
             on_bytes=lambda _: None,

@@ -18,7 +18,6 @@ import numpy as np
 
 from ckpt.config import parse_codec
 from ckpt.errors import ChecksumMismatch, ConfigError
-from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
 from ckpt.model.validate import MAX_CHUNK_BYTES
 
@@ -80,7 +79,10 @@ class Encoder:
         if not any(plans) and not shift:
             return [chunk]
         planes, shift, base = _split(words, self._room(chunk.nbytes))
-        body = [_shortest(plane, plan, shift if index == 0 else 0) for index, (plane, plan) in enumerate(zip(planes, plans, strict=True))]
+        body = [
+            _shortest(plane, plan, shift if index == 0 else 0)
+            for index, (plane, plan) in enumerate(zip(planes, plans, strict=True))
+        ]
         head = _HEAD.pack(width, shift, base, 0) + struct.pack(f"<{width}I", *(each.nbytes for each in body))
         pieces = [memoryview(head), *body]
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.config import MEMORY, Tier
+from ckpt.config import MEMORY, NO_CODEC, Tier
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
@@ -71,6 +71,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
                 raise ConfigError(f"the tier {urls[-1]} is named twice")
             if isinstance(opened[-1].backend, Adopting) and tier.keep_last is not None:
                 raise ConfigError(f"{urls[-1]} keeps what its slots hold: leave keep_last out")
+            if isinstance(opened[-1].backend, Adopting) and tier.codec != NO_CODEC:
+                raise ConfigError(f"{urls[-1]} keeps images where they are staged: leave codec out")
             durable = any(not isinstance(other.backend, Adopting) for other in opened[:-1])
             if isinstance(opened[-1].backend, Adopting) and durable:
                 raise ConfigError(f"{urls[-1]} is memory: put it before the tiers that are farther away")
