@@ -35,7 +35,7 @@ from ckpt.errors import IntegrityError, ObjectExists, ObjectNotFound, StorageErr
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import File, FragmentRef, Manifest
+from ckpt.model.manifest import File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, Upload, read_object
@@ -43,7 +43,7 @@ from ckpt.storage.api import StorageBackend, Upload, read_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """``nbytes`` of data files are now right at the destination; ``copied_bytes`` of them were not there before."""
+    """``nbytes`` of data files, as they lie there, are now right at the destination; ``copied_bytes`` of them were not there before."""
 
     ref: StepRef
     nbytes: int
@@ -74,13 +74,16 @@ def fetch_step(
     with _about_the_source():
         manifest, packed = read_packed(source, ref, retry=retry)
     _make_way(destination, ref, packed, retry)
-    missing = _missing(destination, ref, manifest, workers, retry)
-    for fault in size_faults(source, ref, missing, workers=workers, retry=retry):
+    missing, encodings = _missing(destination, ref, manifest, workers, retry), manifest.encodings()
+    for fault in size_faults(source, ref, missing, workers=workers, retry=retry, encodings=encodings):
         raise fault.error()
-    copied = sum(file.size for file in missing)
-    meter = Meter(manifest.nbytes, on_progress)
-    meter.add(manifest.nbytes - copied)
-    copies = [_FileCopy(source, destination, ref.key(file.name), file, retry) for file in missing]
+    copied = sum(stored_size(file, encodings.get(file.rank)) for file in missing)
+    meter = Meter(manifest.stored_bytes, on_progress)
+    meter.add(manifest.stored_bytes - copied)
+    copies = [
+        _FileCopy(source, destination, spans_of(ref.key(file.name), file, encodings.get(file.rank)), retry)
+        for file in missing
+    ]
     try:
         workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
     finally:
@@ -93,7 +96,7 @@ def fetch_step(
     )
     _commit(destination, ref, packed, retry)
     return FetchReport(
-        ref=ref, nbytes=manifest.nbytes, copied_bytes=copied, seconds=time.perf_counter() - start
+        ref=ref, nbytes=manifest.stored_bytes, copied_bytes=copied, seconds=time.perf_counter() - start
     )
 
 
@@ -115,7 +118,15 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
 def _missing(
     destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
 ) -> list[File]:
-    faults, _ = verify_files(destination, ref, manifest.files, workers=workers, on_progress=None, retry=retry)
+    faults, _ = verify_files(
+        destination,
+        ref,
+        manifest.files,
+        workers=workers,
+        on_progress=None,
+        retry=retry,
+        encodings=manifest.encodings(),
+    )
     wrong = {fault.key for fault in faults}
     return [file for file in manifest.files if ref.key(file.name) in wrong]
 
@@ -174,10 +185,11 @@ class _FileCopy:
     """
 
     def __init__(
-        self, source: StorageBackend, destination: StorageBackend, key: str, file: File, retry: RetryPolicy
+        self, source: StorageBackend, destination: StorageBackend, spans: list[Span], retry: RetryPolicy
     ) -> None:
-        self.spans = spans_of(key, file)
-        self._source, self._destination, self._key, self._size = source, destination, key, file.size
+        self.spans, self._key = spans, spans[0].key
+        self._source, self._destination = source, destination
+        self._size = sum(span.nbytes for span in spans)
         self._retry = retry
         self._lock = threading.Lock()
         parallel = destination.capabilities.parallel_parts

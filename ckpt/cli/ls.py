@@ -8,6 +8,7 @@ from ckpt.cli.options import JsonOption, RootOption, open_root
 
 if TYPE_CHECKING:
     from ckpt.catalog.index import Entry
+    from ckpt.model.manifest import Manifest
 
 
 def ls(root: RootOption = None, json: JsonOption = False) -> None:
@@ -65,9 +66,19 @@ def _row(entry: Entry) -> tuple[str, ...]:
         output.moment(found.created_at),
         ranks,
         tensors,
-        output.size(found.nbytes),
+        _size(found),
         told,
     )
+
+
+def _size(manifest: Manifest) -> str:
+    """What it takes on the tier; of an encoded one also what it was."""
+    from ckpt.cli import output
+
+    stored = output.size(manifest.stored_bytes)
+    if not manifest.codecs:
+        return stored
+    return f"{stored} ({', '.join(manifest.codecs)} of {output.size(manifest.nbytes)})"
 
 
 def _as_json(entry: Entry) -> dict[str, object]:
@@ -84,4 +95,6 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "world_size": found.world_size if found else None,
         "tensors": len(found.tensors) if found else None,
         "bytes": entry.nbytes,
+        "stored_bytes": found.stored_bytes if found else entry.nbytes,
+        "codecs": list(found.codecs) if found else [],
     }

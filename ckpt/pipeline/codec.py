@@ -18,6 +18,7 @@ import numpy as np
 
 from ckpt.config import parse_codec
 from ckpt.errors import ChecksumMismatch, ConfigError
+from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Tensor
 from ckpt.model.validate import MAX_CHUNK_BYTES
 
@@ -115,11 +116,11 @@ class Encoder:
         return found
 
 
-def decode(data: memoryview, out: memoryview, *, key: str, offset: int) -> None:
-    """Fill ``out`` with the chunk that was encoded as ``data``, which lies at ``offset`` of ``key``. Its checksum is not looked at.
+def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: str | None = None) -> None:
+    """Fill ``out`` with the chunk that was encoded as ``data``, which lies at ``offset`` of ``key``.
 
     Raises:
-        ChecksumMismatch: It is no encoding of a chunk of that length.
+        ChecksumMismatch: It is no encoding of a chunk of that length, or not of the one with the checksum ``digest``.
         ConfigError: The package it needs is not installed.
     """
     zstd = _library()
@@ -127,6 +128,8 @@ def decode(data: memoryview, out: memoryview, *, key: str, offset: int) -> None:
         _decode(data, out, zstd)
     except (ValueError, struct.error, zstd.ZstdError):
         raise ChecksumMismatch(key, offset, data.nbytes) from None
+    if digest is not None and checksum(out) != digest:
+        raise ChecksumMismatch(key, offset, data.nbytes)
 
 
 def _decode(data: memoryview, out: memoryview, zstd: Any) -> None:

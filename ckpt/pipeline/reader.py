@@ -122,8 +122,7 @@ class _Job:
         """To the target's own memory if that is in one piece there."""
         memory = self._sink.direct(read)
         out = self._decoded.get(read.nbytes) if memory is None else memory
-        decode(data, out, key=key, offset=read.offset)
-        verify(out, read.checksum, key=key, offset=read.offset)
+        decode(data, out, key=key, offset=read.offset, digest=read.checksum)
         if memory is None:
             self._sink.place(read, out)
 
