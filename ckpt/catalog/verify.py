@@ -158,8 +158,8 @@ def verify_files(
     faults = [fault for _, fault in heads if fault]
     spans: list[Span] = []
     for file, (size, _) in zip(files, heads, strict=True):
-        found = spans_of(ref.key(file.name), file, encodings.get(file.rank))
-        spans += [span for span in found if span.offset + span.nbytes <= size]
+        every = spans_of(ref.key(file.name), file, encodings.get(file.rank))
+        spans += [span for span in every if span.offset + span.nbytes <= size]
     meter = Meter(sum(span.nbytes for span in spans), on_progress)
     buffers = _Buffers()
     found = workers.run_all(partial(_check_span, backend, span, buffers, meter, retry) for span in spans)

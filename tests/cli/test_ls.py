@@ -42,6 +42,8 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "world_size": 2,
         "tensors": 3,
         "bytes": steps[300].manifest.nbytes,
+        "stored_bytes": steps[300].manifest.nbytes,
+        "codecs": [],
     }
 
 

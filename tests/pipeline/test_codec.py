@@ -106,13 +106,15 @@ def test_damage_gives_our_error_or_the_same_bytes(raw: bytes) -> None:
     data, digest = encode(raw, width), checksum(raw)
     random = np.random.default_rng(3)
     places = [*range(min(40, len(data))), *random.integers(0, len(data), 60)]
+    found: set[tuple[str, int, int]] = set()
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
-        try:
+        try:  # zstd frames have bits of no meaning
             assert decoded(bytes(damaged), len(raw), digest) == raw
         except ChecksumMismatch as error:
-            assert (error.key, error.offset, error.nbytes) == ("k", 7, len(data))
+            found.add((error.key, error.offset, error.nbytes))
+    assert found == {("k", 7, len(data))}
     for end in (0, 1, 3, 4, 12, len(data) // 2, len(data) - 1):
         with pytest.raises(ChecksumMismatch):
             decoded(data[:end], len(raw), digest)
