@@ -56,6 +56,7 @@ CASES = {
     "ranks": [("2 ranks", TWO[1:], "stall_seconds", 2), ("2 ranks", TWO[1:], "durable_seconds", 2)],
     "growth": [("4 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2)],
     "soak": [("4 MiB", TWO[1:], "memory_bytes", 12), ("4 MiB", TWO[1:], "descriptors", 12)],
+    "codec": [("weights, bf16", ("ckpt.zstd.1", "zstd1"), "encode_bytes_per_second", 2), ("second moments, fp32", ("ckpt.zstd.1",), "decode_cpu_seconds", 2)],
     "every": [("4 MiB", TWO[1:], "clean_step_seconds", 4), ("4 MiB", TWO[1:], "saving_step_seconds", 4)],
 }  # fmt: skip
 
