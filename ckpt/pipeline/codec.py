@@ -75,15 +75,14 @@ class Encoder:
         if not width < chunk.nbytes <= MAX_CHUNK_BYTES or chunk.nbytes % width:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
-        sample, shift, _ = _split(_sampled(words), self._room(chunk.nbytes))
-        plans = [self._plan(plane, width, shift if index == 0 else 0) for index, plane in enumerate(sample)]
+        room = self._room(words)
+        sample, shift, _ = _split(_sampled(words), room)
+        plans = [self._plan(plane, width, 0 if index else shift) for index, plane in enumerate(sample)]
         if not any(plans) and not shift:
             return [chunk]
-        planes, shift, base = _split(words, self._room(chunk.nbytes))
-        body = [
-            _shortest(plane, plan, shift if index == 0 else 0)
-            for index, (plane, plan) in enumerate(zip(planes, plans, strict=True))
-        ]
+        planes, shift, base = _split(words, room)
+        shifts = [shift, *[0] * (width - 1)]
+        body = [_shortest(*each, room) for each in zip(planes, plans, shifts, strict=True)]
         head = _HEAD.pack(width, shift, base, 0) + struct.pack(f"<{width}I", *(each.nbytes for each in body))
         pieces = [memoryview(head), *body]
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
@@ -96,8 +95,9 @@ class Encoder:
         best = min(lengths)
         return tried[lengths.index(best)] if best < _WORTH * sample.nbytes * (8 - shift) / 8 else None
 
-    def _room(self, nbytes: int) -> Bytes:
+    def _room(self, words: Words) -> Bytes:
         """Memory for planes, the same for every chunk of this thread: the first touch of fresh memory takes longer than the splitting."""
+        nbytes = words.itemsize * _padded(words.size)
         room: Bytes | None = getattr(self._local, "room", None)
         if room is None or room.size < nbytes:
             room = self._local.room = np.empty(nbytes, dtype=np.uint8)
@@ -176,14 +176,14 @@ def _library() -> Any:
     return zstandard
 
 
-def _shortest(plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int) -> memoryview:
-    """As it is, without its ``shift`` free bits, or compressed. A reader tells them by their length, so that of two as short the first is taken."""
-    best = plane.data
-    if shift and _packed_bytes(plane.size, shift) < best.nbytes:
-        best = _pack(plane, shift)
-    if plan is not None and len(packed := plan.compress(plane.data)) < best.nbytes:
-        best = memoryview(packed)
-    return best
+def _shortest(plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes) -> memoryview:
+    """Compressed, or without its ``shift`` free bits, or as it is. A reader tells them by their length: what is no shorter than the next of these is not taken."""
+    least = plane.size
+    if shift:
+        least = min(least, _packed_bytes(plane.size, shift))
+    if plan is not None and len(code := plan.compress(plane.data)) < least:
+        return memoryview(code)
+    return plane.data if least == plane.size else _pack(room, plane.size, shift)
 
 
 def _sampled(words: Words) -> Words:
@@ -201,7 +201,7 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
         return [words.view(np.uint8)], 0, 0
     one, bits = words.dtype.type, 8 * width
     base, shift = _span(words)
-    planes = room[: words.nbytes].reshape(width, words.size)
+    planes = room[: width * _padded(words.size)].reshape(width, -1)[:, : words.size]
     scratch = np.empty((2, min(_BLOCK, words.size)), dtype=words.dtype)
     for start in range(0, words.size, _BLOCK):  # whole words: NumPy has no vector instructions to shift bytes
         block = slice(start, start + _BLOCK)
@@ -245,13 +245,20 @@ def _masks(shift: int) -> np.uint64:
     return np.uint64(((1 << shift) - 1) * 0x0101010101010101)
 
 
-def _pack(plane: Bytes, shift: int) -> memoryview:
-    """The lowest plane without the ``shift`` bits that are zero in each of its bytes: the last of 8 / shift runs is spread over those of the others."""
-    runs = np.zeros((8 // shift, _run_words(plane.size, shift)), dtype="<u8")
-    runs.view(np.uint8).reshape(-1)[: plane.size] = plane
+def _padded(size: int) -> int:
+    """Room for a plane, and for the zeros that ``_pack`` needs behind it."""
+    return -(-size // 64) * 64
+
+
+def _pack(room: Bytes, size: int, shift: int) -> memoryview:
+    """The lowest plane, in the first ``size`` bytes of ``room``, without the ``shift`` bits that are zero in each of its bytes: the last of 8 / shift runs is spread over those of the others, in place."""
+    count, words = 8 // shift, _run_words(size, shift)
+    whole = room[: count * words * 8]
+    whole[size:] = 0
+    runs = whole.view("<u8").reshape(count, words)
     for index, run in enumerate(runs[:-1], 1):
         run |= (runs[-1] >> np.uint64(shift * index)) & _masks(shift)
-    return runs[:-1].reshape(-1).view(np.uint8).data
+    return whole[: (count - 1) * words * 8].data
 
 
 def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
