@@ -134,7 +134,7 @@ def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: 
 
 def _decode(data: memoryview, out: memoryview, zstd: Any) -> None:
     width, shift, base, zero = _HEAD.unpack_from(data)
-    if width not in (1, 2, 4, 8) or shift > _MOST_SHIFT or zero or out.nbytes % width:
+    if width not in (1, 2, 4, 8) or shift > (_MOST_SHIFT if width > 1 else 0) or zero or out.nbytes % width:
         raise ValueError("not the head of an encoded chunk")
     lengths = struct.unpack_from(f"<{width}I", data, _HEAD.size)
     start, size = _HEAD.size + 4 * width, out.nbytes // width

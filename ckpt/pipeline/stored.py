@@ -67,6 +67,7 @@ class EncodedImage(StoredImage):
         self._starts = list(accumulate(chunks, initial=0))
         self._places = list(accumulate(lengths, initial=0))
         self._lock = threading.Lock()
+        self._one_of_them = [threading.Lock() for _ in range(_KEPT_CHUNKS)]
         self._decoded: dict[int, memoryview] = {}
 
     def view(self, start: int, end: int) -> memoryview:
@@ -82,15 +83,15 @@ class EncodedImage(StoredImage):
         return memory
 
     def _chunk(self, index: int) -> memoryview:
-        with self._lock:
+        with self._one_of_them[index % len(self._one_of_them)]:  # two parts of a chunk are asked for at once
             found = self._decoded.get(index)
-        if found is None:
-            found = self._decode(index)
-            with self._lock:
-                self._decoded[index] = found
-                while len(self._decoded) > _KEPT_CHUNKS:
-                    del self._decoded[next(iter(self._decoded))]
-        return found
+            if found is None:
+                found = self._decode(index)
+                with self._lock:
+                    self._decoded[index] = found
+                    while len(self._decoded) > _KEPT_CHUNKS:
+                        del self._decoded[next(iter(self._decoded))]
+            return found
 
     def _decode(self, index: int) -> memoryview:
         size = self._starts[index + 1] - self._starts[index]

@@ -192,7 +192,7 @@ def check_written(key: str, written: int, announced: int, size: int | None) -> i
 class PutUpload:
     """An ``Upload`` for stores without parts: remembers the memory and puts all of it at ``finish``.
 
-    No copy is made; the caller's memory must live until then, which the contract asks of it anyway.
+    No copy is made, unless the store's capabilities say ``takes_parts``: else the caller's memory must live until then, which the contract asks of it anyway.
     """
 
     def __init__(self, backend: StorageBackend, key: str, size: int) -> None:
@@ -204,7 +204,9 @@ class PutUpload:
         return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        self._parts[offset] = data
+        # a store may take parts of large objects only, and its word goes for small ones too
+        taken = self._backend.capabilities.takes_parts
+        self._parts[offset] = memoryview(bytes(data)) if taken else data
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         parts = [self._parts[offset] for offset in sorted(self._parts)]

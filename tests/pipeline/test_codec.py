@@ -152,6 +152,55 @@ def test_a_frame_that_claims_more_than_the_manifest_gets_no_memory() -> None:
         decoded(bytes([1, 0, 0, 0]) + len(bomb).to_bytes(4, "little") + bomb, 1 << 20)
 
 
+def by_the_book(data: bytes, nbytes: int, packed: list[int]) -> bytes:
+    """A reader written from docs/format.md, one element after another."""
+    import zstandard
+
+    width, shift, base, zero = data[:4]
+    assert zero == 0
+    size, place = nbytes // width, 4 + 4 * width
+    planes: list[bytes] = []
+    for k in range(width):
+        length = int.from_bytes(data[4 + 4 * k : 8 + 4 * k], "little")
+        piece, place = data[place : place + length], place + length
+        r = -(-size * shift // 64)
+        if length == size:
+            planes.append(piece)
+        elif k == 0 and shift and length == (8 // shift - 1) * 8 * r:
+            g, mask = 8 // shift, (1 << shift) - 1
+            runs = [piece[i * 8 * r : (i + 1) * 8 * r] for i in range(g - 1)]
+            last = [sum((runs[i - 1][j] & mask) << (shift * i) for i in range(1, g)) for j in range(8 * r)]
+            planes.append(bytes([byte & ~mask for byte in b"".join(runs)] + last)[:size])
+            packed.append(shift)
+        else:
+            planes.append(zstandard.ZstdDecompressor().decompress(piece))
+    assert place == len(data)
+    bits, found = 8 * width, bytearray()
+    for element in zip(*planes, strict=True):
+        word = (int.from_bytes(bytes(element), "little") >> shift) + (base << (bits - 8))
+        if width > 1:
+            word = word >> 1 | (word & 1) << (bits - 1)
+        found += word.to_bytes(width, "little")
+    return bytes(found)
+
+
+def test_the_page_about_the_format_is_enough_to_read_it() -> None:
+    packed: list[int] = []
+    small = NORMAL[:5003]
+    for values in (small, small * np.where(np.arange(5003) % 2, np.float32(1), np.float32(2.0**-60))):
+        for raw, width in (
+            (values.tobytes(), 4),
+            (bf16(values), 2),
+            (values.astype(np.float64).tobytes(), 8),
+        ):
+            data = encode(raw, width)
+            assert len(data) < len(raw)
+            assert by_the_book(data, len(raw), packed) == raw
+    raw = np.arange(9000).tobytes()
+    assert by_the_book(encode(raw, 1), len(raw), packed) == raw
+    assert set(packed) == {1, 2}, "both ways to pack are met"
+
+
 def test_widths_follow_the_tensors_of_a_file() -> None:
     def tensor(name: str, dtype: str, offset: int, count: int) -> Tensor:
         shard = Shard(0, offset, (0,), (count,))

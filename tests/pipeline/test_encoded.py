@@ -51,12 +51,14 @@ def image_of(backend, lengths, retry) -> EncodedImage:
 
 
 class OneByOne:
-    """A store that keeps parts until the end, and takes one at a time."""
+    """A store that takes one part at a time; it keeps them until the end, or says that it does not."""
+
+    takes_parts = False
 
     def __init__(self, inner) -> None:
         self.inner = inner
         self.capabilities = replace(
-            inner.capabilities, part_bytes=MIB, parallel_parts=False, takes_parts=False
+            inner.capabilities, part_bytes=MIB, parallel_parts=False, takes_parts=self.takes_parts
         )
         self.inside = threading.Lock()
 
@@ -76,8 +78,14 @@ class OneByOne:
         return getattr(self.inner, name)
 
 
+class Taking(OneByOne):
+    """As S3 for small objects: all is put at the end."""
+
+    takes_parts = True
+
+
 @pytest.mark.parametrize("known", [(), TABLE])
-@pytest.mark.parametrize("wrap", [lambda b: b, OneByOne])
+@pytest.mark.parametrize("wrap", [lambda b: b, OneByOne, Taking])
 def test_chunks_lie_one_after_another_and_decode_to_the_image(memory, workers, retry, wrap, known) -> None:
     told: list[int] = []
     chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=told.append)
