@@ -92,13 +92,20 @@ class ZipNN:
         make = import_module("zipnn").ZipNN  # untyped where it is installed, not found where it is not
         self._coder = make(bytearray_dtype=names[kind], input_format="byte", threads=threads)
 
-    def encode(self, raw: bytes) -> tuple[Any, int]:
-        coded = self._coder.compress(bytearray(raw))  # it writes to what it is given
-        return coded, len(coded)
+    def encode(self, raw: bytes) -> tuple[list[Any], int]:
+        # chunks too, as it is slower with larger pieces; a bytearray, since it writes to what it is given
+        coded = [
+            self._coder.compress(bytearray(memoryview(raw)[start : start + _CHUNK]))
+            for start in range(0, len(raw), _CHUNK)
+        ]
+        return coded, sum(map(len, coded))
 
-    def decode(self, coded: Any, nbytes: int) -> bytes:  # noqa: ARG002 - it knows
-        found: bytes = self._coder.decompress(coded)
-        return found
+    def decode(self, coded: list[Any], nbytes: int) -> bytearray:
+        out = bytearray(nbytes)
+        for index, chunk in enumerate(coded):
+            place = memoryview(out)[index * _CHUNK : (index + 1) * _CHUNK]
+            place[:] = self._coder.decompress(chunk)
+        return out
 
 
 class Plain:

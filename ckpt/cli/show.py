@@ -134,9 +134,7 @@ def _show_files(manifest: Manifest) -> None:
 
 def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
     from ckpt.cli import output
-    from ckpt.model.manifest import stored_size
 
-    encodings = manifest.encodings()
     return {
         "step": manifest.step,
         "attempt": manifest.attempt,
@@ -169,21 +167,28 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
         "tree": _node(manifest.tree),
         "per_rank": {rank: _node(raw) for rank, raw in manifest.per_rank.items()},
         "metadata": _node(manifest.metadata),
-        "files": [
-            {
-                "name": file.name,
-                "rank": file.rank,
-                "bytes": file.size,
-                "chunks": len(file.chunks),
-                "codec": encodings[file.rank].codec if file.rank in encodings else None,
-                "stored_bytes": stored_size(file, encodings.get(file.rank)),
-            }
-            for file in manifest.files
-        ],
+        "files": _files(manifest),
         "fragments": [
             {"name": item.name, "rank": item.rank, "bytes": item.size} for item in manifest.fragments
         ],
     }
+
+
+def _files(manifest: Manifest) -> list[dict[str, object]]:
+    from ckpt.model.manifest import stored_size
+
+    encodings = manifest.encodings()
+    return [
+        {
+            "name": file.name,
+            "rank": file.rank,
+            "bytes": file.size,
+            "chunks": len(file.chunks),
+            "codec": encodings[file.rank].codec if file.rank in encodings else None,
+            "stored_bytes": stored_size(file, encodings.get(file.rank)),
+        }
+        for file in manifest.files
+    ]
 
 
 @dataclass(frozen=True, slots=True)
