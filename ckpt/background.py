@@ -11,10 +11,10 @@ from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, PeerFailed, SaveSkipped
 from ckpt.events import Event, Observer, SaveCommitted, SaveStaged
-from ckpt.lane import SaveJob
 from ckpt.model.layout import StepRef
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers
+from ckpt.rank_files import SaveJob
 from ckpt.saver import SKIPPED, UNHEARD, Saver
 from ckpt.staging.slot import Slot
 from ckpt.staging.slots import SlotPool

@@ -14,6 +14,7 @@
     capacity = "200GB"
     [[tiers]]
     url = "s3://bucket/run42"
+    codec = "zstd"
     options = { endpoint_url = "http://store:9000" }
 
     [save]
@@ -40,6 +41,7 @@ CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"
 DEBUG_VARIABLE: Final = "CKPT_DEBUG"
 MEMORY: Final = "memory"
+NO_CODEC: Final = "none"
 
 OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
@@ -49,6 +51,9 @@ Metadata = Mapping[str, Any]  # JSON values
 _MIN_CHUNK_BYTES: Final = 16
 _MAX_CHUNK_BYTES: Final = 64 << 20
 _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+_CODEC: Final = re.compile(r"(none|zstd)(?:(?<=zstd):([0-9]{1,2}))?")
+_MOST_LEVEL: Final = 12
+"""Above, zstd takes hundreds of MiB per thread."""
 _SAVE_KEYS: Final = (
     "on_busy",
     "overlap",
@@ -99,6 +104,7 @@ class Tier:
         keep_best: Beside those, the steps with the best metric, as ``save_async(metrics=...)`` was told: ("loss", "min") for one, ("accuracy", "max", 3) for three.
         capacity: Bytes that checkpoints may take there, such as "200GB" or 200 << 30. Before a save that would exceed it the oldest go, but never the newest unless it lies elsewhere too,
             nor what a farther tier still waits for.
+        codec: "zstd" compresses what is written there ("zstd:3": with level 3, slower), "none" leaves files as safetensors.
         required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
     """
 
@@ -110,6 +116,7 @@ class Tier:
     keep_best: tuple[str, Mode] | tuple[str, Mode, int] | None = None
     capacity: int | str | None = None
     required: bool | None = None
+    codec: str = NO_CODEC
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """What the class does not know is said as for ``ckpt.toml``; the fields are set as for any dataclass."""
@@ -141,6 +148,7 @@ class Tier:
             _bytes("capacity", self.capacity)
         if self.required not in (None, True, False):
             raise ConfigError(f"required={self.required!r}: give true or false")
+        parse_codec(self.codec)
 
     @property
     def best(self) -> Best | None:
@@ -210,6 +218,16 @@ class Config:
     save: SaveConfig = field(default_factory=SaveConfig)
     metadata: Metadata = field(default_factory=dict[str, Any])
     path: str | None = None
+
+
+def parse_codec(codec: str) -> tuple[str, int | None]:
+    """A codec's name, and its level if one is given. Raises ``ConfigError`` for one that is unknown."""
+    match = _CODEC.fullmatch(codec) if isinstance(codec, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
+    if match is None or (match[2] and not 1 <= int(match[2]) <= _MOST_LEVEL):
+        raise ConfigError(
+            f"codec={codec!r}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to {_MOST_LEVEL}"
+        )
+    return match[1], int(match[2]) if match[2] else None
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:

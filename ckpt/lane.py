@@ -8,11 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-
-import msgspec
+from collections.abc import Callable
 
 from ckpt.catalog.index import committed, sweep
 from ckpt.catalog.pruner import Pruner
@@ -26,7 +22,6 @@ from ckpt.errors import (
     CkptError,
     CommitError,
     HistoryHidden,
-    IntegrityError,
     ObjectNotFound,
     OutOfSpace,
     PeerFailed,
@@ -35,44 +30,18 @@ from ckpt.errors import (
     about,
     placed,
 )
-from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
-from ckpt.model.layout import StepRef, data_name, fragment_name
-from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
+from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
-from ckpt.plan.save import SavePlan
+from ckpt.rank_files import RankFiles, SaveJob
 from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
-    """All that streaming needs to know.
-
-    Attributes:
-        trial: Counts the tries at one step.
-        image: Lent until the job is done.
-        replicas: Gives the digests of replicas, once all of the image has landed; raises if it never does.
-        known: The chunk table, once the image has been written.
-    """
-
-    ref: StepRef
-    trial: int
-    plan: SavePlan
-    image: Source
-    tied: Mapping[str, str]
-    tree: bytes
-    per_rank: bytes
-    replicas: Callable[[], Mapping[str, str]]
-    metadata: bytes
-    created_at: float
-    known: tuple[Chunk, ...] = ()
 
 
 class Lane:
@@ -117,6 +86,7 @@ class Lane:
         patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
+        self._files = RankFiles(tier, coordinator.rank, coordinator.world_size, config, self._workers)
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
         self._taken: set[int] | None = None
@@ -142,7 +112,7 @@ class Lane:
 
     def _commit(self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
         # what waits on a nearer tier can wait out a store that is down for a while
-        self._retry = self._patient if isinstance(job.image, StoredImage) else RetryPolicy()
+        self._retry = self._patient if job.is_stored else RetryPolicy()
         committer = self._committer(job.trial)
         if veto := self._veto(job):
             committer.commit(
@@ -186,9 +156,11 @@ class Lane:
     def _write_all(
         self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]
     ) -> tuple[tuple[Chunk, ...], Durable]:
-        chunks = self._write(job, on_bytes)
+        if self.in_memory and job.image.path:
+            self._lodgers[job.image.path] = job.ref
+        chunks, encoding = self._files.write(job, on_bytes, self._retry)
         intact()  # before the fragment: whoever finds all fragments may commit them
-        word = Durable(self._put_fragment(job, chunks))
+        word = Durable(self._files.put_fragment(job, chunks, encoding, self._retry))
         intact()
         return chunks, word
 
@@ -223,9 +195,8 @@ class Lane:
             _log.debug("ckpt: step %d on %s: %s", ref.step, self.url, error)
 
     def stored(self, job: SaveJob) -> StoredImage:
-        """The image of a job that was committed here."""
-        key = job.ref.key(data_name(self._coordinator.rank))
-        return StoredImage(self._backend, key, job.plan.size, self._retry)
+        """The image of a job that was committed here, the last that was not stored already."""
+        return self._files.stored(job, self._retry)
 
     def hurry(self) -> None:
         """Wait for a store that is down no longer than for any other."""
@@ -239,7 +210,7 @@ class Lane:
     def evict(self, path: str) -> None:
         """The slot that is this file will be overwritten: take the step that lies in it off, manifest first."""
         if (ref := self._lodgers.get(path)) is not None:
-            for name in (ref.manifest, *map(ref.key, self._own_names())):
+            for name in (ref.manifest, *map(ref.key, self._files.names)):
                 self._backend.delete(name)
             del self._lodgers[path]
 
@@ -315,76 +286,12 @@ class Lane:
             return HistoryHidden(ref.step, newest, self.url)
         return None
 
-    def _write(self, job: SaveJob, on_bytes: OnBytes) -> tuple[Chunk, ...]:
-        key = job.ref.key(data_name(self._coordinator.rank))
-        write: Callable[..., tuple[Chunk, ...]] = partial(write_image, backend=self._backend)
-        if isinstance(self._backend, Adopting):
-            write = partial(adopt_image, backend=self._backend)
-            if job.image.path:
-                self._lodgers[job.image.path] = job.ref
-        stored = isinstance(job.image, StoredImage)
-
-        sent: list[int] = []
-
-        def count(nbytes: int) -> None:
-            sent.append(nbytes)
-            on_bytes(nbytes)
-
-        def attempt() -> tuple[Chunk, ...]:
-            on_bytes(-sum(sent))  # begun anew
-            sent.clear()
-            return write(
-                job.image,
-                job.plan.chunks,
-                key=key,
-                workers=self._workers,
-                retry=RetryPolicy(),
-                on_bytes=count,
-                known=() if stored else job.known,
-            )
-
-        chunks = self._retry.call(attempt) if stored else attempt()
-        if stored and job.known != chunks:
-            raise IntegrityError(
-                f"{key} was read back from the nearer tier, and is not what was written there"
-            )
-        return chunks
-
-    def _own_names(self) -> tuple[str, str]:
-        return fragment_name(self._coordinator.rank), data_name(self._coordinator.rank)
-
-    def _put_fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> FragmentRef:
-        rank = self._coordinator.rank
-        name = fragment_name(rank)
-        data = pack(self._fragment(job, chunks))
-        self._retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
-        return FragmentRef(name, rank, len(data), checksum(data))
-
-    def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...]) -> Fragment:
-        rank = self._coordinator.rank
-        return Fragment(
-            format=FORMAT,
-            step=job.ref.step,
-            attempt=job.ref.attempt,
-            rank=rank,
-            world_size=self._coordinator.world_size,
-            created_at=job.created_at,
-            chunk_bytes=self._config.chunk_bytes,
-            file=File(data_name(rank), rank, job.plan.size, chunks),
-            tensors=job.plan.tensors,
-            tied=dict(job.tied),
-            tree=msgspec.Raw(job.tree),
-            per_rank=msgspec.Raw(job.per_rank),
-            replicas=dict(job.replicas()),
-            metadata=msgspec.Raw(job.metadata),
-        )
-
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
         try:
             self._backend.head(job.ref.manifest)
         except ObjectNotFound:
-            for name in self._own_names():
+            for name in self._files.names:
                 with contextlib.suppress(StorageError):
                     self._backend.delete(job.ref.key(name))
             if job.image.path:

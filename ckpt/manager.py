@@ -25,12 +25,12 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
-from ckpt.lane import SaveJob
 from ckpt.model.layout import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
+from ckpt.rank_files import SaveJob
 from ckpt.restorer import Restorer, RestoreReport
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence

@@ -278,7 +278,7 @@ class Restorer:
         """Returns where most of it came from."""
         sink = TensorSink(fit.matched.wanted, fit.matched.targets)
         left = fit.cache.fill(fit.plan, sink)
-        given = origin.read(left, sink, fit.found.manifest.file_map(), workers=self._workers)
+        given = origin.read(left, sink, workers=self._workers)
         nbytes = Counter({fit.found.position: 0, **fit.cache.taken})
         for position, part in enumerate(given):
             for read in part.reads:

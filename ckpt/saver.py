@@ -16,8 +16,9 @@ from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.drain import Drain, Waiting
 from ckpt.errors import SaveSkipped, TensorChanged
-from ckpt.lane import Lane, SaveJob
+from ckpt.lane import Lane
 from ckpt.model.layout import StepRef
+from ckpt.rank_files import SaveJob
 from ckpt.storage.tiers import OpenTier
 
 SKIPPED: Final = "skipped: no slot was free"

@@ -86,9 +86,9 @@ class DirectWriter:
             return
         pwrite_all(self.fd, offset, data)
 
-    def sync(self) -> None:
-        """Cut the padding off and wait until the bytes are on the medium."""
-        os.ftruncate(self.fd, self._size)
+    def sync(self, size: int) -> None:
+        """Cut the padding off, and what was reserved beyond ``size``, and wait until the bytes are on the medium."""
+        os.ftruncate(self.fd, size)
         os.fsync(self.fd)
 
     def close(self) -> None:

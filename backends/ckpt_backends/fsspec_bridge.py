@@ -23,6 +23,7 @@ from ckpt.storage.api import (
     Upload,
     check_key,
     check_prefix,
+    check_written,
 )
 from ckpt_backends.foreign_errors import clean, foreign
 from ckpt_backends.posix import open_posix
@@ -275,12 +276,11 @@ class _StreamUpload:
         self._parts[offset] = data.cast("B")
         self._send()
 
-    def finish(self) -> ObjectInfo:
+    def finish(self, size: int | None = None) -> ObjectInfo:
         try:
             with self._backend._errors(self._key):
                 self._send()
-                if self._sent != self._size:
-                    raise StorageError(self._key, f"{self._sent} of {self._size} bytes were written")
+                self._size = check_written(self._key, self._sent, self._size, size)
                 file, self._file = self._file, None
                 try:
                     file.close()

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key, check_prefix
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key, check_prefix, check_written
 
 _PART_BYTES: Final = 8 << 20
 
@@ -141,10 +141,9 @@ class _MemoryUpload:
         memoryview(self._value)[offset : offset + data.nbytes] = data.cast("B")
         self._written[offset] = data.nbytes
 
-    def finish(self) -> ObjectInfo:
-        written = sum(self._written.values())
-        if written != len(self._value):
-            raise StorageError(self._key, f"{written} of {len(self._value)} bytes were written")
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        size = check_written(self._key, sum(self._written.values()), len(self._value), size)
+        del self._value[size:]
         return self._backend._place(self._key, self._value)
 
     def abort(self) -> None:

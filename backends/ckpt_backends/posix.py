@@ -18,7 +18,15 @@ from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, StorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key, check_prefix
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    Upload,
+    check_key,
+    check_prefix,
+    check_written,
+)
 from ckpt_backends.direct_io import (
     ALIGNMENT,
     DirectWriter,
@@ -303,21 +311,18 @@ class _PosixUpload:
             self._writer.write(offset, data)
         self._written[offset] = data.nbytes
 
-    def finish(self) -> ObjectInfo:
+    def finish(self, size: int | None = None) -> ObjectInfo:
         """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted."""
         try:
-            if sum(self._written.values()) != self._size:
-                raise StorageError(
-                    self._key, f"{sum(self._written.values())} of {self._size} bytes were written"
-                )
+            size = check_written(self._key, sum(self._written.values()), self._size, size)
             with mapped(self._key, missing=StorageError):
-                self._writer.sync()
+                self._writer.sync(size)
                 self._writer.close()
                 self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException:
             self.abort()
             raise
-        return ObjectInfo(key=self._key, size=self._size)
+        return ObjectInfo(key=self._key, size=size)
 
     def abort(self) -> None:
         with suppress(OSError):

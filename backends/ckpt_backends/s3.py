@@ -15,7 +15,16 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key, check_prefix
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    PutUpload,
+    Upload,
+    check_key,
+    check_prefix,
+    check_written,
+)
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of
@@ -323,31 +332,32 @@ class _S3Upload:
             data.nbytes,
         )
 
-    def finish(self) -> ObjectInfo:
-        written = sum(size for _, size in self._done.values())
-        if written != self._size:
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        try:
+            size = check_written(self._key, sum(each for _, each in self._done.values()), self._size, size)
+        except StorageError:
             self.abort()
-            raise StorageError(self._key, f"{written} of {self._size} bytes were written")
+            raise
         parts = [part for _, (part, _) in sorted(self._done.items())]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except StorageError:
-            if not self._complete_anyway():
+            if not self._complete_anyway(size):
                 self.abort()
                 raise
-        return ObjectInfo(key=self._key, size=self._size)
+        return ObjectInfo(key=self._key, size=size)
 
     def abort(self) -> None:
         with suppress(StorageError):
             self._call("abort_multipart_upload")
 
-    def _complete_anyway(self) -> bool:
+    def _complete_anyway(self, size: int) -> bool:
         """Whether only the reply was lost: the upload is known no more, and the object is there. Only we could have ended it."""
         try:
             self._call("list_parts")
         except ObjectNotFound:
             with suppress(StorageError):
-                return self._backend.head(self._key).size == self._size
+                return self._backend.head(self._key).size == size
         except StorageError:
             return False
         return False

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Protocol
 
 from ckpt.errors import StorageError, TransientStorageError
-from ckpt.storage.api import ObjectInfo
+from ckpt.storage.api import ObjectInfo, check_written
 
 _PARTS_AT_ONCE: Final = 8
 _REQUEST_SECONDS: Final = 120
@@ -113,10 +113,12 @@ class ObstoreUpload:
         while (part := self._early.pop(self._sent, None)) is not None:
             self._send(memoryview(part))
 
-    def finish(self) -> ObjectInfo:
-        if self._sent != self._size:
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        try:
+            self._size = check_written(self._key, self._sent, self._size, size)
+        except StorageError:
             self.abort()
-            raise StorageError(self._key, f"{self._sent} of {self._size} bytes were written")
+            raise
         try:
             with self._bucket.errors(self._key), _told():
                 self._open_file().close()

@@ -28,6 +28,7 @@ ALL: Final[dict[str, str]] = {
     "ranks": "2 and 4 ranks under torchrun, FSDP2 shards",
     "growth": "64 MiB to 8 GiB: how each grows",
     "soak": "200 saves: memory, descriptors, threads",
+    "codec": "a trained model's weights and moments through a codec: how much shorter, how fast",
     "every": "a save every step: how much slower training is",
     "objects": "a real S3 server: our client and others, and a far tier in trouble",
 }

@@ -25,7 +25,8 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import CkptError, IntegrityError, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import fragment_name
-from ckpt.model.manifest import File, FragmentRef
+from ckpt.model.manifest import File, FragmentRef, stored_size
+from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -64,7 +65,7 @@ class ReadThrough:
     ) -> None:
         self._tiers, self._origin, self._found, self._coordinator = tiers, origin, found, coordinator
         self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
-        self._files = found.manifest.file_map()
+        self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if scheme_of(tier.tier.url) == "file"]
         self._missing: list[File] = []
         self.fetched: dict[int, int] = {}
@@ -128,21 +129,21 @@ class ReadThrough:
 
     def _fetch(self, position: int, file: File, taster: _Taster, subject: str) -> bytes:
         """Returns, and tells on ``subject``, how it went."""
-        cache, began = self._tiers[position], time.perf_counter()
+        cache, began, size = self._tiers[position], time.perf_counter(), self._size(file)
         word = _LOST
         try:
             source = copy_files(
-                self._origin, [file], cache.backend,
-                workers=self._workers, retry=self._retry, meter=Meter(file.size, None), on_span=taster.taste,
+                self._origin, [file], cache.backend, encodings=self._encodings,
+                workers=self._workers, retry=self._retry, meter=Meter(size, None), on_span=taster.taste,
             )  # fmt: skip
             self._origin.mended(position, file)
-            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + file.size
+            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
             word = str(source).encode()
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
             _log.info(
                 "ckpt: %s was put into %s from %s: %.2f GB in %.2f s",
-                self._origin.ref.key(file.name), cache.url, self._tiers[source].url, file.size / 1e9, seconds,
+                self._origin.ref.key(file.name), cache.url, self._tiers[source].url, size / 1e9, seconds,
             )  # fmt: skip
         except (IntegrityError, StorageError) as error:
             if self._origin.ref.key(file.name) not in self._origin.lost:
@@ -172,7 +173,7 @@ class ReadThrough:
             for name in (fragment_name(file.rank), file.name):  # whoever finds all fragments may commit them
                 with suppress(StorageError):
                     self._tiers[position].backend.delete(self._origin.ref.key(name))
-            self.cached_bytes -= file.size
+            self.cached_bytes -= self._size(file)
 
     def _list(self, position: int) -> None:
         """The step is one of the cache's if, and only if, everything of it is there."""
@@ -184,6 +185,9 @@ class ReadThrough:
             commit_copy(cache.backend, self._origin.ref, self._found.packed, self._retry)
         except CkptError as error:
             _log.warning("ckpt: step %d is not listed on %s: %s", self._origin.ref.step, cache.url, error)
+
+    def _size(self, file: File) -> int:
+        return stored_size(file, self._encodings.get(file.rank))
 
     def _scope(self, position: int) -> str:
         """Who sees the folder: all, or this machine."""
@@ -204,8 +208,16 @@ class _Taster:
     def taste(self, file: File, span: Span, data: memoryview, source: int) -> None:
         """See ``OnSpan``."""
         begin = 0
-        for chunk in span.chunks:
+        for length in span.lengths:
             if read := self._wanted.get((file.rank, span.offset + begin)):
-                self._sink.place(read, data[begin : begin + chunk.nbytes])
+                self._sink.place(read, _raw(read, data[begin : begin + length], span.key))
                 self.placed.append((read, source))
-            begin += chunk.nbytes
+            begin += length
+
+
+def _raw(read: ChunkRead, data: memoryview, key: str) -> memoryview:
+    if read.encoded_nbytes is None:
+        return data
+    memory = memoryview(bytearray(read.nbytes))
+    decode(data, memory, key=key, offset=read.offset, digest=read.checksum)
+    return memory

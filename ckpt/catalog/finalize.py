@@ -64,7 +64,10 @@ def finalize(
     _check_last(backend, ref, owner)
     parts = _read_fragments(backend, ref, workers, retry)
     files = [fragment.file for fragment, _ in parts if fragment.file]
-    faults, _ = verify_files(backend, ref, files, workers=workers, on_progress=on_progress, retry=retry)
+    encodings = {encoding.rank: encoding for fragment, _ in parts for encoding in fragment.encoded}
+    faults, _ = verify_files(
+        backend, ref, files, workers=workers, on_progress=on_progress, retry=retry, encodings=encodings
+    )
     if faults:
         raise faults[0].error()
     manifest = merge(parts)

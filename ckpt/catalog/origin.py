@@ -1,13 +1,14 @@
 """One step on several stores: every byte from the nearest that has it intact.
 
-The stores hold files of the same attempt under the same names, and a chunk has the same checksum on all; so a file, or a part of one, may come from a store that lacks the manifest, or has a damaged one.
+The stores hold files of the same attempt, and a chunk has the same checksum on all, however it is encoded there; so a file, or a part of one, may come from a store that lacks the manifest, or has a damaged one: its
+files are then taken to be as the manifest that was found says.
 A store is asked only for what no nearer one could give. What has failed is remembered: a store that does not answer is asked once, a file that is missing is too.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -16,11 +17,12 @@ from ckpt.catalog.index import read_packed
 from ckpt.catalog.verify import Span, check_chunks, read_fragment
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import File, FragmentRef, Manifest
+from ckpt.model.manifest import File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
+from ckpt.plan.rebase import rebase, same_file
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.plan.sources import Reach, reach_of, verdict, without
 from ckpt.storage.api import StorageBackend
@@ -81,6 +83,8 @@ class Origin:
         """Keys of files of which some part was intact nowhere."""
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
+        self._manifests: dict[int, Manifest] = {}
+        self._here: Manifest | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
         self._repairs: dict[tuple[str, str], Repair] = {}
 
@@ -110,7 +114,25 @@ class Origin:
             return packed
 
         position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
+        self._here = self._manifests[position] = manifest
         return Found(position, manifest, packed)
+
+    def layout(self, position: int) -> Manifest:
+        """How files lie on a source: as its own manifest says, else as that which was found. Asked when the source is needed."""
+        assert self._here is not None
+        with self._lock:
+            known = self._manifests.get(position)
+        if known is None:
+            known = self._here
+            if self.gone(position, "") is None and self.gone(position, self.ref.manifest) is None:
+                try:
+                    known, _ = read_packed(self.sources[position], self.ref, retry=self._retry)
+                except (IntegrityError, StorageError) as error:
+                    if reach_of(error) is Reach.STORE:
+                        self.failed(position, "", error, 0)
+            with self._lock:
+                self._manifests[position] = known
+        return known
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
@@ -129,6 +151,8 @@ class Origin:
         """
         told: list[tuple[str, Exception]] = []
         for position, source in enumerate(self.sources):
+            if not self._has_such(position, span.key):
+                continue
             error = self.gone(position, span.key)
             if error is None:
                 try:
@@ -148,49 +172,74 @@ class Origin:
     def _read_singly(self, span: Span, data: memoryview) -> int:
         """The chunks of a span that is damaged somewhere, each from its nearest source."""
         farthest = begin = 0
-        for chunk in span.chunks:
-            one = Span(key=span.key, offset=span.offset + begin, nbytes=chunk.nbytes, chunks=(chunk,))
-            farthest = max(farthest, self.read_span(one, data[begin : begin + chunk.nbytes]))
-            begin += chunk.nbytes
+        for chunk, length in zip(span.chunks, span.lengths, strict=True):
+            one = Span(
+                key=span.key, offset=span.offset + begin, nbytes=length, chunks=(chunk,), lengths=(length,)
+            )
+            farthest = max(farthest, self.read_span(one, data[begin : begin + length]))
+            begin += length
         return farthest
 
-    def read(
-        self, plan: RestorePlan, sink: Sink, files: Mapping[int, File], *, workers: Workers
-    ) -> list[RestorePlan]:
-        """Execute ``plan``; returns which part of it each source has given.
+    def _has_such(self, position: int, key: str) -> bool:
+        """Whether the file lies there byte for byte as in the manifest that was found, if it lies there."""
+        here = self._here
+        if here is None or self._manifests.get(position) is here or len(self.sources) == 1:
+            return True
+        rank = next((file.rank for file in here.files if self.ref.key(file.name) == key), None)
+        return rank is None or same_file(here, self.layout(position), rank)
+
+    def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
+        """Execute ``plan``, made from the manifest that was found; returns which part of it each source has given.
 
         Raises:
             IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
         """
+        assert self._here is not None
         told: _Told = {}
         given: list[RestorePlan] = []
         for position, source in enumerate(self.sources):
-            missed = _Missed(self, position, lambda rank: self.ref.key(files[rank].name), told)
-            if plan.reads:
-                read_plan(
-                    plan,
-                    sink,
-                    backend=source,
-                    file_of=lambda rank: (self.ref.key(files[rank].name), files[rank].size),
-                    workers=workers,
-                    retry=self._retry,
-                    on_bytes=lambda _: None,
-                    guard=missed.guard,
-                )
-            given.append(without(plan, missed.reads))
-            plan = without(plan, given[-1].reads) if missed.reads else replace(plan, reads=())
+            if not plan.reads:
+                given.append(plan)
+                continue
+            pairs = rebase(plan.reads, self._here, self.layout(position))
+            missed = _Missed(self, position, pairs, told)
+            read_plan(
+                replace(plan, reads=tuple(moved for _, moved in pairs)),
+                sink,
+                backend=source,
+                file_of=partial(self.file_at, position),
+                workers=workers,
+                retry=self._retry,
+                on_bytes=lambda _: None,
+                guard=missed.guard,
+            )
+            lacking = missed.reads
+            if len(pairs) < len(plan.reads):
+                lacking = [*lacking, *without(plan, [read for read, _ in pairs]).reads]
+            given.append(without(plan, lacking))
+            plan = without(plan, given[-1].reads) if lacking else replace(plan, reads=())
+        if plan.reads:
+            raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given
+
+    def file_at(self, position: int, rank: int) -> tuple[str, int]:
+        """Key and size of a rank's file on a source."""
+        there = self.layout(position)
+        file = there.file_map()[rank]
+        return self.ref.key(file.name), stored_size(file, there.encodings().get(rank))
 
     def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
         """What is wrong with a file on a source, as far as its size tells."""
-        key = self.ref.key(file.name)
+        key, wanted = self.ref.key(file.name), file.size
+        if isinstance(file, File):
+            if file.rank not in self.layout(position).file_map():
+                return ObjectNotFound(key)
+            key, wanted = self.file_at(position, file.rank)
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
         except (IntegrityError, StorageError) as error:
             return error
-        if size == file.size:
-            return None
-        return StorageError(key, f"has {size} bytes, should have {file.size}")
+        return None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
 
     # -- what has failed ----------------------------------------------------------------------------------------------------
 
@@ -246,14 +295,17 @@ _Told = dict[tuple[int, int], list[tuple[str, Exception]]]
 class _Missed:
     """The chunks that one source could not give. Threads: ``guard`` from any."""
 
-    def __init__(self, origin: Origin, position: int, key_of: Callable[[int], str], told: _Told) -> None:
-        self._origin, self._position, self._key_of, self._told = origin, position, key_of, told
+    def __init__(
+        self, origin: Origin, position: int, pairs: Sequence[tuple[ChunkRead, ChunkRead]], told: _Told
+    ) -> None:
+        self._origin, self._position, self._told = origin, position, told
+        self._meant = {(moved.rank, moved.offset): read for read, moved in pairs}
         self._last = position + 1 == len(origin.sources)
         self.reads: list[ChunkRead] = []
 
     def guard(self, run: Run, read: Callable[[Run], None]) -> None:
         """Of a run that fails each chunk is read by itself: the others may be intact."""
-        key = self._key_of(run.rank)
+        key, _ = self._origin.file_at(self._position, run.rank)
         error = self._origin.gone(self._position, key)
         if error is None:
             try:
@@ -264,11 +316,12 @@ class _Missed:
                         self.guard(one, read)
                     return None
                 error = raised
-        self._origin.failed(self._position, key, error, sum(chunk.nbytes for chunk in run.reads))
+        self._origin.failed(self._position, key, error, sum(chunk.stored_nbytes for chunk in run.reads))
         for chunk in run.reads:
-            told = self._told.setdefault((chunk.rank, chunk.offset), [])
+            meant = self._meant[chunk.rank, chunk.offset]
+            told = self._told.setdefault((meant.rank, meant.offset), [])
             told.append((self._origin.sources[self._position].url, error))
             if self._last:
                 raise verdict(told, key) from error
-            self.reads.append(chunk)
+            self.reads.append(meant)
         return None

@@ -15,7 +15,7 @@ from ckpt.errors import EntryMissing
 from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import Manifest, Tensor
+from ckpt.model.manifest import Manifest, Tensor, stored_size
 from ckpt.pipeline.reader import read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -70,7 +70,7 @@ class StepReader:
         self.tensors = manifest.tensor_map()
         self.read_bytes = 0
         self._workers, self._retry = workers, retry or RetryPolicy()
-        self._files = manifest.file_map()
+        self._files, self._encodings = manifest.file_map(), manifest.encodings()
 
     def tensor(self, name: str) -> Tensor:
         """Raises ``EntryMissing``."""
@@ -94,12 +94,16 @@ class StepReader:
             plan,
             _MemorySink(leaves, [each.out for each in wanted]),
             backend=self.backend,
-            file_of=lambda rank: (self.ref.key(self._files[rank].name), self._files[rank].size),
+            file_of=self._file,
             workers=self._workers,
             retry=self._retry,
             on_bytes=self.on_bytes,
         )
         self.read_bytes += plan.read_bytes
+
+    def _file(self, rank: int) -> tuple[str, int]:
+        file = self._files[rank]
+        return self.ref.key(file.name), stored_size(file, self._encodings.get(rank))
 
     def checksums(self, name: str) -> dict[Box, str]:
         """The boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from ckpt.errors import IntegrityError, ObjectExists, ObjectNotFound, StorageErr
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import File, FragmentRef, Manifest
+from ckpt.model.manifest import Encoding, File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, Upload, read_object
@@ -44,7 +44,7 @@ OnSpan = Callable[[File, Span, memoryview, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchReport:
-    """``nbytes`` of data files are now right at the destination; ``copied_bytes`` of them were not there before."""
+    """``nbytes`` of data files, as they lie there, are now right at the destination; ``copied_bytes`` of them were not there before."""
 
     ref: StepRef
     nbytes: int
@@ -83,18 +83,18 @@ def fetch_step(
         found = origin.manifest()
     manifest, packed = found.manifest, found.packed
     _make_way(destination, ref, packed, retry)
-    missing = _missing(destination, ref, manifest, workers, retry)
+    missing, encodings = _missing(destination, ref, manifest, workers, retry), manifest.encodings()
     if not others:
-        for fault in size_faults(source, ref, missing, workers=workers, retry=retry):
+        for fault in size_faults(source, ref, missing, workers=workers, retry=retry, encodings=encodings):
             raise fault.error()
-    copied = sum(file.size for file in missing)
-    meter = Meter(manifest.nbytes, on_progress)
-    meter.add(manifest.nbytes - copied)
-    copy_files(origin, missing, destination, workers=workers, retry=retry, meter=meter)
+    copied = sum(stored_size(file, encodings.get(file.rank)) for file in missing)
+    meter = Meter(manifest.stored_bytes, on_progress)
+    meter.add(manifest.stored_bytes - copied)
+    copy_files(origin, missing, destination, encodings=encodings, workers=workers, retry=retry, meter=meter)
     copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
     commit_copy(destination, ref, packed, retry)
     return FetchReport(
-        ref=ref, nbytes=manifest.nbytes, copied_bytes=copied, seconds=time.perf_counter() - start
+        ref=ref, nbytes=manifest.stored_bytes, copied_bytes=copied, seconds=time.perf_counter() - start
     )
 
 
@@ -103,13 +103,16 @@ def copy_files(
     files: Sequence[File],
     destination: StorageBackend,
     *,
+    encodings: Mapping[int, Encoding],
     workers: Workers,
     retry: RetryPolicy,
     meter: Meter,
     on_span: OnSpan = lambda *_: None,
 ) -> int:
     """Copy data files, all of each or nothing; returns the position of the farthest source that was needed. Raises as ``fetch_step`` does."""
-    copies = [_FileCopy(origin, destination, file, retry, on_span) for file in files]
+    copies = [
+        _FileCopy(origin, destination, file, encodings.get(file.rank), retry, on_span) for file in files
+    ]
     try:
         found = workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
     finally:
@@ -159,7 +162,15 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
 def _missing(
     destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
 ) -> list[File]:
-    faults, _ = verify_files(destination, ref, manifest.files, workers=workers, on_progress=None, retry=retry)
+    faults, _ = verify_files(
+        destination,
+        ref,
+        manifest.files,
+        workers=workers,
+        on_progress=None,
+        retry=retry,
+        encodings=manifest.encodings(),
+    )
     wrong = {fault.key for fault in faults}
     return [file for file in manifest.files if ref.key(file.name) in wrong]
 
@@ -221,12 +232,14 @@ class _FileCopy:
         origin: Origin,
         destination: StorageBackend,
         file: File,
+        encoding: Encoding | None,
         retry: RetryPolicy,
         on_span: OnSpan,
     ) -> None:
         key = origin.ref.key(file.name)
-        self.spans = spans_of(key, file)
-        self._origin, self._destination, self._key, self._size = origin, destination, key, file.size
+        self.spans = spans_of(key, file, encoding)
+        self._origin, self._destination, self._key = origin, destination, key
+        self._size = stored_size(file, encoding)
         self._retry, self._file, self._on_span = retry, file, on_span
         self._lock = threading.Lock()
         parallel = destination.capabilities.parallel_parts

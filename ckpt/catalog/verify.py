@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -33,8 +33,18 @@ from ckpt.model.checksum import checksum
 from ckpt.model.checksum import verify as verify_bytes
 from ckpt.model.encoding import unpack
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import Chunk, File, Fragment, FragmentRef, Manifest
+from ckpt.model.manifest import (
+    Chunk,
+    Encoding,
+    File,
+    Fragment,
+    FragmentRef,
+    Manifest,
+    stored_lengths,
+    stored_size,
+)
 from ckpt.model.validate import check_fragment
+from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, read_object
@@ -77,12 +87,13 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Neighbouring chunks of one file, read by one request."""
+    """Neighbouring chunks of one file, read by one request. ``lengths`` are theirs in the file, where they may be encoded."""
 
     key: str
     offset: int
     nbytes: int
     chunks: tuple[Chunk, ...]
+    lengths: tuple[int, ...]
 
 
 def verify_step(
@@ -95,7 +106,7 @@ def verify_step(
 ) -> VerifyReport:
     """Read all of a committed step and compare it with its checksums.
 
-    Host memory: 16 MiB per worker, or its largest chunk if that is larger.
+    Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that, and a chunk.
 
     Raises:
         AccessDenied, TransientStorageError, FormatTooNew: The store could not be asked, or its answer not be read; that says nothing about the checkpoint.
@@ -116,7 +127,13 @@ def verify_step(
     ]
     faults = [fault for fault in workers.run_all(checks) if fault]
     data_faults, verified = verify_files(
-        backend, ref, manifest.files, workers=workers, on_progress=on_progress, retry=retry
+        backend,
+        ref,
+        manifest.files,
+        workers=workers,
+        on_progress=on_progress,
+        retry=retry,
+        encodings=manifest.encodings(),
     )
     return VerifyReport(
         ref=ref, faults=(*faults, *data_faults), verified_bytes=verified, seconds=time.perf_counter() - start
@@ -131,13 +148,18 @@ def verify_files(
     workers: Workers,
     on_progress: OnProgress | None,
     retry: RetryPolicy,
+    encodings: Mapping[int, Encoding],
 ) -> tuple[list[Fault], int]:
     """The faults of data files, and how many bytes of them are right."""
-    heads = workers.run_all(partial(_size_fault, backend, ref.key(file.name), file, retry) for file in files)
+    heads = workers.run_all(
+        partial(_size_fault, backend, ref.key(file.name), stored_size(file, encodings.get(file.rank)), retry)
+        for file in files
+    )
     faults = [fault for _, fault in heads if fault]
     spans: list[Span] = []
     for file, (size, _) in zip(files, heads, strict=True):
-        spans += [span for span in spans_of(ref.key(file.name), file) if span.offset + span.nbytes <= size]
+        every = spans_of(ref.key(file.name), file, encodings.get(file.rank))
+        spans += [span for span in every if span.offset + span.nbytes <= size]
     meter = Meter(sum(span.nbytes for span in spans), on_progress)
     buffers = _Buffers()
     found = workers.run_all(partial(_check_span, backend, span, buffers, meter, retry) for span in spans)
@@ -146,41 +168,64 @@ def verify_files(
 
 
 def size_faults(
-    backend: StorageBackend, ref: StepRef, files: Sequence[File], *, workers: Workers, retry: RetryPolicy
+    backend: StorageBackend,
+    ref: StepRef,
+    files: Sequence[File],
+    *,
+    workers: Workers,
+    retry: RetryPolicy,
+    encodings: Mapping[int, Encoding],
 ) -> list[Fault]:
     """Files that are missing, cut, or added to. Reads none."""
-    heads = workers.run_all(partial(_size_fault, backend, ref.key(file.name), file, retry) for file in files)
+    heads = workers.run_all(
+        partial(_size_fault, backend, ref.key(file.name), stored_size(file, encodings.get(file.rank)), retry)
+        for file in files
+    )
     return [fault for _, fault in heads if fault]
 
 
-def spans_of(key: str, file: File) -> list[Span]:
+def spans_of(key: str, file: File, encoding: Encoding | None = None) -> list[Span]:
     """The chunks of a file as requests of up to 16 MiB; a larger chunk is a request of its own."""
     spans: list[Span] = []
-    pending: list[Chunk] = []
+    pending: list[tuple[Chunk, int]] = []
     start = nbytes = 0
-    for chunk in file.chunks:
-        if pending and nbytes + chunk.nbytes > SPAN_BYTES:
-            spans.append(Span(key=key, offset=start, nbytes=nbytes, chunks=tuple(pending)))
+    for chunk, length in zip(file.chunks, stored_lengths(file, encoding), strict=True):
+        if pending and nbytes + length > SPAN_BYTES:
+            spans.append(_span(key, start, pending))
             start, nbytes, pending = start + nbytes, 0, []
-        pending.append(chunk)
-        nbytes += chunk.nbytes
+        pending.append((chunk, length))
+        nbytes += length
     if pending:
-        spans.append(Span(key=key, offset=start, nbytes=nbytes, chunks=tuple(pending)))
+        spans.append(_span(key, start, pending))
     return spans
+
+
+def _span(key: str, offset: int, chunks: Sequence[tuple[Chunk, int]]) -> Span:
+    lengths = tuple(length for _, length in chunks)
+    return Span(
+        key=key,
+        offset=offset,
+        nbytes=sum(lengths),
+        chunks=tuple(chunk for chunk, _ in chunks),
+        lengths=lengths,
+    )
 
 
 def check_chunks(span: Span, data: memoryview) -> list[ChecksumMismatch]:
     """The chunks of ``data`` that are not what was staged."""
     found: list[ChecksumMismatch] = []
     begin = 0
-    for chunk in span.chunks:
+    for chunk, length in zip(span.chunks, span.lengths, strict=True):
+        piece, offset = data[begin : begin + length], span.offset + begin
         try:
-            verify_bytes(
-                data[begin : begin + chunk.nbytes], chunk.checksum, key=span.key, offset=span.offset + begin
-            )
+            if length < chunk.nbytes:
+                memory = fresh_memory(chunk.nbytes)
+                decode(piece, memory, key=span.key, offset=offset, digest=chunk.checksum)
+            else:
+                verify_bytes(piece, chunk.checksum, key=span.key, offset=offset)
         except ChecksumMismatch as error:
             found.append(error)
-        begin += chunk.nbytes
+        begin += length
     return found
 
 
@@ -271,12 +316,9 @@ def _check_span(
 def _halves(span: Span) -> tuple[Span, Span]:
     """For a span that cannot be read: the bad sector is in one of its chunks, the others may be fine."""
     middle = len(span.chunks) // 2
-    left, right = span.chunks[:middle], span.chunks[middle:]
-    size = sum(chunk.nbytes for chunk in left)
-    return (
-        Span(key=span.key, offset=span.offset, nbytes=size, chunks=left),
-        Span(key=span.key, offset=span.offset + size, nbytes=span.nbytes - size, chunks=right),
-    )
+    pairs = list(zip(span.chunks, span.lengths, strict=True))
+    left = _span(span.key, span.offset, pairs[:middle])
+    return left, _span(span.key, span.offset + left.nbytes, pairs[middle:])
 
 
 def _check_fragment(
@@ -295,16 +337,16 @@ def _check_fragment(
 
 
 def _size_fault(
-    backend: StorageBackend, key: str, file: File, retry: RetryPolicy
+    backend: StorageBackend, key: str, wanted: int, retry: RetryPolicy
 ) -> tuple[int, Fault | None]:
     try:
         size = retry.call(partial(backend.head, key)).size
     except StorageError as error:
         return 0, fault_of(error)
-    if size == file.size:
+    if size == wanted:
         return size, None
-    what = f"has {size} bytes, should have {file.size}: it was {'cut' if size < file.size else 'added to'}"
-    return size, Fault(key=key, what=what, offset=min(size, file.size))
+    what = f"has {size} bytes, should have {wanted}: it was {'cut' if size < wanted else 'added to'}"
+    return size, Fault(key=key, what=what, offset=min(size, wanted))
 
 
 def fault_of(error: CkptError, span: Span | None = None) -> Fault:

@@ -204,9 +204,19 @@ def _row(entry: Entry) -> tuple[str, ...]:
         output.moment(found.created_at),
         ranks,
         tensors,
-        output.size(found.nbytes),
+        _size(found),
         told,
     )
+
+
+def _size(manifest: Manifest) -> str:
+    """What it takes on the tier; of an encoded one also what it was."""
+    from ckpt.cli import output
+
+    stored = output.size(manifest.stored_bytes)
+    if not manifest.codecs:
+        return stored
+    return f"{stored} ({', '.join(manifest.codecs)} of {output.size(manifest.nbytes)})"
 
 
 def _as_json(entry: Entry) -> dict[str, object]:
@@ -226,4 +236,6 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "bytes": entry.nbytes,
         "metadata": _metadata(found),
         "metrics": metrics_of(found.metadata) if found else None,
+        "stored_bytes": found.stored_bytes if found else entry.nbytes,
+        "codecs": list(found.codecs) if found else [],
     }

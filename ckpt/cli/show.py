@@ -52,7 +52,7 @@ def show(
             "place": f"{backend.url.rstrip('/')}/{ref.folder}",
             "committed at": output.moment(manifest.created_at),
             "written by": output.count(manifest.world_size, "rank"),
-            "size": f"{output.size(manifest.nbytes)} in {output.count(len(manifest.files), 'file')}",
+            "size": f"{output.size(manifest.nbytes)} in {output.count(len(manifest.files), 'file')}{_encoded(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
         }
     )
@@ -99,11 +99,21 @@ def _show_values(title: str, values: Mapping[str, str]) -> None:
         output.show_facts(values)
 
 
+def _encoded(manifest: Manifest) -> str:
+    from ckpt.cli import output
+
+    if not manifest.codecs:
+        return ""
+    return f", {', '.join(manifest.codecs)} makes it {output.size(manifest.stored_bytes)}"
+
+
 def _show_files(manifest: Manifest) -> None:
     from ckpt.cli import output
+    from ckpt.model.manifest import stored_size
 
     output.show_line()
     output.show_line("files", style="bold")
+    encodings = manifest.encodings()
     fragments = {fragment.rank: fragment for fragment in manifest.fragments}
     data = manifest.file_map()
     rows: list[tuple[str, ...]] = []
@@ -113,7 +123,7 @@ def _show_files(manifest: Manifest) -> None:
                 (
                     data[rank].name,
                     str(rank),
-                    output.size(data[rank].size),
+                    output.size(stored_size(data[rank], encodings.get(rank))),
                     str(len(data[rank].chunks)),
                     "tensors",
                 )
@@ -134,6 +144,7 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
         "format": manifest.format,
         "chunk_bytes": manifest.chunk_bytes,
         "bytes": manifest.nbytes,
+        "stored_bytes": manifest.stored_bytes,
         "tensors": [
             {
                 "name": tensor.name,
@@ -156,14 +167,28 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
         "tree": _node(manifest.tree),
         "per_rank": {rank: _node(raw) for rank, raw in manifest.per_rank.items()},
         "metadata": _node(manifest.metadata),
-        "files": [
-            {"name": file.name, "rank": file.rank, "bytes": file.size, "chunks": len(file.chunks)}
-            for file in manifest.files
-        ],
+        "files": _files(manifest),
         "fragments": [
             {"name": item.name, "rank": item.rank, "bytes": item.size} for item in manifest.fragments
         ],
     }
+
+
+def _files(manifest: Manifest) -> list[dict[str, object]]:
+    from ckpt.model.manifest import stored_size
+
+    encodings = manifest.encodings()
+    return [
+        {
+            "name": file.name,
+            "rank": file.rank,
+            "bytes": file.size,
+            "chunks": len(file.chunks),
+            "codec": encodings[file.rank].codec if file.rank in encodings else None,
+            "stored_bytes": stored_size(file, encodings.get(file.rank)),
+        }
+        for file in manifest.files
+    ]
 
 
 @dataclass(frozen=True, slots=True)

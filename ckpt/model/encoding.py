@@ -13,7 +13,7 @@ import msgspec
 
 from ckpt.errors import FormatTooNew, ManifestCorrupt
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import FORMAT, Fragment, Manifest
+from ckpt.model.manifest import ENCODED_FORMAT, Fragment, Manifest
 
 MAX_RECORD_BYTES: Final = 4 << 30
 """No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
@@ -64,8 +64,8 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
         if checksum(bytes(envelope.body)) != envelope.checksum:
             raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
         version = _version.decode(envelope.body).format
-        if version > FORMAT:
-            raise FormatTooNew(key, version, FORMAT)
+        if version > ENCODED_FORMAT:
+            raise FormatTooNew(key, version, ENCODED_FORMAT)
         record = msgspec.json.decode(envelope.body, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None

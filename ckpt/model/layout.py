@@ -15,7 +15,7 @@ OWNER: Final = "writer.json"
 """Who writes to this root: attempt, host and process. See docs/format.md."""
 
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
-_FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|json)")
+_FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,8 +52,9 @@ def is_file_name(name: str) -> bool:
     return name == MANIFEST or _FILE.fullmatch(name) is not None
 
 
-def data_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+def data_name(rank: int, *, encoded: bool = False) -> str:
+    """An encoded file is no safetensors file, and is not called one."""
+    return f"rank-{rank:05d}.{'encoded' if encoded else 'safetensors'}"
 
 
 def fragment_name(rank: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -18,6 +19,8 @@ from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 
 FORMAT = 1
+ENCODED_FORMAT = 2
+"""The newest that is understood. Written only where a file is encoded: readers of version 1 can read all else."""
 HEADER_ALIGNMENT = 4096
 
 
@@ -35,6 +38,19 @@ class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rank: int
     size: int
     chunks: tuple[Chunk, ...]
+
+
+class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How the file of ``rank`` lies on its tier: its chunks encoded, back to back. ``lengths`` in bytes, one for each chunk; a chunk as long as it was is not encoded."""
+
+    rank: int
+    codec: str
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file on its tier."""
+        return sum(self.lengths)
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -72,8 +88,8 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one rank has made durable on a tier. ``created_at`` in seconds since 1970."""
+class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one rank has made durable on a tier. ``created_at`` in seconds since 1970; ``encoded`` only where its file is."""
 
     format: int
     step: int
@@ -89,15 +105,17 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     per_rank: msgspec.Raw
     replicas: dict[str, str]
     metadata: msgspec.Raw
+    encoded: tuple[Encoding, ...] = ()
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The merged fragments: the truth of a checkpoint. It exists if and only if the checkpoint does.
 
     Attributes:
         tied: name -> the name its bytes are stored under.
         tree: Plain values and the shape of containers (see ``model.values``).
         per_rank: rank -> the tree of its ``PerRank`` values.
+        encoded: Of the files that do not lie there as they were staged.
     """
 
     format: int
@@ -113,11 +131,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tree: msgspec.Raw
     per_rank: dict[str, msgspec.Raw]
     metadata: msgspec.Raw
+    encoded: tuple[Encoding, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all data files."""
+        """Bytes of all data files, as they were staged."""
         return sum(file.size for file in self.files)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all data files, as they lie there."""
+        encoded = self.encodings()
+        return sum(stored_size(file, encoded.get(file.rank)) for file in self.files)
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """What its files were encoded with."""
+        return tuple(sorted({encoding.codec for encoding in self.encoded}))
+
+    def encodings(self) -> Mapping[int, Encoding]:
+        """The encoding of each rank's file that has one."""
+        return {encoding.rank: encoding for encoding in self.encoded}
 
     def tensor_map(self) -> Mapping[str, Tensor]:
         """Tensors by name, tied names included."""
@@ -131,7 +165,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def chunk_offsets(file: File) -> Sequence[int]:
     """Where each chunk of a file begins, in bytes, and the end of the last."""
-    offsets = [0]
-    for chunk in file.chunks:
-        offsets.append(offsets[-1] + chunk.nbytes)
-    return offsets
+    return list(accumulate((chunk.nbytes for chunk in file.chunks), initial=0))
+
+
+def stored_size(file: File, encoding: Encoding | None) -> int:
+    """Bytes of a file on its tier."""
+    return file.size if encoding is None else encoding.size
+
+
+def stored_lengths(file: File, encoding: Encoding | None) -> Sequence[int]:
+    """Bytes of each chunk on the file's tier."""
+    return [chunk.nbytes for chunk in file.chunks] if encoding is None else encoding.lengths

@@ -14,10 +14,11 @@ from ckpt.model.box import split_rows, tiling_fault
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.layout import data_name, fragment_name
-from ckpt.model.manifest import File, Fragment, Manifest, Shard, Tensor
+from ckpt.model.manifest import FORMAT, Encoding, File, Fragment, Manifest, Shard, Tensor
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
+CODECS = frozenset({"zstd"})
 _MAX_BYTES = 1 << 60
 
 
@@ -35,7 +36,8 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     ranks = [fragment.rank for fragment in manifest.fragments]
     whole = len(ranks) == manifest.world_size and sorted(ranks) == list(range(len(ranks)))
     _require(whole, key, "not one fragment for each rank")
-    _check_files(manifest.files, key)
+    _check_files(manifest.files, key, encoded=manifest.encodings())
+    _check_encoded(manifest, {file.rank: file for file in manifest.files}, key)
     _check_tensors(manifest.tensors, {file.rank: file for file in manifest.files}, manifest.chunk_bytes, key)
     for tensor in manifest.tensors:
         if fault := tiling_fault(tensor.shape, [shard.box for shard in tensor.shards]):
@@ -56,7 +58,8 @@ def check_fragment(fragment: Fragment, *, key: str, known: Fragment | None = Non
     )
     _check_chunk_bytes(fragment.chunk_bytes, key)
     files = (fragment.file,) if fragment.file else ()
-    _check_files(files, key)
+    _check_files(files, key, encoded={encoding.rank: encoding for encoding in fragment.encoded})
+    _check_encoded(fragment, {file.rank: file for file in files}, key)
     _require(all(file.rank == fragment.rank for file in files), key, "holds the file of another rank")
     if known is None or not _same_places(fragment, known):
         _check_tensors(fragment.tensors, {file.rank: file for file in files}, fragment.chunk_bytes, key)
@@ -87,11 +90,11 @@ def _check_chunk_bytes(chunk_bytes: int, key: str) -> None:
     _require(16 <= chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {chunk_bytes} bytes")
 
 
-def _check_files(files: Iterable[File], key: str) -> None:
+def _check_files(files: Iterable[File], key: str, *, encoded: Mapping[int, Encoding]) -> None:
     seen: set[int] = set()
     for file in files:
         _require(
-            file.rank >= 0 and file.name == data_name(file.rank),
+            file.rank >= 0 and file.name == data_name(file.rank, encoded=file.rank in encoded),
             key,
             f"file name {file.name[:80]!r} is not that of its rank",
         )
@@ -105,6 +108,23 @@ def _check_files(files: Iterable[File], key: str) -> None:
             key,
             f"the chunks of {file.name} do not add up to its size",
         )
+
+
+def _check_encoded(record: Manifest | Fragment, files: Mapping[int, File], key: str) -> None:
+    """What a chunk decodes to is reserved before it is decoded: it must have a size that a save makes."""
+    if not record.encoded:
+        return
+    _require(record.format > FORMAT, key, f"encoded files in a record of format {record.format}")
+    ranks = [encoding.rank for encoding in record.encoded]
+    _require(len(set(ranks)) == len(ranks), key, "a file is encoded twice")
+    for encoding in record.encoded:
+        file = files.get(encoding.rank)
+        if file is None or len(encoding.lengths) != len(file.chunks):
+            raise ManifestCorrupt(key, f"the lengths of rank {encoding.rank} are not those of its chunks")
+        _require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
+        for chunk, length in zip(file.chunks, encoding.lengths, strict=True):
+            fits = length == chunk.nbytes or 0 < length < chunk.nbytes <= MAX_CHUNK_BYTES
+            _require(fits, key, f"a chunk of {file.name} of {chunk.nbytes} bytes is encoded as {length}")
 
 
 def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_bytes: int, key: str) -> None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final, Protocol
 
 from ckpt.model.checksum import verify
+from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
@@ -71,10 +72,12 @@ class _Job:
     ) -> None:
         self._sink, self._backend, self._retry, self._on_bytes = sink, backend, retry, on_bytes
         self._alignment = backend.capabilities.alignment
-        self._buffers = _Buffers()
+        self._buffers, self._decoded = _Buffers(), _Buffers()
 
     def read(self, run: Run, key: str, size: int) -> None:
-        if isinstance(self._backend, ScatterReads):
+        if any(read.encoded_nbytes for read in run.reads):
+            self._read_buffered(run, key, size)
+        elif isinstance(self._backend, ScatterReads):
             self._read_scattered(run, key, self._backend)
         elif self._alignment > 1 or not self._read_straight(run, key):
             self._read_buffered(run, key, size)
@@ -116,9 +119,20 @@ class _Job:
         buffer = self._buffers.get(end - start)
         self._retry.call(partial(self._backend.read_into, key, start, buffer))
         for read in run.reads:
-            data = buffer[read.offset - start :][: read.nbytes]
+            data = buffer[read.offset - start :][: read.stored_nbytes]
+            if read.encoded_nbytes:
+                self._decode(read, key, data)
+                continue
             verify(data, read.checksum, key=key, offset=read.offset)
             self._sink.place(read, data)
+
+    def _decode(self, read: ChunkRead, key: str, data: memoryview) -> None:
+        """To the target's own memory if that is in one piece there."""
+        memory = self._sink.direct(read)
+        out = self._decoded.get(read.nbytes) if memory is None else memory
+        decode(data, out, key=key, offset=read.offset, digest=read.checksum)
+        if memory is None:
+            self._sink.place(read, out)
 
 
 class _Buffers(threading.local):

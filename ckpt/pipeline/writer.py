@@ -101,7 +101,13 @@ def write_image(
     upload = retry.call(lambda: backend.upload(key, source.size))
     job = _Job(source, [] if known else chunks, upload, retry, on_bytes)
     try:
-        job.check_room(takes_parts=backend.capabilities.takes_parts, key=key)
+        check_room(
+            source,
+            max(chunks, default=0),
+            upload.part_bytes,
+            takes_parts=backend.capabilities.takes_parts,
+            key=key,
+        )
         if backend.capabilities.parallel_parts:
             workers.run_all(job.in_turn() if source.capacity < source.size else job.hashed_last())
         else:
@@ -155,6 +161,27 @@ def _hashed(source: Source, start: int, end: int) -> Chunk:
     return chunk
 
 
+def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts: bool, key: str) -> None:
+    """A ring must hold what is being copied, written and hashed at a time, or each would wait for the others for ever.
+
+    Raises:
+        StagingError: It does not.
+    """
+    needed = _COPY_BYTES + part_bytes + chunk_bytes
+    if source.capacity >= source.size:
+        return
+    if not takes_parts:
+        raise StagingError(
+            f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of staging memory, and this store takes only "
+            "images that are all in memory: put a folder or S3 before it as a nearer tier"
+        )
+    if source.capacity < needed:
+        raise StagingError(
+            f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of {source.size >> 20} MiB through in parts of "
+            f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {needed >> 20} MiB or more (staging_bytes, free memory), or smaller chunk_bytes"
+        )
+
+
 class _Job:
     def __init__(
         self, source: Source, chunks: Sequence[int], upload: Upload, retry: RetryPolicy, on_bytes: OnBytes
@@ -162,22 +189,6 @@ class _Job:
         self.table: list[Chunk | None] = [None] * len(chunks)
         self._source, self._chunks, self._upload = source, chunks, upload
         self._retry, self._on_bytes = retry, on_bytes
-
-    def check_room(self, *, takes_parts: bool, key: str) -> None:
-        """A ring must hold what is being copied, written and hashed at a time, or each would wait for the others for ever."""
-        source, needed = self._source, _COPY_BYTES + self._upload.part_bytes + max(self._chunks, default=0)
-        if source.capacity >= source.size:
-            return
-        if not takes_parts:
-            raise StagingError(
-                f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of staging memory, and this store takes only "
-                "images that are all in memory: put a folder or S3 before it as a nearer tier"
-            )
-        if source.capacity < needed:
-            raise StagingError(
-                f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of {source.size >> 20} MiB through in parts of "
-                f"{self._upload.part_bytes >> 20} MiB: give it {needed >> 20} MiB or more (staging_bytes, free memory), or smaller chunk_bytes"
-            )
 
     def hashed_last(self) -> list[partial[None]]:
         """Each part, then the chunks."""

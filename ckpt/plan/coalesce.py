@@ -28,8 +28,10 @@ def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> 
     for read in reads:
         if pending:
             last = pending[-1]
-            near = read.rank == last.rank and 0 <= read.offset - (last.offset + last.nbytes) <= gap_bytes
-            if not near or read.offset + read.nbytes - pending[0].offset > most_bytes:
+            near = (
+                read.rank == last.rank and 0 <= read.offset - (last.offset + last.stored_nbytes) <= gap_bytes
+            )
+            if not near or read.offset + read.stored_nbytes - pending[0].offset > most_bytes:
                 runs.append(_run(pending))
                 pending = []
         pending.append(read)
@@ -43,6 +45,6 @@ def _run(reads: list[ChunkRead]) -> Run:
     return Run(
         rank=first.rank,
         offset=first.offset,
-        nbytes=last.offset + last.nbytes - first.offset,
+        nbytes=last.offset + last.stored_nbytes - first.offset,
         reads=tuple(reads),
     )

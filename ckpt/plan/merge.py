@@ -62,7 +62,7 @@ def merge(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known | None = N
     _check_replicas(fragments)
     tensors = (known or Known()).tensors(fragments)
     return Manifest(
-        format=FORMAT,
+        format=max(FORMAT, *(fragment.format for fragment in fragments)),
         step=first.step,
         attempt=first.attempt,
         world_size=first.world_size,
@@ -75,6 +75,7 @@ def merge(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known | None = N
         tree=_merge_raw("", [(fragment.rank, fragment.tree) for fragment in fragments]),
         per_rank={str(fragment.rank): fragment.per_rank for fragment in fragments},
         metadata=_merge_raw("metadata", [(fragment.rank, fragment.metadata) for fragment in fragments]),
+        encoded=tuple(encoding for fragment in fragments for encoding in fragment.encoded),
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ckpt.errors import DtypeMismatch, EntryMissing, ShapeMismatch
 from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
-from ckpt.model.manifest import Manifest, Shard, Tensor, chunk_offsets
+from ckpt.model.manifest import Manifest, Shard, Tensor, chunk_offsets, stored_lengths
 from ckpt.plan.leaf import Leaf
 
 
@@ -27,7 +28,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRead:
-    """One chunk that is needed. ``box`` in global coordinates of its tensor; ``offset`` and ``nbytes`` in bytes of the file of ``rank``."""
+    """One chunk that is needed. ``box`` in global coordinates of its tensor; ``offset`` and ``nbytes`` in bytes of the file of ``rank``.
+
+    Attributes:
+        encoded_nbytes: What it takes there if it is encoded, None if it lies there as it was staged.
+    """
 
     rank: int
     offset: int
@@ -36,6 +41,11 @@ class ChunkRead:
     dtype: str
     box: Box
     targets: tuple[Target, ...]
+    encoded_nbytes: int | None = None
+
+    @property
+    def stored_nbytes(self) -> int:
+        return self.nbytes if self.encoded_nbytes is None else self.encoded_nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +57,7 @@ class RestorePlan:
 
     @property
     def read_bytes(self) -> int:
-        return sum(read.nbytes for read in self.reads)
+        return sum(read.stored_nbytes for read in self.reads)
 
 
 def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
@@ -93,13 +103,15 @@ class _Chunk:
     dtype: str
     box: Box
     targets: list[Target]
+    encoded_nbytes: int | None = None
 
 
 class _ChunkTable:
     """Chunks of shards; remembered, because many boxes may want the same shard."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._files = manifest.file_map()
+        self._files, self._encodings = manifest.file_map(), manifest.encodings()
+        self._places: dict[int, Sequence[int]] = {}
         self._chunk_bytes = manifest.chunk_bytes
         self._index: dict[int, Mapping[int, int]] = {}
         self._known: dict[tuple[int, int], list[_Chunk]] = {}
@@ -122,6 +134,7 @@ class _ChunkTable:
                 dtype=chunk.dtype,
                 box=chunk.box,
                 targets=tuple(chunk.targets),
+                encoded_nbytes=chunk.encoded_nbytes,
             )
             for _, chunks in sorted(self._known.items())
             for chunk in chunks
@@ -134,9 +147,18 @@ class _ChunkTable:
             self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
         first = self._index[shard.rank][shard.offset]
         boxes = split_rows(held, self._chunk_bytes // DTYPES[dtype].itemsize)
+        lengths = stored_lengths(file, self._encodings.get(shard.rank))
+        offset = self._place(shard.rank, first, lengths)
         found: list[_Chunk] = []
-        offset = shard.offset
-        for box, chunk in zip(boxes, file.chunks[first : first + len(boxes)], strict=True):
-            found.append(_Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, []))
-            offset += chunk.nbytes
+        for index, box in enumerate(boxes, first):
+            chunk, length = file.chunks[index], lengths[index]
+            encoded = length if length < chunk.nbytes else None
+            found.append(_Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, [], encoded))
+            offset += length
         return found
+
+    def _place(self, rank: int, index: int, lengths: Sequence[int]) -> int:
+        """Where chunk ``index`` begins in the file of ``rank``."""
+        if rank not in self._places:
+            self._places[rank] = list(accumulate(lengths, initial=0))
+        return self._places[rank][index]

@@ -79,8 +79,8 @@ class Upload(Protocol):
         """Take ``data`` at ``offset`` (a multiple of ``part_bytes``). The memory must stay unchanged until ``finish`` or ``abort``, unless ``Capabilities.takes_parts``."""
         ...
 
-    def finish(self) -> ObjectInfo:
-        """Make the whole object visible and durable, replacing what the key held."""
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        """Make the whole object visible and durable, replacing what the key held. ``size`` in bytes, if it is less than was announced: then the last part is the one that ends there."""
         ...
 
     def abort(self) -> None:
@@ -109,7 +109,7 @@ class StorageBackend(Protocol):
         ...
 
     def upload(self, key: str, size: int) -> Upload:
-        """Begin a large object of exactly ``size`` bytes. Room is reserved where the store can.
+        """Begin a large object of ``size`` bytes, or of fewer if ``finish`` says so. Room is reserved where the store can.
 
         Raises:
             OutOfSpace: Known already now to be too large.
@@ -187,10 +187,18 @@ def check_prefix(prefix: str) -> str:
     return prefix
 
 
+def check_written(key: str, written: int, announced: int, size: int | None) -> int:
+    """The true size of an upload that is finished. Raises ``StorageError`` if it is not what was written, or more than was announced."""
+    whole = announced if size is None else size
+    if written != whole or whole > announced:
+        raise StorageError(key, f"{written} of {whole} bytes were written, {announced} were announced")
+    return whole
+
+
 class PutUpload:
     """An ``Upload`` for stores without parts: remembers the memory and puts all of it at ``finish``.
 
-    No copy is made; the caller's memory must live until then, which the contract asks of it anyway.
+    No copy is made, unless the store's capabilities say ``takes_parts``: else the caller's memory must live until then, which the contract asks of it anyway.
     """
 
     def __init__(self, backend: StorageBackend, key: str, size: int) -> None:
@@ -202,14 +210,13 @@ class PutUpload:
         return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        self._parts[offset] = data
+        # a store may take parts of large objects only, and its word goes for small ones too
+        taken = self._backend.capabilities.takes_parts
+        self._parts[offset] = memoryview(bytes(data)) if taken else data
 
-    def finish(self) -> ObjectInfo:
+    def finish(self, size: int | None = None) -> ObjectInfo:
         parts = [self._parts[offset] for offset in sorted(self._parts)]
-        if sum(part.nbytes for part in parts) != self._size:
-            raise StorageError(
-                self._key, f"{sum(part.nbytes for part in parts)} of {self._size} bytes were written"
-            )
+        check_written(self._key, sum(part.nbytes for part in parts), self._size, size)
         return self._backend.put(self._key, parts)
 
     def abort(self) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt.config import MEMORY, Tier
+from ckpt.config import MEMORY, NO_CODEC, Tier
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
@@ -101,6 +101,8 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
     for name in ("keep_last", "capacity"):
         if getattr(memory.tier, name) is not None:
             raise ConfigError(f"{memory.url} keeps what its slots hold: leave {name} out")
+    if memory.tier.codec != NO_CODEC:
+        raise ConfigError(f"{memory.url} keeps images where they are staged: leave codec out")
     if any(not other.in_memory for other in nearer):
         raise ConfigError(f"{memory.url} is memory: put it before the tiers that are farther away")
 

@@ -109,11 +109,11 @@ class _Counted:
         self._inner.write(offset, data)
         self._running -= 1
 
-    def finish(self) -> ObjectInfo:
+    def finish(self, size: int | None = None) -> ObjectInfo:
         assert not self._over
         self._over = True
         self._store.open -= 1
-        return self._inner.finish()
+        return self._inner.finish(size)
 
     def abort(self) -> None:
         assert not self._over

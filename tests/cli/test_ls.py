@@ -56,6 +56,8 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "bytes": steps[300].manifest.nbytes,
         "metadata": {"team": "speech"},
         "metrics": {},
+        "stored_bytes": steps[300].manifest.nbytes,
+        "codecs": [],
     }
 
 

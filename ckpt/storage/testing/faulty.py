@@ -221,8 +221,9 @@ class _FaultyUpload:
         call = Call(verb="write", key=self._key, nbytes=data.nbytes)
         self._backend.perform(call, lambda: self._inner.write(offset, data))
 
-    def finish(self) -> ObjectInfo:
-        return self._backend.perform(Call(verb="finish", key=self._key), self._inner.finish)
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        work = self._inner.finish if size is None else lambda: self._inner.finish(size)
+        return self._backend.perform(Call(verb="finish", key=self._key), work)
 
     def abort(self) -> None:
         """Only a crash gets through: an abort never raises."""

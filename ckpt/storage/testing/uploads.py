@@ -73,6 +73,25 @@ class UploadConformance(Suite):
         upload.abort()
         assert list(backend.list("")) == []
 
+    def test_an_upload_may_end_before_its_announced_size(self, backend: StorageBackend) -> None:
+        part = backend.capabilities.part_bytes
+        for size in (4097, part, 2 * part, 2 * part + 77):
+            data = payload(size)
+            upload = backend.upload(f"less/{size}", 5 * part)
+            send(upload, page_aligned(data))
+            assert upload.finish(size).size == size
+            assert backend.head(f"less/{size}").size == size
+            assert fetch(backend, f"less/{size}") == data
+
+    @pytest.mark.parametrize("told", [4096, 4098, 20000])
+    def test_an_upload_must_end_where_its_parts_do(self, backend: StorageBackend, told: int) -> None:
+        upload = backend.upload("odd", 10000)
+        upload.write(0, page_aligned(payload(4097)))
+        with pytest.raises(StorageError):
+            upload.finish(told)
+        upload.abort()
+        assert list(backend.list("")) == []
+
     def test_parts_may_come_in_any_order(self, backend: StorageBackend) -> None:
         data = self.large(backend)
         view = memoryview(data)

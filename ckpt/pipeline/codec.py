@@ -1,0 +1,294 @@
+"""A chunk <-> fewer bytes: its elements cut into byte planes, each plane Huffman-coded by zstd where that makes it shorter.
+
+Of a trained model's weights the exponents compress, the mantissas do not. An element is turned left by one bit, so that its exponent is its top byte; then the smallest exponent of the chunk is taken off, and what
+that leaves free at the top (at most two bits) is shifted out: the top plane gets mantissa bits instead, with which Huffman codes lose less to whole numbers of bits and zstd finds fewer matches not worth
+their cost. The bits come free in the lowest plane, from which Huffman coding takes exactly those. docs/format.md has the layout.
+
+Threads: everything from any thread; zstd and NumPy let go of the interpreter while they work.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ckpt.config import parse_codec
+from ckpt.errors import ChecksumMismatch, ConfigError
+from ckpt.model.checksum import checksum
+from ckpt.model.manifest import Tensor
+from ckpt.model.validate import MAX_CHUNK_BYTES
+
+if TYPE_CHECKING:
+    import zstandard
+
+Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_HEAD: Final = struct.Struct("<BBBB")
+_MOST_SHIFT: Final = 2
+"""More has gained nothing on weights (bench codec)."""
+_BLOCK: Final = 1 << 18
+"""Elements that are turned at once, in the processor's cache."""
+_SAMPLE: Final = 4096
+_SAMPLES: Final = 16
+"""So many runs of so many elements tell whether a plane is worth it."""
+_WORTH: Final = 0.98
+_DEFAULT_LEVEL: Final = 1
+_FLOATING: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 8, "complex64": 4, "complex32": 2}  # fmt: skip
+
+_local = threading.local()
+
+
+def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
+    """Of each chunk of a rank's file: the bytes of one floating point number in it, 1 where it holds others."""
+    starts = {shard.offset: _FLOATING.get(tensor.dtype, 1) for tensor in tensors for shard in tensor.shards if shard.box.numel}  # fmt: skip
+    found: list[int] = []
+    offset, width = 0, 1
+    for nbytes in chunks:
+        width = starts.get(offset, width)
+        found.append(width)
+        offset += nbytes
+    return found
+
+
+class Encoder:
+    """Threads: ``encode`` from any, at once.
+
+    Args:
+        codec: ``zstd``, or ``zstd:LEVEL``: then that level's search is tried beside Huffman coding alone, and the shorter taken.
+
+    Raises:
+        ConfigError: The codec is unknown, or the package it needs is not installed.
+    """
+
+    def __init__(self, codec: str) -> None:
+        self.name, self._level = parse_codec(codec)
+        _library()
+        self._local = threading.local()  # a compressor serves one thread at a time
+
+    def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
+        """Pieces to be put one after another; shorter than ``chunk`` in all, or else ``chunk`` itself. Good until this thread encodes the next."""
+        if not width < chunk.nbytes <= MAX_CHUNK_BYTES or chunk.nbytes % width:
+            return [chunk]
+        words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
+        room = self._room(words)
+        sample, shift, _ = _split(_sampled(words), room)
+        plans = [self._plan(plane, width, 0 if index else shift) for index, plane in enumerate(sample)]
+        if not any(plans) and not shift:
+            return [chunk]
+        planes, shift, base = _split(words, room)
+        shifts = [shift, *[0] * (width - 1)]
+        body = [_shortest(*each, room) for each in zip(planes, plans, shifts, strict=True)]
+        head = _HEAD.pack(width, shift, base, 0) + struct.pack(f"<{width}I", *(each.nbytes for each in body))
+        pieces = [memoryview(head), *body]
+        return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
+
+    def _plan(self, sample: Bytes, width: int, shift: int) -> zstandard.ZstdCompressor | None:
+        """What makes a plane like this shorter than it is without its ``shift`` free bits; None if nothing does."""
+        huffman, level = self._compressors()
+        tried = [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
+        lengths = [len(compressor.compress(sample.data)) for compressor in tried]
+        best = min(lengths)
+        return tried[lengths.index(best)] if best < _WORTH * sample.nbytes * (8 - shift) / 8 else None
+
+    def _room(self, words: Words) -> Bytes:
+        """Memory for planes, the same for every chunk of this thread: the first touch of fresh memory takes longer than the splitting."""
+        nbytes = words.itemsize * _padded(words.size)
+        room: Bytes | None = getattr(self._local, "room", None)
+        if room is None or room.size < nbytes:
+            room = self._local.room = np.empty(nbytes, dtype=np.uint8)
+        return room
+
+    def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
+        if (found := getattr(self._local, "made", None)) is None:
+            zstd = _library()
+            # the least search that zstd can do: what is left is Huffman coding
+            settings = zstd.ZstdCompressionParameters(
+                window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstd.STRATEGY_FAST,
+            )  # fmt: skip
+            level = _DEFAULT_LEVEL if self._level is None else self._level
+            found = zstd.ZstdCompressor(compression_params=settings), zstd.ZstdCompressor(level=level)
+            self._local.made = found
+        return found
+
+
+def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: str | None = None) -> None:
+    """Fill ``out`` with the chunk that was encoded as ``data``, which lies at ``offset`` of ``key``.
+
+    Raises:
+        ChecksumMismatch: It is no encoding of a chunk of that length, or not of the one with the checksum ``digest``.
+        ConfigError: The package it needs is not installed.
+    """
+    zstd = _library()
+    try:
+        _decode(data, out, zstd)
+    except (ValueError, struct.error, zstd.ZstdError):
+        raise ChecksumMismatch(key, offset, data.nbytes) from None
+    if digest is not None and checksum(out) != digest:
+        raise ChecksumMismatch(key, offset, data.nbytes)
+
+
+def _decode(data: memoryview, out: memoryview, zstd: Any) -> None:
+    width, shift, base, zero = _HEAD.unpack_from(data)
+    if width not in (1, 2, 4, 8) or shift > (_MOST_SHIFT if width > 1 else 0) or zero or out.nbytes % width:
+        raise ValueError("not the head of an encoded chunk")
+    lengths = struct.unpack_from(f"<{width}I", data, _HEAD.size)
+    start, size = _HEAD.size + 4 * width, out.nbytes // width
+    if start + sum(lengths) != data.nbytes or not all(0 < length <= size for length in lengths):
+        raise ValueError("the lengths of its planes do not add up")
+    planes: list[Bytes] = []
+    for index, length in enumerate(lengths):
+        planes.append(_plane(data[start : start + length], size, 0 if index else shift, zstd))
+        start += length
+    _join(planes, np.frombuffer(out, dtype=f"<u{width}"), shift, base)
+
+
+def _plane(data: memoryview, size: int, shift: int, zstd: Any) -> Bytes:
+    if data.nbytes == size:
+        return np.frombuffer(data, dtype=np.uint8)
+    if shift and data.nbytes == _packed_bytes(size, shift):
+        return _unpack(data, size, shift)
+    return np.frombuffer(_unpacked(data, size, zstd), dtype=np.uint8)
+
+
+def _unpacked(frame: memoryview, size: int, zstd: Any) -> bytes:
+    """What it unpacks to is known beforehand: a frame that says otherwise gets no memory."""
+    if zstd.frame_content_size(frame) != size:
+        raise ValueError("a plane has another length")
+    if (decompressor := getattr(_local, "decompressor", None)) is None:
+        decompressor = _local.decompressor = zstd.ZstdDecompressor()
+    plane: bytes = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+    if len(plane) != size:
+        raise ValueError("a plane has another length")
+    return plane
+
+
+def _library() -> Any:
+    """Imported late: only who uses a codec pays for it."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError("the codec zstd needs a package: pip install zstandard") from None
+    return zstandard
+
+
+def _shortest(plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes) -> memoryview:
+    """Compressed, or without its ``shift`` free bits, or as it is. A reader tells them by their length: what is no shorter than the next of these is not taken."""
+    least = plane.size
+    if shift:
+        least = min(least, _packed_bytes(plane.size, shift))
+    if plan is not None and len(code := plan.compress(plane.data)) < least:
+        return memoryview(code)
+    return plane.data if least == plane.size else _pack(room, plane.size, shift)
+
+
+def _sampled(words: Words) -> Words:
+    """A few runs of elements from all over."""
+    if words.size <= _SAMPLES * _SAMPLE:
+        return words
+    starts = np.linspace(0, words.size - _SAMPLE, _SAMPLES, dtype=np.int64)
+    return np.concatenate([words[start : start + _SAMPLE] for start in starts])
+
+
+def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
+    """Byte planes, lowest first, made in ``room``; by how many bits the turned elements were shifted, and the exponent that was taken off before."""
+    width = words.itemsize
+    if width == 1:
+        return [words.view(np.uint8)], 0, 0
+    one, bits = words.dtype.type, 8 * width
+    base, shift = _span(words)
+    planes = room[: width * _padded(words.size)].reshape(width, -1)[:, : words.size]
+    scratch = np.empty((2, min(_BLOCK, words.size)), dtype=words.dtype)
+    for start in range(0, words.size, _BLOCK):  # whole words: NumPy has no vector instructions to shift bytes
+        block = slice(start, start + _BLOCK)
+        part = words[block]
+        moved, sign = scratch[:, : part.size]
+        for index in range(1, width):
+            np.right_shift(part, one(8 * index - 1 - shift), out=moved)
+            np.copyto(planes[index, block], moved, casting="unsafe")
+        planes[-1, block] -= np.uint8(base << shift & 255)
+        np.right_shift(part, one(bits - 1), out=sign)
+        np.left_shift(sign, one(shift), out=sign)
+        np.left_shift(part, one(1 + shift), out=moved)
+        np.bitwise_or(moved, sign, out=moved)
+        np.copyto(planes[0, block], moved, casting="unsafe")
+    return list(planes), shift, base
+
+
+def _span(words: Words) -> tuple[int, int]:
+    """The least exponent of all (as the top byte of a turned element), and how many bits are free at the top without it. The free bits are not worth it if there are none."""
+    one, bits = words.dtype.type, 8 * words.itemsize
+    unsigned = one(2 ** (bits - 1) - 1)
+    lowest, highest = 2 ** (bits - 1), 0
+    for start in range(0, words.size, _BLOCK):
+        part = words[start : start + _BLOCK] & unsigned
+        lowest, highest = min(lowest, int(part.min())), max(highest, int(part.max()))
+    base = lowest >> (bits - 9)
+    shift = min(_MOST_SHIFT, 8 - ((highest >> (bits - 9)) - base).bit_length())
+    return (base, shift) if shift else (0, 0)
+
+
+def _run_words(size: int, shift: int) -> int:
+    return -(-size // (8 // shift * 8))
+
+
+def _packed_bytes(size: int, shift: int) -> int:
+    return _run_words(size, shift) * 8 * (8 // shift - 1)
+
+
+def _masks(shift: int) -> np.uint64:
+    """The lowest ``shift`` bits of each of eight bytes."""
+    return np.uint64(((1 << shift) - 1) * 0x0101010101010101)
+
+
+def _padded(size: int) -> int:
+    """Room for a plane, and for the zeros that ``_pack`` needs behind it."""
+    return -(-size // 64) * 64
+
+
+def _pack(room: Bytes, size: int, shift: int) -> memoryview:
+    """The lowest plane, in the first ``size`` bytes of ``room``, without the ``shift`` bits that are zero in each of its bytes: the last of 8 / shift runs is spread over those of the others, in place."""
+    count, words = 8 // shift, _run_words(size, shift)
+    whole = room[: count * words * 8]
+    whole[size:] = 0
+    runs = whole.view("<u8").reshape(count, words)
+    for index, run in enumerate(runs[:-1], 1):
+        run |= (runs[-1] >> np.uint64(shift * index)) & _masks(shift)
+    return whole[: (count - 1) * words * 8].data
+
+
+def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
+    runs = np.frombuffer(packed, dtype="<u8").reshape(8 // shift - 1, -1)
+    plane = np.zeros((8 // shift, runs.shape[1]), dtype="<u8")
+    np.bitwise_and(runs, ~_masks(shift), out=plane[:-1])
+    for index, run in enumerate(runs, 1):
+        plane[-1] |= (run & _masks(shift)) << np.uint64(shift * index)
+    return plane.reshape(-1).view(np.uint8)[:size]
+
+
+def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
+    """The reverse of ``_split``. What no save has split so gives something; that is for the checksum to find."""
+    width = out.itemsize
+    if width == 1:
+        out[:] = planes[0]
+        return
+    one, bits = out.dtype.type, 8 * width
+    scratch = np.empty(min(_BLOCK, out.size), dtype=out.dtype)
+    for start in range(0, out.size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        part = out[block]
+        moved = scratch[: part.size]
+        np.copyto(part, planes[-1][block])
+        for plane in reversed(planes[:-1]):
+            np.left_shift(part, one(8), out=part)
+            np.copyto(moved, plane[block])
+            np.bitwise_or(part, moved, out=part)
+        np.right_shift(part, one(1 + shift), out=part)
+        np.add(part, one(base << (bits - 9)), out=part)
+        np.right_shift(moved, one(shift), out=moved)  # the lowest plane: of it the sign
+        np.left_shift(moved, one(bits - 1), out=moved)
+        np.bitwise_or(part, moved, out=part)

@@ -1,0 +1,173 @@
+"""An image in memory -> an encoded file on a tier: its chunks one after another, each as short as the codec makes it.
+
+Workers take the chunks in file order, hash and encode them at the same time, and append what came out in turn, for where a chunk lies is known only when all before it are encoded. What is appended
+fills parts; a part that is full is written by whoever filled it. In memory at a time, beside the image: for each worker what it has encoded, its room for planes, and a part.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import accumulate
+
+from ckpt.errors import CkptError, StagingError
+from ckpt.model.checksum import checksum
+from ckpt.model.manifest import Chunk
+from ckpt.pipeline.codec import Encoder
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.pipeline.writer import OnBytes, Source, check_room
+from ckpt.storage.api import StorageBackend, Upload, aligned_memory
+
+
+def write_encoded(
+    source: Source,
+    chunks: Sequence[int],
+    *,
+    widths: Sequence[int],
+    lengths: list[int],
+    encoder: Encoder,
+    backend: StorageBackend,
+    key: str,
+    workers: Workers,
+    retry: RetryPolicy,
+    on_bytes: OnBytes,
+    known: tuple[Chunk, ...] = (),
+) -> tuple[Chunk, ...]:
+    """As ``write_image``.
+
+    Args:
+        widths: Of each chunk, the bytes of one of its numbers (see ``codec.widths_of``).
+        lengths: Is told how long each chunk is on the tier.
+    """
+    upload = retry.call(lambda: backend.upload(key, source.size))
+    abilities = backend.capabilities
+    file = _File(upload, retry, parallel=abilities.parallel_parts, reuse=abilities.takes_parts)
+    job = _Job(source, chunks, widths, encoder, file, on_bytes, known, lengths)
+    try:
+        check_room(source, max(chunks, default=0), 0, takes_parts=abilities.takes_parts, key=key)
+        workers.run_all(partial(job.take, index) for index in range(len(chunks)))
+        file.flush()
+        retry.call(lambda: upload.finish(file.size))
+    except BaseException:
+        upload.abort()
+        raise
+    return tuple(job.table)
+
+
+class _Job:
+    """Threads: ``take`` from the workers."""
+
+    def __init__(
+        self,
+        source: Source,
+        chunks: Sequence[int],
+        widths: Sequence[int],
+        encoder: Encoder,
+        file: _File,
+        on_bytes: OnBytes,
+        known: tuple[Chunk, ...],
+        lengths: list[int],
+    ) -> None:
+        self._source, self._widths, self._encoder, self._file = source, widths, encoder, file
+        self._on_bytes, self._known, self._lengths = on_bytes, known, lengths
+        self._starts = list(accumulate(chunks, initial=0))
+        self.table: list[Chunk] = []
+
+    def take(self, index: int) -> None:
+        """One chunk. They begin in file order: one that waits for its turn waits for chunks that are under way."""
+        try:
+            self._take(index, self._starts[index], self._starts[index + 1])
+        except BaseException as error:
+            lost = error if isinstance(error, CkptError) else StagingError(f"a chunk was lost: {error!r}")
+            self._file.fail(lost)
+            self._source.lost(lost)
+            raise
+
+    def _take(self, index: int, start: int, end: int) -> None:
+        view = self._source.view(start, end)
+        chunk = self._known[index] if self._known else Chunk(end - start, checksum(view))
+        pieces = self._encoder.encode(view, self._widths[index])
+        with self._file.turn(index):
+            full = self._file.append(pieces)
+            self.table.append(chunk)
+            self._lengths.append(sum(piece.nbytes for piece in pieces))
+        self._source.written(start, end)
+        self._source.hashed(start, end)
+        for offset, part in full:
+            self._file.write(offset, part)
+        self._on_bytes(end - start)
+
+
+class _File:
+    """What was encoded, cut into parts of an upload.
+
+    Threads: ``append`` by who has the turn; ``turn``, ``write`` and ``fail`` from any; ``flush`` when all is appended.
+
+    Args:
+        reuse: Whether a part's memory is free once it was written.
+    """
+
+    def __init__(self, upload: Upload, retry: RetryPolicy, *, parallel: bool, reuse: bool) -> None:
+        self.size = 0
+        self._upload, self._retry, self._reuse = upload, retry, reuse
+        self._writing: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
+        self._changed = threading.Condition()
+        self._next = 0
+        self._error: CkptError | None = None
+        self._part = memoryview(b"")
+        self._free: list[memoryview] = []  # list.append and list.pop are atomic
+
+    @contextmanager
+    def turn(self, index: int) -> Generator[None]:
+        """Wait until all chunks before ``index`` are appended; afterwards the next one may. Raises what another chunk was lost for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._next == index)
+            if self._error:
+                raise self._error
+        yield
+        with self._changed:
+            self._next += 1
+            self._changed.notify_all()
+
+    def fail(self, error: CkptError) -> None:
+        """Nobody shall wait for a turn any more."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def append(self, pieces: Sequence[memoryview]) -> list[tuple[int, memoryview]]:
+        """Copy ``pieces`` to the end; returns the parts that are full now, each with its offset."""
+        full: list[tuple[int, memoryview]] = []
+        for piece in pieces:
+            left = piece
+            while left.nbytes:
+                begin = self.size % self._upload.part_bytes
+                if not begin:
+                    self._part = self._fresh()
+                taken = left[: self._part.nbytes - begin]
+                self._part[begin : begin + taken.nbytes] = taken
+                self.size, left = self.size + taken.nbytes, left[taken.nbytes :]
+                if begin + taken.nbytes == self._part.nbytes:
+                    full.append((self.size - self._part.nbytes, self._part))
+        return full
+
+    def write(self, offset: int, part: memoryview) -> None:
+        """Send a part, as often as it takes."""
+        with self._writing:
+            self._retry.call(lambda: self._upload.write(offset, part))
+        if self._reuse:
+            self._free.append(part)
+
+    def flush(self) -> None:
+        """Send the part that is not full."""
+        if rest := self.size % self._upload.part_bytes:
+            self.write(self.size - rest, self._part[:rest])
+
+    def _fresh(self) -> memoryview:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return aligned_memory(self._upload.part_bytes)

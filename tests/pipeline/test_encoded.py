@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ckpt.errors import OutOfSpace, StagingError, TransientStorageError
+from ckpt.model.checksum import checksum
+from ckpt.model.manifest import Chunk
+from ckpt.pipeline.codec import Encoder
+from ckpt.pipeline.encoded import write_encoded
+from ckpt.pipeline.stored import EncodedImage, StoredImage
+from ckpt.pipeline.writer import Whole
+from ckpt.staging.window import Window
+from ckpt.storage.api import PutUpload, read_object
+from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
+
+MIB = 1 << 20
+FLOATS = (np.random.default_rng(4).standard_normal(7 * MIB) * 0.02).astype(np.float32).tobytes()
+IMAGE = bytes(4096) + FLOATS + np.random.default_rng(5).bytes(3 * MIB + 5)
+CHUNKS = [4096, *[MIB * 4] * 7, 3 * MIB, 5]
+WIDTHS = [1, *[4] * 7, 1, 1]
+TABLE = tuple(
+    Chunk(b - a, checksum(IMAGE[a:b])) for a, b in itertools.pairwise(itertools.accumulate(CHUNKS, initial=0))
+)
+
+
+def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda _: None, **more):
+    lengths: list[int] = []
+    chunks = write_encoded(
+        source or Whole(memoryview(IMAGE)),
+        CHUNKS,
+        widths=WIDTHS,
+        lengths=lengths,
+        encoder=Encoder(codec),
+        backend=backend,
+        key="step/rank",
+        workers=workers,
+        retry=retry,
+        on_bytes=on_bytes,
+        **more,
+    )
+    return chunks, lengths
+
+
+def image_of(backend, lengths, retry) -> EncodedImage:
+    return EncodedImage(backend, "step/rank", CHUNKS, lengths, retry)
+
+
+class OneByOne:
+    """A store that takes one part at a time; it keeps them until the end, or says that it does not."""
+
+    takes_parts = False
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+        self.capabilities = replace(
+            inner.capabilities, part_bytes=MIB, parallel_parts=False, takes_parts=self.takes_parts
+        )
+        self.inside = threading.Lock()
+
+    def upload(self, key: str, size: int) -> PutUpload:
+        upload = PutUpload(self, key, size)
+        write = upload.write
+
+        def alone(offset: int, data: memoryview) -> None:
+            assert self.inside.acquire(blocking=False), "two parts at once"
+            write(offset, data)
+            self.inside.release()
+
+        upload.write = alone  # type: ignore[method-assign]
+        return upload
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+
+class Taking(OneByOne):
+    """As S3 for small objects: all is put at the end."""
+
+    takes_parts = True
+
+
+@pytest.mark.parametrize("known", [(), TABLE])
+@pytest.mark.parametrize("wrap", [lambda b: b, OneByOne, Taking])
+def test_chunks_lie_one_after_another_and_decode_to_the_image(memory, workers, retry, wrap, known) -> None:
+    told: list[int] = []
+    chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=told.append)
+    assert chunks == TABLE
+    assert sum(told) == len(IMAGE)
+    assert memory.head("step/rank").size == sum(lengths) < len(IMAGE) * 0.9
+    assert lengths[-2:] == CHUNKS[-2:], "noise is stored raw"
+    source = image_of(memory, lengths, retry)
+    assert source.size == len(IMAGE)
+    for a, b in [(0, 4096), (0, 9 * MIB), (4096, 4096 + 4 * MIB), (5 * MIB + 3, 21 * MIB), (len(IMAGE) - 9, len(IMAGE))]:  # fmt: skip
+        assert source.view(a, b) == IMAGE[a:b]
+
+
+def test_the_same_image_gives_the_same_file_whoever_is_faster(memory, workers, retry) -> None:
+    files = set()
+    for _ in range(3):
+        write(memory, workers, retry)
+        files.add(checksum(read_object(memory, "step/rank", limit=1 << 30)))
+    assert len(files) == 1
+
+
+def test_an_encoded_file_can_be_encoded_or_left_raw_on_the_next_tier(memory, workers, retry) -> None:
+    _, lengths = write(memory, workers, retry)
+    near = read_object(memory, "step/rank", limit=1 << 30)
+    again, _ = write(memory, workers, retry, source=image_of(memory, lengths, retry))
+    assert again == TABLE
+    assert read_object(memory, "step/rank", limit=1 << 30) == near
+    memory.put("step/rank", [IMAGE])
+    from_raw, _ = write(memory, workers, retry, source=StoredImage(memory, "step/rank", len(IMAGE), retry))
+    assert from_raw == TABLE
+
+
+@pytest.mark.parametrize(("verb", "nth"), [("upload", 1), ("write", 1), ("write", 3), ("finish", 1)])
+def test_a_part_is_tried_again(memory, workers, retry, verb, nth) -> None:
+    for fault in (Raise(TransientStorageError), LoseReply(TransientStorageError)):
+        if isinstance(fault, LoseReply) and verb == "finish":
+            continue  # a memory upload ends once
+        backend = FaultyBackend(memory, [Rule(verb=verb, nth=nth, fault=fault)])
+        chunks, lengths = write(backend, workers, retry)
+        assert chunks == TABLE
+        assert image_of(memory, lengths, retry).view(0, len(IMAGE)) == IMAGE
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_lasting_error_is_raised_and_leaves_nothing(memory, workers, retry, nth) -> None:
+    backend = FaultyBackend(memory, [Rule(verb="write", nth=nth, fault=Raise(OutOfSpace))])
+    with pytest.raises(OutOfSpace):
+        write(backend, workers, retry)
+    assert list(memory.list("")) == []
+    assert [call.verb for call in backend.calls].count("abort") == 1
+
+
+def test_an_image_that_never_lands_ends_it(memory, workers, retry) -> None:
+    window = Window(memoryview(bytearray(IMAGE)), len(IMAGE))
+    window.land(10 * MIB)
+    timer = threading.Timer(0.1, window.fail, [StagingError("gone")])
+    timer.start()
+    with pytest.raises(StagingError, match="gone"):
+        write(memory, workers, retry, source=window)
+    timer.join()
+    assert list(memory.list("")) == []
+
+
+def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
+    image = IMAGE * 2
+    chunks, widths = CHUNKS * 2, WIDTHS * 2
+    room = 40 * MIB
+    window = Window(memoryview(bytearray(room)), len(image))
+    ring = window._memory
+
+    def copy() -> None:
+        for start in range(0, len(image), MIB):
+            end = min(len(image), start + MIB)
+            window.wait_room(end)
+            at = start % room
+            ring[at : at + end - start] = image[start:end]
+            window.land(end)
+
+    copier = threading.Thread(target=copy)
+    copier.start()
+    lengths: list[int] = []
+    table = write_encoded(
+        window, chunks, widths=widths, lengths=lengths, encoder=Encoder("zstd"), backend=memory, key="step/rank",
+        workers=workers, retry=retry, on_bytes=lambda _: None,
+    )  # fmt: skip
+    copier.join()
+    assert [chunk.nbytes for chunk in table] == chunks
+    stored = EncodedImage(memory, "step/rank", chunks, lengths, retry)
+    assert stored.view(0, len(image)) == image
+
+
+def test_a_ring_too_small_for_a_chunk_is_refused(memory, workers, retry) -> None:
+    window = Window(memoryview(bytearray(33 * MIB)), 100 * MIB)
+    with pytest.raises(StagingError, match="too few"):
+        write(memory, workers, retry, source=window)
