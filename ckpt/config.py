@@ -32,9 +32,9 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from typing import Any, Final, Literal, Self, TypeGuard, get_args
+from typing import Any, Final, Literal, Self, get_args
 
+from ckpt.checks import as_bytes, is_number, json_only, known_only, one_of, whole
 from ckpt.errors import ConfigError
 
 CONFIG_NAME: Final = "ckpt.toml"
@@ -50,7 +50,6 @@ Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
 _MAX_CHUNK_BYTES: Final = 64 << 20
-_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 _CODEC: Final = re.compile(r"(none|zstd)(?:(?<=zstd):([0-9]{1,2}))?")
 _MOST_LEVEL: Final = 12
 """Above, zstd takes hundreds of MiB per thread."""
@@ -83,7 +82,7 @@ class Best:
             case [str(metric), ("min" | "max") as mode] if metric:
                 return cls(metric, mode)
             case [str(metric), ("min" | "max") as mode, int(count)] if metric:
-                _whole("the count of keep_best", count, 1, 10**6)
+                whole("the count of keep_best", count, 1, 10**6)
                 return cls(metric, mode, count)
             case _:
                 raise ConfigError(
@@ -120,7 +119,7 @@ class Tier:
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """What the class does not know is said as for ``ckpt.toml``; the fields are set as for any dataclass."""
-        _known("Tier.", fields, tuple(cls.__dataclass_fields__))
+        known_only("Tier.", fields, tuple(cls.__dataclass_fields__))
         del args
         return object.__new__(cls)
 
@@ -133,10 +132,10 @@ class Tier:
             raise ConfigError(
                 f"options of {self.url!r} must be a table of names and values, not {type(self.options).__name__}"
             )
-        _whole("every", self.every, 1, 10**18)
+        whole("every", self.every, 1, 10**18)
         for name in ("keep_last", "keep_every"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1, 10**18)
+                whole(name, getattr(self, name), 1, 10**18)
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) is not None and self.keep_last is None:
                 raise ConfigError(
@@ -145,7 +144,7 @@ class Tier:
         if self.keep_best is not None:
             Best.of(self.keep_best)
         if self.capacity is not None:
-            _bytes("capacity", self.capacity)
+            as_bytes("capacity", self.capacity)
         if self.required not in (None, True, False):
             raise ConfigError(f"required={self.required!r}: give true or false")
         parse_codec(self.codec)
@@ -158,7 +157,7 @@ class Tier:
     @property
     def capacity_bytes(self) -> int | None:
         """``capacity`` as a number."""
-        return None if self.capacity is None else _bytes("capacity", self.capacity)
+        return None if self.capacity is None else as_bytes("capacity", self.capacity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,24 +189,24 @@ class SaveConfig:
     cpus: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
-        _one_of("on_busy", self.on_busy, get_args(OnBusy))
-        _one_of("overlap", self.overlap, get_args(Overlap))
-        _whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
-        if not _is_number(self.commit_timeout_seconds) or not 0 < self.commit_timeout_seconds < float("inf"):
+        one_of("on_busy", self.on_busy, get_args(OnBusy))
+        one_of("overlap", self.overlap, get_args(Overlap))
+        whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
+        if not is_number(self.commit_timeout_seconds) or not 0 < self.commit_timeout_seconds < float("inf"):
             raise ConfigError(
                 f"commit_timeout_seconds={self.commit_timeout_seconds!r}: give a number of seconds above 0, such as 600"
             )
-        _whole("slots", self.slots, 1, 16)
-        _whole("backlog", self.backlog, 1, 1000)
+        whole("slots", self.slots, 1, 16)
+        whole("backlog", self.backlog, 1, 1000)
         if self.staging_bytes is not None:
-            _whole("staging_bytes", self.staging_bytes, 1 << 20, 1 << 50)
-        _whole("threads", self.threads, 1, 256)
-        _whole("nice", self.nice, 0, 19)
+            whole("staging_bytes", self.staging_bytes, 1 << 20, 1 << 50)
+        whole("threads", self.threads, 1, 256)
+        whole("nice", self.nice, 0, 19)
         if self.cpus is not None:
             if not self.cpus:
                 raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
             for cpu in self.cpus:
-                _whole("cpus", cpu, 0, 1 << 16)
+                whole("cpus", cpu, 0, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,14 +303,14 @@ def debug_wanted() -> bool:
 
 
 def _config(table: Mapping[str, Any], place: str) -> Config:
-    _known("", table, ("root", "tiers", "save", "metadata"))
+    known_only("", table, ("root", "tiers", "save", "metadata"))
     if "root" in table and "tiers" in table:
         raise ConfigError("root and tiers exclude each other: make the root the first of the [[tiers]]")
     rows: object = table.get("tiers", [{"url": table["root"]}] if "root" in table else [])
     if not isinstance(rows, list):
         raise ConfigError("tiers is a list: write [[tiers]], with two brackets")
     metadata = _table("metadata", table)
-    _check_json("metadata", metadata)
+    json_only("metadata", metadata)
     return Config(
         tiers=tuple(_tier(row, os.path.dirname(place)) for row in rows),
         save=_save(_table("save", table)),
@@ -323,7 +322,7 @@ def _config(table: Mapping[str, Any], place: str) -> Config:
 def _tier(row: object, folder: str) -> Tier:
     if not isinstance(row, dict):
         raise ConfigError('each of tiers is a table: [[tiers]], then url = "..."')
-    _known("tiers.", row, tuple(Tier.__dataclass_fields__))
+    known_only("tiers.", row, tuple(Tier.__dataclass_fields__))
     fields: dict[str, Any] = {"url": "", **row}
     if isinstance(best := fields.get("keep_best"), list):
         fields["keep_best"] = tuple(best)
@@ -336,15 +335,15 @@ def _tier(row: object, folder: str) -> Tier:
 
 
 def _save(table: Mapping[str, Any]) -> SaveConfig:
-    _known("save.", table, _SAVE_KEYS)
+    known_only("save.", table, _SAVE_KEYS)
     fields: dict[str, Any] = dict(table)
     if "chunk_mib" in fields:
         mib = fields.pop("chunk_mib")
-        _whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
+        whole("chunk_mib", mib, 1, _MAX_CHUNK_BYTES >> 20)
         fields["chunk_bytes"] = mib << 20
     if "staging_mib" in fields:
         mib = fields.pop("staging_mib")
-        _whole("staging_mib", mib, 1, 1 << 30)
+        whole("staging_mib", mib, 1, 1 << 30)
         fields["staging_bytes"] = mib << 20
     if "cpus" in fields:
         if not isinstance(fields["cpus"], list):
@@ -358,53 +357,3 @@ def _table(name: str, table: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{name} is a table: write [{name}]")
     return found
-
-
-def _known(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in table:
-        if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.5)
-            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"{prefix}{key} is not a setting: {way}")
-
-
-def _check_json(name: str, value: object) -> None:
-    """TOML knows dates and nan; a manifest does not."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _check_json(f"{name}.{key}", item)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            _check_json(f"{name}[{index}]", item)
-    elif (
-        not isinstance(value, str | bool | int | float)
-        or value != value
-        or value in (float("inf"), float("-inf"))
-    ):
-        raise ConfigError(f"{name}={value!s} cannot be kept in a manifest: write it as a string")
-
-
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r}: choose {' or '.join(repr(choice) for choice in allowed)}")
-
-
-def _whole(name: str, value: object, least: int, most: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name}={value!r}: give a whole number from {least} to {most}")
-
-
-def _bytes(name: str, value: int | str) -> int:
-    """'200GB' is 200 * 1000**3 bytes, '200GiB' is 200 * 1024**3."""
-    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is not None:
-        number, prefix, binary = match.groups()
-        power = " kmgtp".index(prefix.lower() or " ")
-        value = round(float(number) * (1024 if binary else 1000) ** power)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
-        raise ConfigError(f"{name}={value!r}: give a size above 0, such as '200GB', '64GiB', or bytes")
-    return value
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)

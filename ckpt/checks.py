@@ -1,0 +1,66 @@
+"""What a value that a user sets is asked. Each raises ``ConfigError`` with the name, the value, and what would do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, TypeGuard
+
+from ckpt.errors import ConfigError
+
+_BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
+
+
+def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises for a key that is none of ``known``, and names the nearest."""
+    for key in table:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.5)
+            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{prefix}{key} is not a setting: {way}")
+
+
+def json_only(name: str, value: object) -> None:
+    """TOML knows dates and nan; a manifest does not."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            json_only(f"{name}.{key}", item)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            json_only(f"{name}[{index}]", item)
+    elif (
+        not isinstance(value, str | bool | int | float)
+        or value != value
+        or value in (float("inf"), float("-inf"))
+    ):
+        raise ConfigError(f"{name}={value!s} cannot be kept in a manifest: write it as a string")
+
+
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises unless it is one of these."""
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!r}: choose {' or '.join(repr(choice) for choice in allowed)}")
+
+
+def whole(name: str, value: object, least: int, most: int) -> None:
+    """Raises unless it is a whole number in these bounds; True is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name}={value!r}: give a whole number from {least} to {most}")
+
+
+def as_bytes(name: str, value: int | str) -> int:
+    """'200GB' is 200 * 1000**3 bytes, '200GiB' is 200 * 1024**3."""
+    match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        number, prefix, binary = match.groups()
+        power = " kmgtp".index(prefix.lower() or " ")
+        value = round(float(number) * (1024 if binary else 1000) ** power)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
+        raise ConfigError(f"{name}={value!r}: give a size above 0, such as '200GB', '64GiB', or bytes")
+    return value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
