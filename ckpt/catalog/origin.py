@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.verify import Span, check_chunks, read_fragment
-from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
+from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import File, FragmentRef, Manifest
 from ckpt.pipeline.reader import Sink, read_plan
@@ -184,8 +184,13 @@ class Origin:
     def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
         """What is wrong with a file on a source, as far as its size tells."""
         key = self.ref.key(file.name)
+        if dead := self.gone(position, ""):
+            return dead
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
+        except TransientStorageError as error:
+            self.failed(position, key, error, 0)
+            return error
         except (IntegrityError, StorageError) as error:
             return error
         if size == file.size:
