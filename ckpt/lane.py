@@ -161,7 +161,12 @@ class Lane:
         chunks, encoding = self._files.write(job, on_bytes, self._retry)
         intact()  # before the fragment: whoever finds all fragments may commit them
         word = Durable(self._files.put_fragment(job, chunks, encoding, self._retry))
-        intact()
+        try:
+            intact()
+        except BaseException:  # at once: if this job dies now, nobody may take it for one to be finished
+            with contextlib.suppress(CkptError):
+                self._backend.delete(job.ref.key(self._files.names[0]))
+            raise
         return chunks, word
 
     def has(self, ref: StepRef) -> bool:

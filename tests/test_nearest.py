@@ -16,8 +16,9 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.prune import prune
-from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError
+from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError, TransientStorageError
 from ckpt.events import Event, Repaired, StepDamaged
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.retention import Retention
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
@@ -394,6 +395,46 @@ def test_what_is_in_memory_is_not_fetched_from_far(tmp_path: Path, far: Path, wa
         for info in list(backend.list("")):
             backend.delete(info.key)
         backend.close()
+
+
+def test_nothing_is_put_into_memory(saved: list[Path], far: Path) -> None:
+    """The tier "memory" takes slots, not files, though its name looks like a folder's."""
+    tiers = [Tier("memory"), Tier(str(far))]
+    target = blank()
+    with CheckpointManager(tiers) as manager:
+        report = manager.restore(target)
+        assert_is(target, 3)
+        assert report is not None
+        assert (report.tier, report.cached_bytes) == (str(far), 0)
+        assert attempts(manager._tiers[0].backend) == []
+
+
+def test_a_near_tier_that_does_not_answer_is_asked_once_for_all_files(
+    saved: list[Path],
+    near: Path,
+    far: Path,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    quick = RetryPolicy(attempts=2, first_seconds=0.001, most_seconds=0.002)
+    monkeypatch.setattr("ckpt.restorer.RetryPolicy", lambda: quick)
+    store = watch(
+        near,
+        *(
+            Rule(verb=verb, key="safetensors", fault=Raise(TransientStorageError))
+            for verb in ("head", "read_into", "upload")
+        ),
+    )  # type: ignore[arg-type]
+    target = blank()
+    with CheckpointManager([near, far]) as manager:
+        report = manager.restore(target)
+    assert_is(target, 3)
+    assert report is not None
+    assert report.tier == str(far)
+    assert [(repair.tier, repair.key) for repair in report.repaired] == [(str(near), "")]
+    assert sum(call.verb in ("head", "read_into") and "safetensors" in call.key for call in store.calls) == 2
+    assert len(warnings(caplog)) == 2  # it does not answer, and takes nothing
 
 
 def test_a_save_after_a_read_through_is_as_ever(saved: list[Path], tmp_path: Path, far: Path) -> None:

@@ -66,7 +66,7 @@ class ReadThrough:
         self._tiers, self._origin, self._found, self._coordinator = tiers, origin, found, coordinator
         self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
         self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
-        self._caches = [place for place, tier in enumerate(tiers[:-1]) if scheme_of(tier.tier.url) == "file"]
+        self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[File] = []
         self.fetched: dict[int, int] = {}
         """Position of the source that the file of a rank was fetched from, by this rank or another."""
@@ -195,6 +195,10 @@ class ReadThrough:
             return "all"
         place = f"{Owner.here(self._coordinator.attempt).machine} {self._tiers[position].url}"
         return checksum(place.encode())[:12]
+
+
+def _is_folder(tier: OpenTier) -> bool:
+    return scheme_of(tier.tier.url) == "file" and not tier.in_memory  # "memory" looks like a path
 
 
 class _Taster:

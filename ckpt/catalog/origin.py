@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.verify import Span, check_chunks, read_fragment
-from ckpt.errors import IntegrityError, ObjectNotFound, StorageError
+from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.reader import Sink, read_plan
@@ -231,12 +231,17 @@ class Origin:
     def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
         """What is wrong with a file on a source, as far as its size tells."""
         key, wanted = self.ref.key(file.name), file.size
+        if dead := self.gone(position, ""):
+            return dead
         if isinstance(file, File):
             if file.rank not in self.layout(position).file_map():
                 return ObjectNotFound(key)
             key, wanted = self.file_at(position, file.rank)
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
+        except TransientStorageError as error:
+            self.failed(position, key, error, 0)
+            return error
         except (IntegrityError, StorageError) as error:
             return error
         return None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
