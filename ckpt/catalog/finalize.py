@@ -6,6 +6,8 @@ refusal, so the evidence is what a leader does after its verdict:
 1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt, so the leader has died in the middle of its work.
 2. It goes on to the next save: it must not have written to a later step, or to another try at this one.
 3. Each rank of a refused save removes its own files: every fragment must be there. Also every byte of data is compared with its checksum.
+
+Not excluded by this: that a save was refused, and then all ranks died before even one of them had removed a file.
 """
 
 from __future__ import annotations
@@ -63,14 +65,18 @@ def finalize(
     owner = _check_owner(backend, ref, job_is_dead=job_is_dead)
     _check_last(backend, ref, owner)
     parts = _read_fragments(backend, ref, workers, retry)
-    files = [fragment.file for fragment, _ in parts if fragment.file]
-    encodings = {encoding.rank: encoding for fragment, _ in parts for encoding in fragment.encoded}
+    manifest = merge(parts)
     faults, _ = verify_files(
-        backend, ref, files, workers=workers, on_progress=on_progress, retry=retry, encodings=encodings
+        backend,
+        ref,
+        manifest.files,
+        workers=workers,
+        on_progress=on_progress,
+        retry=retry,
+        encodings=manifest.encodings(),
     )
     if faults:
         raise faults[0].error()
-    manifest = merge(parts)
     if (
         _check_owner(backend, ref, job_is_dead=job_is_dead) != owner
     ):  # as the leader asks, right before its put

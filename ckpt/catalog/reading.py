@@ -23,7 +23,7 @@ from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead, plan_restore
 from ckpt.storage.api import StorageBackend
 
-BATCH_BYTES: Final = 256 << 20
+BATCH_BYTES: Final = 128 << 20
 """How much of a step is in memory at a time while it is read from end to end."""
 
 _ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}

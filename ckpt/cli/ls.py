@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -164,11 +165,16 @@ def _metadata(manifest: Manifest | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _brief(metadata: dict[str, Any]) -> str:
-    """'team=speech, loss=0.25'."""
+def _brief(metadata: Mapping[str, Any]) -> str:
+    """'team=speech, loss=0.25'; a dict by what is in it."""
     return ", ".join(
-        f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
+        _brief(value)
+        if isinstance(value, dict)
+        else f"{key}={value:.6g}"
+        if isinstance(value, float)
+        else f"{key}={value}"
         for key, value in metadata.items()
+        if value != {}
     )
 
 

@@ -151,3 +151,10 @@ def test_wrong_tiers_are_told(cli: Cli, tiers: str) -> None:
     assert "exclude each other" in cli("ls", "--root", "runs", "--config", tiers).err
     assert "named twice" in cli("ls", "--root", "runs", "--root", "./runs").err
     assert "cannot be read" in cli("ls", "--config", "none.toml").err
+
+
+def test_numbers_in_the_metadata_are_short(cli: Cli, backend: StorageBackend) -> None:
+    write_checkpoint(
+        backend, 1, ARRAYS, metadata={"team": "speech", "metrics": {"loss": 0.123456789, "n": 3}}
+    )
+    assert cli("ls").out.splitlines()[1].endswith("loss=0.123457, n=3, team=speech")
