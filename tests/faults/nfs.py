@@ -68,16 +68,16 @@ def deleted_while_open(root: Path) -> int:
 
 
 def away(root: Path, seconds: float) -> tuple[int, str]:
-    """The server is stopped in mid-save and started again."""
+    """The server is stopped, a save begins, the server is started again."""
     with CheckpointManager(root) as manager:
         manager.save(state(0, 8), 0, timeout=120)
-        pending = manager.save_async(state(1, 8), 1)
         subprocess.run(["rpc.nfsd", "0"], check=True)
         back = threading.Timer(
             seconds, lambda: subprocess.run(["rpc.nfsd", "-G", "10", "-L", "10", "4"], check=True)
         )
         back.start()
         began = time.monotonic()
+        pending = manager.save_async(state(1, 8), 1)
         error = pending.exception(300)
         told = f"{type(error).__name__ if error else 'committed'} after {time.monotonic() - began:.1f} s"
         assert error is None or isinstance(error, CkptError)

@@ -25,7 +25,7 @@ mount -t tmpfs shm /dev/shm
 ln -s "/usr/lib/uml/modules/$(uname -r)" "/run/modules/lib/modules/$(uname -r)"
 for module in loop nfs nfsv3 nfsv4 nfsd; do modprobe -d /run/modules "$module" || echo "no module $module"; done
 ip link set lo up
-truncate -s 96M /mnt/disk; mkfs.ext4 -q -F /mnt/disk; mount -o loop /mnt/disk /mnt/export
+truncate -s 160M /mnt/disk; mkfs.ext4 -q -F /mnt/disk; mount -o loop /mnt/disk /mnt/export
 mount -t tmpfs state /var/lib/nfs; mkdir -p /var/lib/nfs/{rpc_pipefs,sm,v4recovery}; touch /var/lib/nfs/{etab,rmtab}
 mount -t rpc_pipefs sunrpc /var/lib/nfs/rpc_pipefs; mount -t nfsd nfsd /proc/fs/nfsd
 rpcbind; rpc.statd --no-notify
