@@ -35,7 +35,6 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "network": Fault("a proxy before S3 that delays, throttles, resets, answers 500, 503 and SlowDown, cuts bodies, loses replies", "requests harmed", NOTHING, "tests/faults/test_network.py"),
     "network-stall": Fault("a proxy that swallows requests and never answers", "requests harmed", "nothing, or that save, with our error in the stated time", "tests/faults/test_network.py"),
     "no-space": Fault("ENOSPC on a mount of its own, at every page of a save, on each tier on disk", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
-    "no-space-memory": Fault("/dev/shm filled up, at every page of a save into memory", "full disks", "that save in memory; the disk has it", "tests/faults/test_disk.py"),
     "no-inodes": Fault("no inode left, at every file of a save", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
     "read-only": Fault("a mount turned read-only between the calls of a save", "remounts", "that save, with `AccessDenied`", "tests/faults/test_disk.py"),
     "io-error": Fault("EIO, ENOSPC, EDQUOT or ESTALE from each system call of a save, a prune and a restore", "failed calls", "that save, with `StorageError`", "tests/faults/test_syscalls.py"),

@@ -1,0 +1,166 @@
+"""A disk of its own that is full, has no inode left, or is turned read-only in mid-save. Needs the right to mount."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import AccessDenied, CkptError, OutOfSpace
+from ckpt.storage.registry import open_backend
+from tests.crash.nursery import Killer
+from tests.faults.conftest import Count
+from tests.test_review import whole
+
+PAGE = 4096
+NUMBERS = 8 * PAGE // 8
+
+
+def state(step: int) -> dict[str, object]:
+    return {"x": torch.arange(NUMBERS, dtype=torch.int64) + step, "step": step}
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """``mount(options)``: a tmpfs with these options."""
+    places: list[Path] = []
+
+    def mounted(options: str) -> Path:
+        place = tmp_path / f"mount{len(places)}"
+        place.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "none", str(place)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        places.append(place)
+        return place
+
+    yield mounted
+    for place in places:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(path: Path, *, leave: int) -> None:
+    """A file takes all of the file system but ``leave`` bytes."""
+    room = os.statvfs(path.parent)
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY)
+    os.posix_fallocate(descriptor, 0, room.f_bavail * room.f_frsize - leave)
+    os.close(descriptor)
+
+
+def others(tmp_path: Path, mounted: Path, which: str) -> list[Tier]:
+    names = {name: str(mounted / "run" if name == which else tmp_path / name) for name in ("near", "far")}
+    return [Tier(names["near"]), Tier(names["far"])]
+
+
+def goes_wrong_and_on(
+    tiers: list[Tier], which: str, spoil: Callable[[], None], mend: Callable[[], None], error: type[CkptError]
+) -> bool:
+    """Step 1, then 2 on a spoiled disk, then 3 on a mended one. Returns whether 2 was lost."""
+    spoiled, healthy = (tiers[0], tiers[1]) if which == "near" else (tiers[1], tiers[0])
+    with CheckpointManager(tiers) as manager:
+        manager.save(state(1), 1, timeout=30)
+        spoil()
+        pending = manager.save_async(state(2), 2)
+        lost = pending.exception(30, tier=spoiled.url)
+        assert lost is None or isinstance(lost, error) or error.what in str(lost), lost  # type: ignore[attr-defined]
+        pending.exception(30)
+        mend()
+        manager.save(state(3), 3, timeout=30)
+    assert whole(spoiled.url) == ([1, 3] if lost else [1, 2, 3])
+    assert whole(healthy.url) == ([1, 3] if lost and which == "near" else [1, 2, 3])
+    return lost is not None
+
+
+@pytest.mark.parametrize("which", ["near", "far"])
+def test_a_disk_that_is_full_but_for_some_pages(
+    tmp_path: Path, mount: Callable[[str], Path], tally: Count, which: str
+) -> None:
+    """Down to the page: the image, the fragment, the manifest or the note of the owner is what finds no room."""
+    place = mount("size=1m")
+    lost = []
+    for pages in range(0, 18, 2):
+        tiers, filler = others(tmp_path / f"{pages}", place, which), place / "filler"
+        spoil = partial(fill, filler, leave=pages * PAGE)
+        lost.append(goes_wrong_and_on(tiers, which, spoil, filler.unlink, OutOfSpace))
+        subprocess.run(["rm", "-r", str(place / "run")], check=True)
+    assert lost[0]
+    assert not lost[-1]
+    assert sum(lost) > 4
+    tally("no-space", sum(lost))
+
+
+def test_a_disk_without_inodes(tmp_path: Path, mount: Callable[[str], Path], tally: Count) -> None:
+    place = mount("size=4m,nr_inodes=40")
+    lost = []
+    for left in range(7):
+        tiers = others(tmp_path / f"{left}", place, "near")
+
+        def spoil(left: int = left) -> None:
+            for number in range(os.statvfs(place).f_ffree - left):
+                (place / f"filler{number}").touch()
+
+        def mend() -> None:
+            for path in place.glob("filler*"):
+                path.unlink()
+
+        lost.append(goes_wrong_and_on(tiers, "near", spoil, mend, OutOfSpace))
+        subprocess.run(["rm", "-r", str(place / "run")], check=True)
+    assert lost[0]
+    assert not lost[-1]
+    tally("no-inodes", sum(lost))
+
+
+@pytest.mark.parametrize("which", ["near", "far"])
+def test_a_disk_that_is_turned_read_only_between_two_calls(
+    tmp_path: Path, mount: Callable[[str], Path], tally: Count, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = mount("size=4m")
+    armed: list[int] = []
+
+    def remount(how: str) -> bool:
+        return (
+            subprocess.run(
+                ["mount", "-o", f"remount,{how}", str(place)], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
+
+    def tick(moment: str) -> None:
+        if armed and moment == "before":
+            armed[0] -= 1
+            if armed[0] == 0 and not remount("ro"):
+                armed[0] = 1  # a file is open for writing: at the next call then
+
+    def opened(url: str, options: Any) -> Any:
+        backend = open_backend(url, options)
+        return Killer(backend, tick) if url.startswith(str(place)) else backend
+
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    lost = 0
+    for nth in (1, 2, 4, 6, 8, 10):
+        tiers = others(tmp_path / f"{nth}", place, which)
+
+        def spoil(nth: int = nth) -> None:
+            armed[:] = [nth]
+
+        def mend() -> None:
+            armed.clear()
+            remount("rw")
+
+        lost += goes_wrong_and_on(tiers, which, spoil, mend, AccessDenied)
+        subprocess.run(["rm", "-r", str(place / "run")], check=True)
+    assert lost > 1
+    tally("read-only", lost)

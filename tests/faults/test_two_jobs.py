@@ -1,0 +1,111 @@
+"""Two jobs in one root at once, as from two machines: neither can see that the other lives, so each takes the root from the other again and again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.errors import RootInUse
+from tests.faults.conftest import Count
+from tests.test_review import whole
+
+JOB = """
+import sys, time, torch
+from ckpt import CheckpointManager, Tier
+from ckpt.coordination.owner import Owner
+from ckpt.errors import CkptError
+torch.set_num_threads(1)
+Owner.alive = property(lambda self: False)  # of another machine, as far as anybody can tell
+root, job, saves = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+lost = 0
+print("ready", flush=True)
+sys.stdin.readline()
+while saves > 0:
+    with CheckpointManager(Tier(root, keep_last=2)) as manager:
+        state = {"x": torch.zeros(2000), "step": 0, "job": 0}
+        try:
+            report = manager.restore(state)
+        except CkptError as gone:  # the other job has pruned all that was there when it was listed
+            print("again", type(gone).__name__, flush=True)
+            continue
+        assert report is None or bool((state["x"] == 2 * state["step"] + state["job"]).all()), state
+        step = (report.step if report else 0) + 1
+        try:
+            while saves > 0:
+                saves -= 1
+                pending = manager.save_async({"x": torch.full((2000,), 2.0 * step + job), "step": step, "job": job}, step)
+                error = pending.exception(60)
+                if error is not None:
+                    raise error
+                print("saved", step, flush=True)
+                step += 1
+        except CkptError as error:
+            lost += 1
+            print("lost", type(error).__name__, flush=True)
+print("end", lost, flush=True)
+"""
+
+
+def fight(root: Path, saves: int) -> int:
+    """Both jobs save so often. Returns how many saves were committed."""
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", JOB, str(root), str(number), str(saves)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for number in (0, 1)
+    ]  # fmt: skip
+    try:
+        for job in jobs:
+            assert job.stdout
+            assert job.stdout.readline() == "ready\n"
+        told = []
+        for job in jobs:
+            assert job.stdin
+            job.stdin.write("go\n")
+            job.stdin.flush()
+        for job in jobs:
+            out, err = job.communicate(timeout=1000)
+            assert job.returncode == 0, err[-3000:]
+            told.append(out)
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+    steps = [int(line.split()[1]) for out in told for line in out.splitlines() if line.startswith("saved")]
+    listed = whole(root)
+    assert max(steps) in listed, (max(steps), listed)
+    target = {"x": torch.zeros(2000), "step": 0, "job": 0}
+    with CheckpointManager(root) as manager:
+        report = manager.restore(target)
+    assert report is not None
+    assert report.step == max(steps)
+    assert report.skipped == ()
+    assert bool((target["x"] == 2 * target["step"] + target["job"]).all())  # type: ignore[operator, attr-defined]
+    return len(steps)
+
+
+def test_two_jobs_that_do_not_see_each_other(tmp_path: Path, tally: Count) -> None:
+    tally("two-jobs", fight(tmp_path / "run", 8))
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+def test_two_jobs_that_do_not_see_each_other_for_long(tmp_path: Path, tally: Count) -> None:
+    tally("two-jobs", fight(tmp_path / "run", 100))
+
+
+def test_two_jobs_that_see_each_other(tmp_path: Path, tally: Count) -> None:
+    """On one machine the second is told at its first save, and the first goes on."""
+    with CheckpointManager(tmp_path) as first:
+        first.save({"x": torch.ones(3)}, 1)
+        with CheckpointManager(tmp_path) as second, pytest.raises(RootInUse):
+            second.save({"x": torch.ones(3)}, 2)
+        first.save({"x": torch.ones(3)}, 3)
+    assert whole(tmp_path) == [1, 3]
+    tally("two-jobs", 3)
