@@ -72,8 +72,11 @@ def table(results: Mapping[str, Any]) -> str:
     lines = ["| fault | tried by `make test` | by `make torture` | lost | where |", "|---|---:|---:|---|---|"]
     for name, fault in FAULTS.items():
         if name in results:
-            ci, torture = (results[name].get(kind, {}).get("tries", 0) for kind in ("ci", "torture"))
+            ci, torture, hand = (
+                results[name].get(kind, {}).get("tries", 0) for kind in ("ci", "torture", "hand")
+            )
             cells = [f"{count:,} {fault.unit}" if count else "-" for count in (ci, torture)]
+            cells[1] = f"by hand: {hand} {fault.unit}" if hand else cells[1]
             lines.append(f"| {fault.what} | {cells[0]} | {cells[1]} | {fault.lost} | `{fault.where}` |")
     return "\n".join(lines)
 
