@@ -34,7 +34,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "server-killed": Fault("SIGKILL of the S3 server in mid-upload, and its return", "kills", NOTHING, "tests/faults/test_object_server.py"),
     "network": Fault("a proxy before S3 that delays, throttles, resets, answers 500, 503 and SlowDown, cuts bodies, loses replies", "requests harmed", NOTHING, "tests/faults/test_network.py"),
     "network-stall": Fault("a proxy that swallows requests and never answers", "requests harmed", "nothing, or that save, with our error in the stated time", "tests/faults/test_network.py"),
-    "no-space": Fault("ENOSPC on a mount of its own, at every page of a save, on each tier on disk", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
+    "no-space": Fault("ENOSPC on a mount of its own, at the pages of a save in turn, on each tier on disk", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
     "no-inodes": Fault("no inode left, at every file of a save", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
     "read-only": Fault("a mount turned read-only between the calls of a save", "remounts", "that save, with `AccessDenied`", "tests/faults/test_disk.py"),
     "io-error": Fault("EIO, ENOSPC, EDQUOT or ESTALE from each system call of a save, a prune and a restore", "failed calls", "that save, with `StorageError`", "tests/faults/test_syscalls.py"),
@@ -45,8 +45,8 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "two-jobs": Fault("two jobs that save and prune in one root at once, neither able to see that the other lives", "saves", "saves of the one that lost the root, with `RootInUse`", "tests/faults/test_two_jobs.py"),
     "power": Fault("loss of power after each system call of saves and prunes: what was not fsynced is gone, or any part of it", "states of the disk", "nothing; the save under way is finished or not listed", "tests/faults/test_power_loss.py"),
     "names": Fault("a manifest whose names leave the root: .., absolute, links, Windows forms, NUL, very long, look-alikes", "manifests", "refused with `ManifestCorrupt`", "tests/faults/test_hostile.py"),
-    "sizes": Fault("a manifest that claims 2^60 bytes, a million tensors, deep nesting, a frame that unpacks to more", "manifests", "refused before memory is reserved", "tests/faults/test_hostile.py"),
-    "fuzz": Fault("manifests, fragments, headers and trees mutated at random, with right checksums", "records", "refused with our error", "tests/fuzz/test_readers.py"),
+    "sizes": Fault("a manifest that claims 2^60 bytes, 50,000 tensors, deep nesting, a frame that unpacks to more", "manifests", "refused before memory is reserved", "tests/faults/test_hostile.py"),
+    "fuzz": Fault("manifests, fragments, owners' notes and trees mutated at random, with right checksums", "records", "refused with our error", "tests/fuzz/test_readers.py"),
 }  # fmt: skip
 
 
@@ -72,8 +72,11 @@ def table(results: Mapping[str, Any]) -> str:
     lines = ["| fault | tried by `make test` | by `make torture` | lost | where |", "|---|---:|---:|---|---|"]
     for name, fault in FAULTS.items():
         if name in results:
-            ci, torture = (results[name].get(kind, {}).get("tries", 0) for kind in ("ci", "torture"))
+            ci, torture, hand = (
+                results[name].get(kind, {}).get("tries", 0) for kind in ("ci", "torture", "hand")
+            )
             cells = [f"{count:,} {fault.unit}" if count else "-" for count in (ci, torture)]
+            cells[1] = f"by hand: {hand} {fault.unit}" if hand else cells[1]
             lines.append(f"| {fault.what} | {cells[0]} | {cells[1]} | {fault.lost} | `{fault.where}` |")
     return "\n".join(lines)
 
