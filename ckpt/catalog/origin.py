@@ -127,6 +127,7 @@ class Origin:
             if self.gone(position, "") is None and self.gone(position, self.ref.manifest) is None:
                 try:
                     known, _ = read_packed(self.sources[position], self.ref, retry=self._retry)
+                    self.listing.add(position)
                 except (IntegrityError, StorageError) as error:
                     if reach_of(error) is Reach.STORE:
                         self.failed(position, "", error, 0)

@@ -64,7 +64,7 @@ class Node:
             )
             cache.look(plan)
             left = cache.fill(plan, sink)
-            given = origin.read(left, sink, found.manifest.file_map(), workers=workers)
+            given = origin.read(left, sink, workers=workers)
         return sink.arrays[0], cache, left, given
 
 

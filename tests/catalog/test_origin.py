@@ -67,7 +67,7 @@ def read(
     origin = Origin(stores, done.ref, retry=IMPATIENT, on_repair=told.append)
     manifest = origin.manifest().manifest
     sink = ArraySink(WANTED, direct=direct)
-    given_by = origin.read(plan_restore(manifest, WANTED), sink, manifest.file_map(), workers=workers)
+    given_by = origin.read(plan_restore(manifest, WANTED), sink, workers=workers)
     return sink.arrays[0], origin, given_by, told
 
 
@@ -79,7 +79,8 @@ def test_only_the_bad_chunk_comes_from_the_next(workers: Workers, direct: bool) 
     array, origin, given_by, told = read([near, far], done, workers, direct=direct)
     assert np.array_equal(array, ARRAY)
     assert [len(part.reads) for part in given_by] == [11, 1]
-    assert [(call.verb, call.key, call.nbytes) for call in far.calls] == [("read_into", key(done, 1), 128)]
+    asked = [(call.verb, call.key, call.nbytes) for call in far.calls if call.key != done.ref.manifest]
+    assert asked == [("read_into", key(done, 1), 128)]
     (repair,) = origin.repairs
     assert told == [repair]
     assert (repair.tier, repair.key, repair.nbytes) == (near.url, key(done, 1), 128)
@@ -208,9 +209,7 @@ def test_a_mistake_of_ours_is_no_damage(workers: Workers) -> None:
     origin = Origin(stores, done.ref, retry=IMPATIENT)
     manifest = origin.manifest().manifest
     with pytest.raises(ZeroDivisionError):
-        origin.read(
-            plan_restore(manifest, WANTED), Broken(WANTED, direct=True), manifest.file_map(), workers=workers
-        )
+        origin.read(plan_restore(manifest, WANTED), Broken(WANTED, direct=True), workers=workers)
     assert origin.repairs == ()
 
 
