@@ -205,9 +205,16 @@ class Restorer:
     # -- the leader's choice ------------------------------------------------------------------------------------------------
 
     def _proposals(self, step: int | None) -> Iterator[_Proposal]:
+        """Listed once more when none would do: another job may have pruned what there was, and saved newer ones."""
         stores = [tier.backend for tier in self._tiers]
-        for found in candidates(stores, step, workers=self._listers):
-            yield _Proposal(found.ref.folder, found.nearest, found.answering)
+        seen: set[StepRef] = set()
+        for again in (False, True):
+            if again and not seen:
+                return
+            for found in candidates(stores, step, workers=self._listers):
+                if found.ref not in seen:
+                    seen.add(found.ref)
+                    yield _Proposal(found.ref.folder, found.nearest, found.answering)
 
     def _agree(self, candidates: Iterator[_Proposal]) -> _Proposal | None:
         """The leader's next proposal, on all ranks."""

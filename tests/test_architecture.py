@@ -90,7 +90,9 @@ def test_no_function_body_is_longer_than_50_lines() -> None:
 def loads_weights_only(node: ast.AST) -> bool:
     """Whether it is a call, on the spot, that says ``weights_only=True``: torch then makes tensors and plain values, nothing else."""
     return isinstance(node, ast.Call) and any(
-        keyword.arg == "weights_only" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+        keyword.arg == "weights_only"
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value is True
         for keyword in node.keywords
     )
 
@@ -98,7 +100,9 @@ def loads_weights_only(node: ast.AST) -> bool:
 def unsafe_uses(code: str) -> Iterator[str]:
     """Each place that could run what a checkpoint says, as 'line: what'."""
     tree = ast.parse(code)
-    safe = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and loads_weights_only(node)}
+    safe = {
+        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and loads_weights_only(node)
+    }
     for node in ast.walk(tree):
         if id(node) in safe:
             continue

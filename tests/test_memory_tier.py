@@ -190,7 +190,8 @@ def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(
 
         original = writer.adopt_image
         monkeypatch.setattr(
-            "ckpt.rank_files.adopt_image", lambda *a, **k: (seen.append(manager.steps()), original(*a, **k))[1]
+            "ckpt.rank_files.adopt_image",
+            lambda *a, **k: (seen.append(manager.steps()), original(*a, **k))[1],
         )
         manager.save({"x": torch.ones(9)}, 4)
     assert seen == [[2]]
