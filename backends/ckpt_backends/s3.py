@@ -27,7 +27,7 @@ from ckpt.storage.api import (
 )
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
-from ckpt_backends.s3_bulk import S3Bulk, bulk_of
+from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3_orphans import Orphans
 
@@ -165,6 +165,7 @@ class S3Backend(StorageBackendOnFsspec):
         super().__init__(fs, f"{bucket}/{prefix}", url, secrets=secrets, capabilities=capabilities)
         self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
         self._bulk, self._writer = bulk, writer
+        self._hushed: object = None
         after = timedelta(hours=orphan_hours)
         self._orphans = Orphans(self._about_bucket, self._prefix, after) if orphan_hours else None
 
@@ -236,7 +237,16 @@ class S3Backend(StorageBackendOnFsspec):
         """One request about ``key``, with errors mapped."""
         check_key(key)
         with self._errors(key):
+            if method == "put_object":
+                self._ask_no_leave()
             return self._fs.call_s3(method, Bucket=self._bucket, Key=self._prefix + key, **arguments)
+
+    def _ask_no_leave(self) -> None:
+        """A put that asks the server first whether it may send waits for the answer without a limit (aiohttp knows none for it)."""
+        client = self._fs.connect()
+        if client is not self._hushed:
+            client.meta.events.register_last("before-call.s3.PutObject", expect_nothing)
+            self._hushed = client
 
     def errors(self, key: str) -> AbstractContextManager[None]:
         """Inside, errors of any client become ours."""

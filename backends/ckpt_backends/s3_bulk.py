@@ -125,7 +125,7 @@ class S3Bulk:
         session.register_component("data_loader", _loader())
         client = session.create_client("s3", config=Config(**self._config), **self._arguments)
         # an answer to wait for before each part, for up to a second where the server has none
-        client.meta.events.register_last("before-call.s3.UploadPart", _expect_nothing)
+        client.meta.events.register_last("before-call.s3.UploadPart", expect_nothing)
         return client
 
 
@@ -178,7 +178,8 @@ def _loader() -> Any:
     return Session().get_component("data_loader")
 
 
-def _expect_nothing(params: dict[str, Any], **_: object) -> None:
+def expect_nothing(params: dict[str, Any], **_: object) -> None:
+    """Take the question off a request whether it may be sent."""
     params["headers"].pop("Expect", None)
 
 
