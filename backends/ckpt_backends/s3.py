@@ -245,7 +245,7 @@ class S3Backend(StorageBackendOnFsspec):
         """A put that asks the server first whether it may send waits for the answer without a limit (aiohttp knows none for it)."""
         client = self._fs.connect()
         if client is not self._hushed:
-            client.meta.events.register_last("before-call.s3.PutObject", expect_nothing)
+            client.meta.events.register_last("before-call.s3", expect_nothing)
             self._hushed = client
 
     def errors(self, key: str) -> AbstractContextManager[None]:

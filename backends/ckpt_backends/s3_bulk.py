@@ -125,7 +125,7 @@ class S3Bulk:
         session.register_component("data_loader", _loader())
         client = session.create_client("s3", config=Config(**self._config), **self._arguments)
         # an answer to wait for before each part, for up to a second where the server has none
-        client.meta.events.register_last("before-call.s3.UploadPart", expect_nothing)
+        client.meta.events.register_last("before-call.s3", expect_nothing)
         return client
 
 

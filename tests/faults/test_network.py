@@ -13,7 +13,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, TransientStorageError
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
@@ -106,15 +106,19 @@ def test_a_harmed_request_now_and_then_costs_no_save(moto_server: Server, tally:
     tally("network", harmed)
 
 
+def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(rclone_s3: Server) -> None:
+    """Also where a request has a body, and the client would ask first whether it may send it."""
+    with Proxy(rclone_s3.port, lambda method, target: Harm("stall") if method == "PUT" else None) as proxy:
+        store = open_backend(f"s3://bucket/{uuid.uuid4().hex}", options(proxy.url))
+        began = time.monotonic()
+        with pytest.raises(TransientStorageError):
+            store.put("k", [b"x"])
+        assert time.monotonic() - began < LIMIT_SECONDS / 2
+
+
 @pytest.mark.torture
-def test_a_server_that_does_not_answer_a_question_is_asked_again_in_time(
-    moto_server: Server, tally: Count
-) -> None:
-    """A request without a body. One with a body waits in aiohttp for ``100 Continue``, to which no time-out applies: see docs/reliability.md."""
-    swallow = every(4, Harm("stall"))
-    harmed, saved = ordeal(
-        moto_server, lambda method, target: swallow(method, target) if method in ("GET", "HEAD") else None, 1
-    )
+def test_a_server_that_does_not_answer_is_asked_again_in_time(moto_server: Server, tally: Count) -> None:
+    harmed, saved = ordeal(moto_server, every(4, Harm("stall")), 1)
     assert saved == 1
     assert harmed
     tally("network-stall", harmed)
