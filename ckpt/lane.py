@@ -286,8 +286,7 @@ class Lane:
             return placed(error, self.url)
         if ref.step in self._taken:
             return StepExists(ref.step, self.url)
-        hidden = self.restored_step is None and not self.in_memory
-        if hidden and (newest := max(self._taken, default=-1)) > ref.step:
+        if not self.in_memory and (newest := max(self._taken, default=-1)) > ref.step:
             return HistoryHidden(ref.step, newest, self.url)
         return None
 

@@ -229,9 +229,9 @@ class CheckpointManager:
         Args:
             state: As it was saved: nested dict of tensors, modules, optimizers, ...
             step: This one or none.
-            only: Names, or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
+            only: Names (with all below them), or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
             strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
-            read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local.
+            read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local. Not with ``only``, which reads nothing else.
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.

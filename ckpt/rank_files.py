@@ -9,7 +9,6 @@ from functools import partial
 import msgspec
 
 from ckpt.config import NO_CODEC, SaveConfig
-from ckpt.errors import IntegrityError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
@@ -17,7 +16,7 @@ from ckpt.model.manifest import ENCODED_FORMAT, FORMAT, Chunk, Encoding, File, F
 from ckpt.pipeline.codec import Encoder, widths_of
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.stored import EncodedImage, StoredImage
+from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
 from ckpt.plan.save import SavePlan
@@ -77,9 +76,8 @@ class RankFiles:
     def stored(self, job: SaveJob, retry: RetryPolicy) -> StoredImage:
         """The image of a job that was written here, the last that was not stored already."""
         key = job.ref.key(self._data_name)
-        if self._streamed is None:
-            return StoredImage(self._backend, key, job.plan.size, retry)
-        return EncodedImage(self._backend, key, job.plan.chunks, self._streamed.lengths, retry)
+        lengths = self._streamed.lengths if self._streamed else job.plan.chunks
+        return StoredImage(self._backend, key, job.known, lengths, retry)
 
     def write(
         self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy
@@ -87,7 +85,7 @@ class RankFiles:
         """Make the image durable. One that is stored elsewhere is begun anew if the store fails for longer than a request is retried.
 
         Raises:
-            IntegrityError: What was read back from the nearer tier is not what was written there.
+            ChecksumMismatch: What was read back from the nearer tier is not what was written there.
             StorageError: Nothing is visible then.
         """
         key, lengths = job.ref.key(self._data_name), list[int]()
@@ -108,14 +106,10 @@ class RankFiles:
                 workers=self._workers,
                 retry=RetryPolicy(),
                 on_bytes=count,
-                known=() if job.is_stored else job.known,
+                known=job.known,
             )
 
         chunks = retry.call(attempt) if job.is_stored else attempt()
-        if job.is_stored and job.known != chunks:
-            raise IntegrityError(
-                f"{key} was read back from the nearer tier, and is not what was written there"
-            )
         encoder = self._encoder
         encoding = Encoding(self._rank, encoder.name, tuple(lengths)) if encoder else None
         if not job.is_stored:

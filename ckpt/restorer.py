@@ -274,7 +274,7 @@ class Restorer:
             matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
             plan = plan_restore(found.manifest, matched.wanted)
         cache = ReadThrough(
-            tiers if self._read_through else (), origin, found,
+            tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"restore/{self._serial}/{self._round}/fetch",
             patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
         )  # fmt: skip

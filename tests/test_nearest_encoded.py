@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import attempts
+from ckpt.catalog.transfer import fetch_step
+from ckpt.cli.main import main
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
 from tests.test_restorer import flip
 from tests.test_review import whole
 
@@ -73,3 +80,30 @@ def test_an_empty_folder_is_filled_with_what_is_far_as_it_lies_there(
         assert all(torch.equal(target[name], tensor) for name, tensor in state().items())
     assert data(fresh[0]).read_bytes() == data(tiers[1]).read_bytes()
     assert whole(fresh[0].url) == [1]
+
+
+def test_the_verb_restore_mends_what_is_raw_near_from_what_is_encoded_far(
+    tiers: list[Tier], tmp_path: Path
+) -> None:
+    if tiers[0].codec != "none":
+        pytest.skip("a chunk that is encoded near cannot be made again of a raw one, byte for byte")
+    good = data(tiers[0]).read_bytes()
+    flip(data(tiers[0]), -100)
+    sources = [open_backend(tier.url) for tier in tiers]
+    (ref,) = attempts(sources[0])
+    with Workers("test", 2) as workers:
+        fetch_step(
+            sources[0], ref, open_backend(str(tmp_path / "mended")), others=sources[1:], workers=workers
+        )
+    (mended,) = (tmp_path / "mended").rglob("*.safetensors")
+    assert mended.read_bytes() == good
+
+
+def test_the_verb_copy_takes_the_same_chunks_for_the_same_step(
+    tiers: list[Tier], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, result in (((), "already there"), (("--check",), "not copied")):
+        monkeypatch.setattr(sys, "argv", ["ckpt", "copy", tiers[0].url, tiers[1].url, "--json", *arguments])
+        main()
+        (step,) = json.loads(capsys.readouterr().out)["steps"]
+        assert step["result"] == result

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, PerRank
 from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, ShapeMismatch
 
 
@@ -22,7 +23,14 @@ def job(seed: int, *, head: int = 3, deeper: bool = False) -> dict[str, Any]:
     model(torch.rand(8, 4)).sum().backward()
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7 * seed)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100 * seed}
+    bare = {
+        "ema": torch.full((3,), float(seed)),
+        "array": np.full(2, seed),
+        "nested": {"a": torch.full((2, 2), seed)},
+        "history": [torch.full((1,), seed)],
+        "own": PerRank(torch.full((2,), seed)),
+    }
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100 * seed} | bare
 
 
 def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -31,7 +39,12 @@ def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     for name, parameter in state["model"].named_parameters():
         for key, value in state["optimizer"].state[parameter].items():
             found[f"optimizer/model/{name}/{key}"] = value.clone()
-    return found
+    found |= {
+        "ema": state["ema"].clone(),
+        "array": torch.tensor(state["array"]),
+        "own": state["own"].value.clone(),
+    }
+    return found | {"nested/a": state["nested"]["a"].clone(), "history/0": state["history"][0].clone()}
 
 
 @pytest.fixture
@@ -70,6 +83,11 @@ def test_a_model_without_its_optimizer(root: str) -> None:
         (["model/2.weight", "optimizer/model/2.*"], ["model/2.weight", "optimizer/model/2."]),
         ("optimizer/*", ["optimizer/"]),
         (["*"], [""]),
+        ("model", ["model/"]),
+        ("model/", ["model/"]),
+        ("nested", ["nested/"]),
+        ("history/*", ["history/"]),
+        (["ema", "array", "own"], ["ema", "array", "own"]),
         ("step", ["nothing"]),
     ],
 )
@@ -84,6 +102,22 @@ def test_what_is_not_asked_for_keeps_what_it_has(root: str, only: str | list[str
     assert state["scheduler"].step_size == (7 if whole else 14)
     lr = state["optimizer"].param_groups[0]["lr"]
     assert lr == (0.1 if whole or only == "optimizer/*" else 0.2)
+
+
+def test_the_settings_of_an_optimizer_alone(root: str) -> None:
+    state = job(2)
+    before = tensors(state)
+    with CheckpointManager(root) as manager:
+        manager.restore(state, only="optimizer/param_groups")
+    assert_taken(state, before, "nothing")
+    assert state["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+def test_what_is_not_asked_for_need_not_fit(root: str) -> None:
+    state = job(2) | {"ema": torch.zeros(99), "history": [torch.zeros(1)] * 5, "own": PerRank("text")}
+    with CheckpointManager(root) as manager:
+        manager.restore(state, only="model/*")
+    assert torch.equal(state["model"][0].weight, job(1)["model"][0].weight)
 
 
 def test_names_that_one_side_lacks_are_told_unless_strict(root: str) -> None:
@@ -103,6 +137,7 @@ def test_names_that_one_side_lacks_are_told_unless_strict(root: str) -> None:
     assert_taken(
         state,
         before,
+        *("ema", "array", "own", "nested", "history"),
         "model/0",
         "model/1",
         "model/2",

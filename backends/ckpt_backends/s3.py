@@ -351,9 +351,10 @@ class _S3Upload:
         parts = [part for _, (part, _) in sorted(self._done.items())]
         try:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
-        except StorageError:
+        except StorageError as error:
             if not self._complete_anyway(size):
-                self.abort()
+                if not isinstance(error, TransientStorageError):  # else it may be tried again
+                    self.abort()
                 raise
         return ObjectInfo(key=self._key, size=size)
 

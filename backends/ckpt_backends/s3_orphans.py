@@ -51,6 +51,9 @@ class Orphans:
                 if _OURS.fullmatch(name.removeprefix(self._prefix)) and now - begun > self._after:
                     with suppress(StorageError):
                         self._call("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
-            if not page.get("IsTruncated"):
+            if not page.get("IsTruncated") or "NextKeyMarker" not in page:
                 return
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            marker = {
+                "KeyMarker": page["NextKeyMarker"],
+                "UploadIdMarker": page.get("NextUploadIdMarker", ""),
+            }

@@ -18,11 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
-from ckpt.adapters.layout import leaf_of, local
+from ckpt.adapters.layout import leaf_of
 from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.remake import Remaker
 from ckpt.adapters.selection import ALL, Selection
+from ckpt.adapters.targets import has_live, holds_names, memory_of
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
@@ -152,8 +153,7 @@ class _Match:
 
     def _item(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
         """``put`` replaces the value in its container. What is not selected is left, but containers are looked into."""
-        inside = isinstance(target, nn.Module | Optimizer) or (_has_live(target) and not is_stateful(target))
-        if not self._takes(path) and not inside:
+        if not self._takes(path) and not (holds_names(target) and self._selection.reaches(path)):
             return
         match target:
             case torch.Tensor():
@@ -175,9 +175,9 @@ class _Match:
                 value = node["v"]
                 made = self._values.order(value, path)
                 self.out.actions.append(lambda: target.load_state_dict(made()))
-            case MutableMapping() if _has_live(target):
+            case MutableMapping() if has_live(target):
                 self._mapping(target, node, path)
-            case list() | tuple() if _has_live(target):
+            case list() | tuple() if has_live(target):
                 self._sequence(target, node, path, put)
             case _:
                 self._plain(target, node, path, put)
@@ -273,7 +273,7 @@ class _Match:
         others = sorted(node["state"])
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             if self._takes(f"{path}/param_groups"):
-                saved = [by_parameter[name] for name in group_names if name in wanted]
+                saved = [by_parameter[name] for name in group_names if name in by_parameter]
                 self._group(group, saved, f"{path}/param_groups")
             for parameter, name in zip(group["params"], group_names, strict=True):
                 if name not in wanted:
@@ -346,9 +346,9 @@ class _Match:
             self._missing.append(name)
             return
         stored = self._manifest.tied.get(name, name)
-        if self._filled.setdefault(_memory_of(target), stored) != stored:
+        if self._filled.setdefault(memory_of(target), stored) != stored:
             raise RestoreError(
-                f"{name!r} and {self._filled[_memory_of(target)]!r} share their memory in the target, but were saved apart: untie them first"
+                f"{name!r} and {self._filled[memory_of(target)]!r} share their memory in the target, but were saved apart: untie them first"
             )
         self.out.wanted.append(leaf_of(name, target, ()))
         self.out.targets.append(target)
@@ -361,26 +361,6 @@ class _Match:
 def _below(names: Sequence[str], path: str) -> Sequence[str]:
     """Of sorted names those inside ``path``."""
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
-
-
-def _memory_of(target: torch.Tensor) -> Hashable:
-    memory = local(target)
-    return (
-        (memory.data_ptr(), memory.shape, memory.stride())
-        if memory.numel() and not memory.is_meta
-        else id(target)
-    )
-
-
-def _has_live(value: Any, depth: int = 0) -> bool:
-    """Whether a container holds anything that is loaded in place."""
-    if isinstance(value, torch.Tensor | np.ndarray | nn.Module | Optimizer | PerRank) or (
-        depth and is_stateful(value)
-    ):
-        return True
-    if isinstance(value, Mapping):
-        return any(_has_live(item, depth + 1) for item in value.values())
-    return isinstance(value, list | tuple) and any(_has_live(item, depth + 1) for item in value)
 
 
 def _kind(node: Node) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Final
 
 from ckpt.errors import ConfigError
+
+_MAGIC: Final = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +18,7 @@ class Selection:
     """Names as ``ckpt show`` prints them.
 
     Attributes:
-        only: Patterns of the shell, whose ``*`` takes slashes and dots too; what none of them fits keeps what it has. None: everything.
+        only: Names, each with all below it, or patterns of the shell, whose ``*`` takes slashes and dots too; what none of them fits keeps what it has. None: everything.
         strict: Whether names must be on both sides. If not, a target that the checkpoint has no value for keeps what it has, and what has no target is left.
     """
 
@@ -36,8 +40,21 @@ class Selection:
         return self.only is None or bool(self.fitting(name))
 
     def fitting(self, name: str) -> list[str]:
-        """The patterns that fit it."""
-        return [each for each in self.only or () if fnmatchcase(name, each) or fnmatchcase(f"{name}/", each)]
+        """The patterns that fit it, or something that it is below."""
+        return [
+            each for each in self.only or () if _fits(name, each.rstrip("/")) or fnmatchcase(f"{name}/", each)
+        ]
+
+    def reaches(self, name: str) -> bool:
+        """Whether something below it may fit."""
+        if self.only is None:
+            return True
+        heads = [_MAGIC.split(each, maxsplit=1)[0] for each in self.only]
+        return any(f"{head}/".startswith(f"{name}/") or f"{name}/".startswith(head) for head in heads)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}/*")
 
 
 ALL = Selection()

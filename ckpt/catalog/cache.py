@@ -90,11 +90,13 @@ class ReadThrough:
         taster = _Taster(plan, sink)
         missing = self._missing
         for position in self._caches:
-            if position > self._caches[0]:
-                missing = [file for file in missing if self._origin.fault(position, file)]
-            missing = self._fill(position, missing, taster)
-            if position < self._found.position:
-                self._list(position)
+            # else its own files of the step are others than these
+            if not self._origin.gone(position, "") and self._origin.lies_alike(position):
+                if position > self._caches[0]:
+                    missing = [file for file in missing if self._origin.fault(position, file)]
+                missing = self._fill(position, missing, taster)
+                if position < self._found.position:
+                    self._list(position)
             if not missing:
                 break
         for read, source in taster.placed:
@@ -115,7 +117,7 @@ class ReadThrough:
             elif self._coordinator.decide(subject(file.rank), me) != me:
                 theirs.append(file)
             elif self._fetch(position, file, taster, f"{subject(file.rank)}/end") == _REFUSED:
-                self._withdraw(position, mine)
+                self._withdraw(position, [*mine, file] if file.rank in self.fetched else mine)
                 refused += [*mine, file]
             else:
                 mine.append(file)
@@ -170,7 +172,9 @@ class ReadThrough:
     def _withdraw(self, position: int, files: Sequence[File]) -> None:
         """Leave no room taken on a disk that is full: the next save needs it more."""
         for file in files:
-            for name in (fragment_name(file.rank), file.name):  # whoever finds all fragments may commit them
+            listed = position in self._origin.listing  # then the fragment was there before
+            # whoever finds all fragments may commit them
+            for name in (file.name,) if listed else (fragment_name(file.rank), file.name):
                 with suppress(StorageError):
                     self._tiers[position].backend.delete(self._origin.ref.key(name))
             self.cached_bytes -= self._size(file)

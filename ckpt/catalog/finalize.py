@@ -126,7 +126,7 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
                     else f"went on to step {other.step}"
                 )
                 raise CommitError(
-                    f"step {ref.step}: the leader {what} after it, so this save had been refused: restore another step"
+                    f"step {ref.step}: the leader {what} after it, so this save may have been refused (or, on a farther tier, waited its turn): restore another step"
                 )
 
 

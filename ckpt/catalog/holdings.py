@@ -14,7 +14,14 @@ from typing import Literal
 import msgspec
 
 from ckpt.catalog.index import attempts, is_committed
-from ckpt.errors import IntegrityError, ObjectNotFound
+from ckpt.errors import (
+    AccessDenied,
+    FormatTooNew,
+    IntegrityError,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef, is_file_name
 from ckpt.model.manifest import Fragment
@@ -22,7 +29,7 @@ from ckpt.model.metrics import metrics_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import ObjectInfo, StorageBackend, read_object
 
-State = Literal["whole", "broken", "begun"]
+State = Literal["whole", "broken", "begun", "newer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +38,7 @@ class Held:
 
     Attributes:
         objects: Files of ours in its folder.
-        state: "whole" has a manifest and all files it names, of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none.
+        state: "whole" has a manifest and all files it names, of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
         metrics: As they were saved.
         touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
     """
@@ -71,7 +78,10 @@ class Holdings:
         if there and ref in self._known:
             return self._known[ref]
         objects = tuple(own_objects(self._backend, ref))
-        outline = self._outline(ref) if there else None
+        try:
+            outline = self._outline(ref) if there else None
+        except FormatTooNew:
+            return Held(ref=ref, objects=objects, state="newer", metrics={}, touched=None)
         whole = outline is not None and all(self._is_there(ref, objects, file.name) for file in outline.files)
         return Held(
             ref=ref,
@@ -83,10 +93,13 @@ class Holdings:
 
     def _outline(self, ref: StepRef) -> _Outline | None:
         """None if the manifest is damaged, or was removed just now."""
-        with suppress(IntegrityError, ObjectNotFound):
+        try:
             data = self._retry.call(partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES))
             return unpack(data, _Outline, key=ref.manifest)
-        return None
+        except (FormatTooNew, AccessDenied, TransientStorageError):
+            raise  # says nothing about the checkpoint
+        except (IntegrityError, StorageError):
+            return None
 
     def _is_there(self, ref: StepRef, objects: Sequence[ObjectInfo], name: str) -> bool:
         """A listing may lag behind, so what it lacks is asked for by name."""

@@ -8,7 +8,7 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -16,8 +16,11 @@ from typing import TypeVar
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.verify import Span, check_chunks, read_fragment
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.model.box import Box
+from ckpt.model.checksum import verify
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import File, FragmentRef, Manifest, stored_size
+from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -84,6 +87,7 @@ class Origin:
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
+        self._places: dict[int, Mapping[int, tuple[str, int]]] = {}
         self._here: Manifest | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
         self._repairs: dict[tuple[str, str], Repair] = {}
@@ -153,6 +157,10 @@ class Origin:
         told: list[tuple[str, Exception]] = []
         for position, source in enumerate(self.sources):
             if not self._has_such(position, span.key):
+                if len(span.chunks) > 1:
+                    return self._read_singly(span, data)
+                if self._read_moved(position, span, data):
+                    return position
                 continue
             error = self.gone(position, span.key)
             if error is None:
@@ -180,6 +188,38 @@ class Origin:
             farthest = max(farthest, self.read_span(one, data[begin : begin + length]))
             begin += length
         return farthest
+
+    def _read_moved(self, position: int, span: Span, data: memoryview) -> bool:
+        """One chunk from a source where it is encoded otherwise. Only if it is to be raw: encoding it anew would not give the same bytes."""
+        (chunk,) = span.chunks
+        here = self._here
+        if here is None or span.nbytes != chunk.nbytes or self.gone(position, ""):
+            return False
+        rank = next(file.rank for file in here.files if self.ref.key(file.name) == span.key)
+        read = ChunkRead(
+            rank=rank, offset=span.offset, nbytes=chunk.nbytes, checksum=chunk.checksum, dtype="uint8",
+            box=Box((), ()), targets=(),
+        )  # fmt: skip
+        for _, there in rebase([read], here, self.layout(position)):
+            key, _ = self.file_at(position, rank)
+            stored = memoryview(bytearray(there.stored_nbytes))
+            try:
+                self._retry.call(partial(self.sources[position].read_into, key, there.offset, stored))
+                if there.encoded_nbytes is None:
+                    verify(stored, chunk.checksum, key=key, offset=there.offset)
+                    data[:] = stored
+                else:
+                    decode(stored, data, key=key, offset=there.offset, digest=chunk.checksum)
+            except (IntegrityError, StorageError) as error:
+                self.failed(position, key, error, chunk.nbytes)
+                return False
+            return True
+        return False
+
+    def lies_alike(self, position: int) -> bool:
+        """Whether the files of the step are the same there, byte for byte, as in the manifest that was found."""
+        there = self.layout(position)
+        return there is self._here or (self._here is not None and there.encoded == self._here.encoded)
 
     def _has_such(self, position: int, key: str) -> bool:
         """Whether the file lies there byte for byte as in the manifest that was found, if it lies there."""
@@ -220,14 +260,29 @@ class Origin:
             given.append(without(plan, lacking))
             plan = without(plan, given[-1].reads) if lacking else replace(plan, reads=())
         if plan.reads:
-            raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
+            first = plan.reads[0]
+            said = told.get((first.rank, first.offset), [])
+            raise (
+                verdict(said, self.ref.folder)
+                if said
+                else IntegrityError(f"no tier has all of {self.ref.folder!r}")
+            )
         return given
 
     def file_at(self, position: int, rank: int) -> tuple[str, int]:
         """Key and size of a rank's file on a source."""
+        return self._files(position)[rank]
+
+    def _files(self, position: int) -> Mapping[int, tuple[str, int]]:
+        """Of each rank; made once for each source: there may be many thousands."""
         there = self.layout(position)
-        file = there.file_map()[rank]
-        return self.ref.key(file.name), stored_size(file, there.encodings().get(rank))
+        if (known := self._places.get(position)) is None:
+            encodings = there.encodings()
+            known = self._places[position] = {
+                file.rank: (self.ref.key(file.name), stored_size(file, encodings.get(file.rank)))
+                for file in there.files
+            }
+        return known
 
     def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
         """What is wrong with a file on a source, as far as its size tells."""
@@ -235,9 +290,9 @@ class Origin:
         if dead := self.gone(position, ""):
             return dead
         if isinstance(file, File):
-            if file.rank not in self.layout(position).file_map():
+            if (place := self._files(position).get(file.rank)) is None:
                 return ObjectNotFound(key)
-            key, wanted = self.file_at(position, file.rank)
+            key, wanted = place
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
         except TransientStorageError as error:

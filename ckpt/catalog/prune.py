@@ -53,7 +53,7 @@ def judge(
 
     Args:
         own: The running attempt: its newest step stays whatever the numbers of others.
-        alive: Whether it is known to run: then nothing uncommitted of it is touched, however old.
+        alive: Whether it is known to run: then what is uncommitted of it stays until it is old, also where the store tells no dates.
         grace_seconds: Age from which what is not whole counts as remains.
         undated: Whether what has no date at all counts as such too.
         protected: Those that stay whatever the rule; asked after the steps were listed.
@@ -68,14 +68,21 @@ def judge(
             return (*why.get(held.ref, ()), NEEDED)
         if held.state == "whole":
             return why[held.ref]
+        if held.state == "newer":
+            return ("written by a later ckpt",)
         if held.state == "broken" and not metrics:
             return ("nothing here is whole",)
-        if alive and own and held.ref.attempt.startswith(own):
+        if alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
             return ("the running job's",)
         young = not undated if held.touched is None else now - held.touched <= grace_seconds
         return ("not old enough to be given up",) if young and held.objects else ()
 
     return [Judged(held=held, kept=kept(held)) for held in found]
+
+
+def _is_old(held: Held, grace_seconds: float) -> bool:
+    """A save touches its folder all the time; what a read-through has left there, never again."""
+    return held.touched is not None and time.time() - held.touched > grace_seconds
 
 
 def prune(

@@ -71,6 +71,9 @@ class Room:
             except OutOfSpace as full:
                 answer = full.detail.encode()
                 raise
+            except CkptError as error:
+                answer = str(error).encode()
+                raise
             finally:
                 self._coordinator.decide(subject, answer)
                 self._coordinator.forget(subject)
@@ -121,7 +124,7 @@ class Room:
         if needed > capacity:
             raise OutOfSpace(
                 ref.folder,
-                f"this checkpoint of {_size(needed)} is larger than the capacity of {_size(capacity)}: raise it, or take the tier out",
+                f"this checkpoint of {_size(needed)} (reckoned as it is staged, before any codec) is larger than the capacity of {_size(capacity)}: raise it, or take the tier out",
             )
         try:
             found = self._holdings.look()
@@ -147,6 +150,10 @@ class Room:
             if not one.kept and one.held.ref not in whole
         ]
         order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
+        # another job's can never be committed any more: this one has taken the root over
+        order += [
+            h for h in found if h.state == "begun" and not h.ref.attempt.startswith(own) and h not in order
+        ]
         order += [whole[last]] if last is not None else []
         for held in order:
             if over <= 0:

@@ -260,7 +260,11 @@ class _FileCopy:
             self._on_span(self._file, span, data, position)
             self._hand_over(upload, span.offset, data)
             if self._is_last():
-                upload.finish()
+                try:
+                    upload.finish()
+                except BaseException:
+                    upload.abort()
+                    raise
         finally:
             self._leave(upload)
         meter.add(span.nbytes)

@@ -13,6 +13,7 @@ from ckpt.cli.options import JsonOption, open_root, workers_for
 if TYPE_CHECKING:
     from ckpt.errors import CkptError
     from ckpt.model.layout import StepRef
+    from ckpt.model.manifest import Chunk, Manifest
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 
@@ -49,7 +50,7 @@ def copy(
     """
     from ckpt.catalog.index import find
     from ckpt.cli import output
-    from ckpt.errors import ConfigError, IntegrityError
+    from ckpt.errors import ConfigError
 
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
@@ -70,8 +71,9 @@ def copy(
         )
     else:
         _show(done, destination.url)
-    if any(one.error for one in done):
-        raise typer.Exit(IntegrityError.exit_code)
+    for one in done:
+        if one.error:
+            raise typer.Exit(one.error.exit_code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +90,7 @@ class _Copied:
     @property
     def result(self) -> str:
         if self.error:
-            return "damaged"
+            return "not copied"
         if self.skipped:
             return "already there"
         return (
@@ -101,7 +103,7 @@ def _copy(
 ) -> _Copied:
     from ckpt.catalog.transfer import fetch_step
     from ckpt.cli import output
-    from ckpt.errors import FormatTooNew, IntegrityError
+    from ckpt.errors import FormatTooNew, IntegrityError, ObjectExists
 
     try:
         if not check and (nbytes := _size_there(source, ref, destination)) is not None:
@@ -110,21 +112,28 @@ def _copy(
             report = fetch_step(source, ref, destination, workers=workers, on_progress=bar)
     except FormatTooNew:
         raise
-    except IntegrityError as error:  # about the source: the other steps may be fine
+    except (IntegrityError, ObjectExists) as error:  # the other steps may be fine
         return _Copied(ref=ref, error=error)
     return _Copied(ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds)
 
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
-    """Bytes of the step, if the destination has the very same manifest; None if it has not."""
+    """Bytes of the step, if the destination has the same chunks, however they are encoded there; None if it has not."""
     from ckpt.catalog.index import read_packed
     from ckpt.errors import IntegrityError, ObjectNotFound
 
     manifest, packed = read_packed(source, ref)
     try:
-        return manifest.nbytes if read_packed(destination, ref)[1] == packed else None
+        there, same = read_packed(destination, ref)
+        if same == packed or _chunks(there) == _chunks(manifest):
+            return there.stored_bytes
+        return None
     except (ObjectNotFound, IntegrityError):
         return None
+
+
+def _chunks(manifest: Manifest) -> list[tuple[int, tuple[Chunk, ...]]]:
+    return [(file.rank, file.chunks) for file in manifest.files]
 
 
 def _check_apart(source: str, destination: str) -> None:

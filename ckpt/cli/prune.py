@@ -128,7 +128,12 @@ def _best(text: str) -> Best:
 
 
 def _what(state: State) -> str:
-    return {"whole": "checkpoint", "broken": "files are missing", "begun": "remains"}[state]
+    return {
+        "whole": "checkpoint",
+        "broken": "files are missing",
+        "begun": "remains",
+        "newer": "of a later ckpt",
+    }[state]
 
 
 def _as_json(one: Pruned) -> dict[str, object]:

@@ -38,11 +38,16 @@ class Opened:
         tier = root if isinstance(root, Tier) else Tier(os.fspath(root))
         self._backend = open_backend(tier.url, tier.options)
         self.root = self._backend.url
-        ref = find(self._backend, step)[0]
+        try:
+            ref = find(self._backend, step)[0]
+            manifest = read_manifest(self._backend, ref)
+        except BaseException:
+            self._backend.close()
+            raise
         self.step = ref.step
         threads = max(1, min(self._backend.capabilities.max_concurrency, _MOST_THREADS))
         self._workers = Workers("open", threads)
-        self.reader = StepReader(self._backend, ref, read_manifest(self._backend, ref), self._workers)
+        self.reader = StepReader(self._backend, ref, manifest, self._workers)
 
     def steps(self) -> list[int]:
         """Numbers of the committed steps in this root, newest first. Each can be opened: ``ckpt.open(root, step=1200)``."""

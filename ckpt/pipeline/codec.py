@@ -30,7 +30,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _HEAD: Final = struct.Struct("<BBBB")
 _MOST_SHIFT: Final = 2
-"""A third bit would add 0.07 % on weights (docs/decisions/0010)."""
+"""A third bit would add 0.07 % on weights (docs/decisions/0011)."""
 _BLOCK: Final = 1 << 18
 """Elements that are turned at once, in the processor's cache."""
 _SAMPLE: Final = 4096

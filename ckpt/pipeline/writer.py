@@ -1,7 +1,7 @@
 """An image in memory -> a file on a tier and its chunk table.
 
-Parts are written as soon as they have landed, so that the disk is busy from the first one on; chunks are hashed by the same few threads once all parts are on their way. Copying, hashing and
-training at once would be three for two cores: it costs training twice as much, and is durable no sooner (docs/decisions/0009). In a ring each chunk is hashed beside its parts, for it makes
+Parts are written as soon as they have landed, so that the disk is busy from the first one on; chunks are hashed by the same few threads beside the second half of the parts, when copying is over. Copying, hashing and
+training at once would be three for two cores, and cost training twice as much (docs/decisions/0009). In a ring each chunk is hashed beside its parts, for it makes
 room only then. Each part is retried by itself; the first lasting error aborts the upload and is raised.
 """
 
@@ -109,7 +109,7 @@ def write_image(
             key=key,
         )
         if backend.capabilities.parallel_parts:
-            workers.run_all(job.in_turn() if source.capacity < source.size else job.hashed_last())
+            workers.run_all(job.in_turn() if source.capacity < source.size else job.hashed_late())
         else:
             hashing = workers.submit(job.hash, 0, 0, len(job.table))
             try:
@@ -190,10 +190,14 @@ class _Job:
         self._source, self._chunks, self._upload = source, chunks, upload
         self._retry, self._on_bytes = retry, on_bytes
 
-    def hashed_last(self) -> list[partial[None]]:
-        """Each part, then the chunks."""
+    def hashed_late(self) -> list[partial[None]]:
+        """Half of the parts, then the rest and the chunks in turns."""
         work = list(self.in_turn())
-        return sorted(work, key=lambda one: one.func == self.hash)
+        parts = [one for one in work if one.func == self.write]
+        chunks = [one for one in work if one.func == self.hash]
+        half = len(parts) // 2
+        turns = itertools.zip_longest(parts[half:], chunks)
+        return parts[:half] + [one for turn in turns for one in turn if one is not None]
 
     def in_turn(self) -> Iterator[partial[None]]:
         """Each part, and the chunks that begin in it, in file order."""

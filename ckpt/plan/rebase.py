@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ckpt.model.manifest import Manifest, stored_lengths
+from ckpt.model.manifest import Encoding, File, Manifest, stored_lengths
 from ckpt.plan.restore import ChunkRead
 
 
@@ -20,26 +20,31 @@ def rebase(reads: Iterable[ChunkRead], here: Manifest, there: Manifest) -> list[
     """Pairs of a read of ``here`` and the one of ``there`` for the same chunk, in order; chunks that ``there`` does not have are left out."""
     if here.encoded == there.encoded and here.files == there.files:
         return [(read, read) for read in reads]
+    from_files, from_encodings = here.file_map(), here.encodings()
+    files, encodings = there.file_map(), there.encodings()
     indices: dict[int, Mapping[int, int]] = {}
     places: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
     pairs: list[tuple[ChunkRead, ChunkRead]] = []
     for read in reads:
         if read.rank not in indices:
-            indices[read.rank] = {offset: index for index, offset in enumerate(_table(here, read.rank)[0])}
-            places[read.rank] = _table(there, read.rank)
+            offsets, _ = _table(from_files, from_encodings, read.rank)
+            indices[read.rank] = {offset: index for index, offset in enumerate(offsets)}
+            places[read.rank] = _table(files, encodings, read.rank)
         offsets, lengths = places[read.rank]
         index = indices[read.rank][read.offset]
-        if index < len(lengths) and there.file_map()[read.rank].chunks[index].checksum == read.checksum:
+        if index < len(lengths) and files[read.rank].chunks[index].checksum == read.checksum:
             length = lengths[index]
             encoded = length if length < read.nbytes else None
             pairs.append((read, replace(read, offset=offsets[index], encoded_nbytes=encoded)))
     return pairs
 
 
-def _table(manifest: Manifest, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+def _table(
+    files: Mapping[int, File], encodings: Mapping[int, Encoding], rank: int
+) -> tuple[Sequence[int], Sequence[int]]:
     """Where the chunks of a rank's file begin, and their lengths there."""
-    file = manifest.file_map().get(rank)
+    file = files.get(rank)
     if file is None:
         return (), ()
-    lengths = stored_lengths(file, manifest.encodings().get(rank))
+    lengths = stored_lengths(file, encodings.get(rank))
     return list(accumulate(lengths, initial=0)), lengths

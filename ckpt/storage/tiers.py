@@ -110,13 +110,13 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
 def _check_apart(one: OpenTier, two: OpenTier) -> None:
     """Two tiers that are one place would take each other's files for their own."""
     here, there = _place(one), _place(two)
-    if one.url == two.url or here == there:
-        spelled = f", once as {one.tier.url}" if one.tier.url != two.tier.url else ""
-        raise ConfigError(f"the tier {two.tier.url} is named twice{spelled}")
+    if here == there:
+        spelled = f", once as {one.url}" if one.url != two.url else ""
+        raise ConfigError(f"the tier {two.url} is named twice{spelled}")
     inner, outer = (one, two) if here.startswith(there) else (two, one)
     if here.startswith(there) or there.startswith(here):
         raise ConfigError(
-            f"the tier {inner.tier.url} lies inside of the tier {outer.tier.url}: give each a root of its own, such as two folders side by side"
+            f"the tier {inner.url} lies inside of the tier {outer.url}: give each a root of its own, such as two folders side by side"
         )
 
 

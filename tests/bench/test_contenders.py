@@ -46,7 +46,7 @@ def left_behind() -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in PROCESSES else ()) for name in ALL]
+    "name", [pytest.param(name, marks=pytest.mark.torture if name in PROCESSES else ()) for name in ALL]
 )
 def test_what_was_saved_comes_back_bit_for_bit_whatever_happens_meanwhile(
     name: str, kind: str, tmp_path: Path
@@ -94,6 +94,7 @@ def test_a_bit_that_went_wrong_on_the_disk_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.torture
 @pytest.mark.parametrize("name", sorted(PROCESSES))
 def test_thousands_of_tensors_reach_the_writing_process(name: str, tmp_path: Path) -> None:
     """By another way than few of them."""

@@ -116,7 +116,8 @@ class _Counted:
         return self._inner.finish(size)
 
     def abort(self) -> None:
-        assert not self._over
+        if self._over:  # finishing failed
+            return
         self._over = True
         self._store.open -= 1
 

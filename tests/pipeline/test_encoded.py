@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ckpt.errors import OutOfSpace, StagingError, TransientStorageError
+from ckpt.errors import ChecksumMismatch, OutOfSpace, StagingError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.codec import Encoder
 from ckpt.pipeline.encoded import write_encoded
-from ckpt.pipeline.stored import EncodedImage, StoredImage
+from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.writer import Whole
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
@@ -46,8 +46,8 @@ def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda
     return chunks, lengths
 
 
-def image_of(backend, lengths, retry) -> EncodedImage:
-    return EncodedImage(backend, "step/rank", CHUNKS, lengths, retry)
+def image_of(backend, lengths, retry) -> StoredImage:
+    return StoredImage(backend, "step/rank", TABLE, lengths, retry)
 
 
 class OneByOne:
@@ -114,8 +114,26 @@ def test_an_encoded_file_can_be_encoded_or_left_raw_on_the_next_tier(memory, wor
     assert again == TABLE
     assert read_object(memory, "step/rank", limit=1 << 30) == near
     memory.put("step/rank", [IMAGE])
-    from_raw, _ = write(memory, workers, retry, source=StoredImage(memory, "step/rank", len(IMAGE), retry))
+    from_raw, _ = write(memory, workers, retry, source=image_of(memory, CHUNKS, retry))
     assert from_raw == TABLE
+
+
+@pytest.mark.parametrize("encoded", [True, False])
+def test_no_byte_of_a_damaged_chunk_is_handed_on(memory, workers, retry, encoded) -> None:
+    lengths: list[int] = list(CHUNKS)
+    memory.put("step/rank", [IMAGE])
+    if encoded:
+        _, lengths = write(memory, workers, retry)
+    there = bytearray(read_object(memory, "step/rank", limit=1 << 30))
+    place = sum(lengths[:2]) + lengths[2] // 2
+    there[place] ^= 1
+    memory.put("step/rank", [bytes(there)])
+    stored, starts = image_of(memory, lengths, retry), list(itertools.accumulate(CHUNKS, initial=0))
+    assert stored.view(0, starts[2]) == IMAGE[: starts[2]]
+    for span in ((starts[2], starts[3]), (0, starts[3]), (starts[3] - 1, starts[3] + 1)):
+        with pytest.raises(ChecksumMismatch):
+            stored.view(*span)
+    assert stored.view(starts[3], len(IMAGE)) == IMAGE[starts[3] :]
 
 
 @pytest.mark.parametrize(("verb", "nth"), [("upload", 1), ("write", 1), ("write", 3), ("finish", 1)])
@@ -173,7 +191,7 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
     )  # fmt: skip
     copier.join()
     assert [chunk.nbytes for chunk in table] == chunks
-    stored = EncodedImage(memory, "step/rank", chunks, lengths, retry)
+    stored = StoredImage(memory, "step/rank", table, lengths, retry)
     assert stored.view(0, len(image)) == image
 
 

@@ -1,0 +1,92 @@
+"""What may be removed, and what only looks as if it might."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt.catalog.prune import prune
+from ckpt.catalog.room import Room
+from ckpt.config import Tier
+from ckpt.coordination.single import SingleCoordinator
+from ckpt.errors import OutOfSpace
+from ckpt.model.checksum import checksum
+from ckpt.model.layout import StepRef
+from ckpt.plan.retention import Retention
+from ckpt.storage.tiers import OpenTier, open_tiers
+
+ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
+
+
+def attempt(root: Path, step: int, of: str, *, version: int | None = 1, days: float = 0.0) -> Path:
+    """A folder with a data file of 1,000 bytes, and a manifest of that format unless it is None."""
+    folder = root / StepRef(step, of).folder
+    folder.mkdir(parents=True)
+    (folder / "rank-00000.safetensors").write_bytes(bytes(1000))
+    if version is not None:
+        body = (
+            f'{{"format":{version},"step":{step},"attempt":"{of}",'
+            '"files":[["rank-00000.safetensors",0,1000,[]]],"metadata":{}}'
+        ).encode()
+        (folder / "manifest.json").write_bytes(
+            b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
+        )
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    return folder
+
+
+def tier(root: Path, **fields: object) -> OpenTier:
+    (opened,) = open_tiers((Tier(str(root), **fields),))
+    return opened
+
+
+def room(root: Path, capacity: int) -> Room:
+    return Room(
+        tier(root, capacity=capacity),
+        SingleCoordinator(),
+        timeout=5,
+        waiting=frozenset,
+        elsewhere=lambda _: False,
+    )
+
+
+def test_a_checkpoint_of_a_later_format_is_nobodys_to_remove(tmp_path: Path) -> None:
+    later = attempt(tmp_path, 10, ONE, version=9, days=30)
+    attempt(tmp_path, 20, TWO)
+    assert prune(tier(tmp_path).backend, Retention(keep_last=1), own=TWO) == []
+    assert later.exists()
+
+
+def test_nor_does_it_go_for_room(tmp_path: Path) -> None:
+    later = attempt(tmp_path, 10, ONE, version=9, days=30)
+    with pytest.raises(OutOfSpace):
+        room(tmp_path, 1500).agree(StepRef(20, TWO), 0, 1000, restored=None)
+    assert later.exists()
+
+
+def test_what_a_dead_job_left_goes_for_room_however_young(tmp_path: Path) -> None:
+    whole, remains = attempt(tmp_path, 10, ONE), attempt(tmp_path, 20, ONE, version=None)
+    room(tmp_path, 2500).agree(StepRef(20, TWO), 0, 1000, restored=10)
+    assert whole.exists()
+    assert not remains.exists()
+
+
+def test_a_partial_cache_of_the_running_job_goes_when_it_is_old(tmp_path: Path) -> None:
+    attempt(tmp_path, 10, ONE)
+    old = attempt(tmp_path, 5, ONE, version=None, days=2)
+    young = attempt(tmp_path, 6, ONE, version=None)
+    prune(tier(tmp_path).backend, Retention(keep_last=1), own=ONE)
+    assert not old.exists()
+    assert young.exists()
+
+
+def test_a_manifest_that_cannot_be_read_stops_no_pruning(tmp_path: Path) -> None:
+    (attempt(tmp_path, 5, ONE) / "manifest.json").write_bytes(b"nonsense")
+    gone, kept = attempt(tmp_path, 10, ONE), attempt(tmp_path, 20, ONE)
+    prune(tier(tmp_path).backend, Retention(keep_last=1), own=ONE)
+    assert not gone.exists()
+    assert kept.exists()
