@@ -160,7 +160,7 @@ def test_damage_on_the_near_tier_before_the_far_one_has_it_goes_no_farther(tmp_p
         data[-9] ^= 4
         image.write_bytes(data)
         gated.open.set()
-        with pytest.raises(IntegrityError, match="read back"):
+        with pytest.raises(IntegrityError, match="checksum mismatch"):
             save.result(10)
     assert whole(tmp_path / "far") == []
 
