@@ -34,10 +34,12 @@ _COLUMNS: Final = (
     Column("stall_seconds", "stall", "seconds"),
     Column("near_seconds", "near durable", "seconds"),
     Column("far_seconds", "far durable", "seconds"),
+    Column("rounds", "rounds", "count"),
 )
+_LEAST_ROUNDS: Final = 5
 _SIGNED: Final = ("ckpt", "ckpt.obstore", "obstore", "s3fs")
 _NOTES: Final = (
-    "**up**, **down**: one object, from memory and into memory, {threads} parts of {part} MiB (ranges of 16 MiB) at a time where the client is told how many; medians of {repeats} rounds, the "
+    "**up**, **down**: one object, from memory and into memory, {threads} parts of {part} MiB (ranges of 16 MiB) at a time where the client is told how many; medians of the *rounds*, the "
     "clients in turn within each, after one that does not count. What came down was compared; it came down once before, for rclone hashes an object when it is first asked for it.",
     "**CPU s/GiB**: of the client's process alone (`getrusage`), kernel included. **worst delay**: of a thread in the same process that wants to wake each millisecond; the 99th percentile is in the CSV and JSON.",
     "Over http, payloads unsigned (as every client does over https); *signed* lines hash them with SHA-256, which is the default over plain http.",
@@ -181,7 +183,7 @@ def _clients(bench: Bench, options: Options, server: str, url: str) -> list[Line
                 continue
             if number:
                 seen[kind].append(answer)
-        if bench.over() and number >= 2:
+        if bench.over() and number >= _LEAST_ROUNDS:
             break
     for process in running.values():
         process.end()
