@@ -43,6 +43,7 @@ def test_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
     assert run("quickstart.py", str(tmp_path)) == "resumed from step 500\n"
 
 
+@pytest.mark.torture
 def test_digits_killed_within_an_epoch_end_with_the_same_weights(tmp_path: Path) -> None:
     options = ["--epochs", "1", "--save-every", "4", "--root"]
     reference = run("train_digits.py", *options, str(tmp_path / "reference"))
@@ -60,7 +61,7 @@ def test_digits_killed_within_an_epoch_end_with_the_same_weights(tmp_path: Path)
     assert resumed.splitlines()[-1] == reference.splitlines()[-1]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.torture), "fsdp2"])
 def test_gpt_killed_while_a_save_streams_loses_nothing(tmp_path: Path, mode: str) -> None:
     command = ["--json", "--folder", str(tmp_path / "demo"), "--modes", mode]
     command += ["--steps", "12", "--save-every", "3", "--width", "128"]
