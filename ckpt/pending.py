@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
 
-from ckpt.errors import CkptError, ConfigError
+from ckpt.errors import CkptError, ConfigError, SaveSkipped
 
 if TYPE_CHECKING:
     from ckpt.staging.snapshot import Snapshot
@@ -124,7 +124,9 @@ class PendingSave:
         return self._finished
 
     def __repr__(self) -> str:
-        state = "failed" if self._error else "committed" if self.done() else f"{self.progress:.0%}"
+        state = "committed" if self.done() else f"{self.progress:.0%}"
+        if self._error:
+            state = "skipped" if isinstance(self._error, SaveSkipped) else "failed"
         return f"<PendingSave step={self.step} {state}>"
 
     # -- for the manager ----------------------------------------------------------------------------------------------------

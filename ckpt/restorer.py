@@ -90,6 +90,11 @@ class RestoreReport:
         return (
             f"step {self.step} from {self.tier}: {self.nbytes / 1e9:.2f} GB in {self.seconds:.2f} s, "
             f"{self.gigabytes_per_second:.2f} GB/s, checksums verified"
+            + "".join(
+                f"; {len(found)} {what}"
+                for what in ("skipped", "repaired", "missing", "unexpected")
+                if (found := getattr(self, what))
+            )
         )
 
 

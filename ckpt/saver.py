@@ -6,6 +6,7 @@ at its own pace on a thread of its own, so that none holds up a nearer one, nor 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from ckpt.model.layout import StepRef
 from ckpt.rank_files import SaveJob
 from ckpt.storage.tiers import OpenTier
 
+_log = logging.getLogger("ckpt")
 SKIPPED: Final = "skipped: no slot was free"
 """The reason a rank gives for a save it had no slot for."""
 UNHEARD: Final = "an earlier save had failed there"
@@ -83,6 +85,7 @@ class Saver:
         self._durable_step = -1
         self._leaving: set[StepRef] = set()
         self._swept = False
+        self._untaken: int | None = None
         self._on_room = on_room
 
     def lanes_of(self, step: int) -> list[Lane]:
@@ -90,8 +93,10 @@ class Saver:
         return [lane for lane in self._lanes if lane.tier.takes(step)]
 
     def names_of(self, step: int) -> dict[str, str]:
-        """Where ``step`` goes, nearest first: URL -> what the user calls it."""
-        return {lane.url: lane.tier.tier.url for lane in self.lanes_of(step)}
+        """Where ``step``, which is asked for now, goes, nearest first: URL -> what the user calls it."""
+        names = {lane.url: lane.tier.tier.url for lane in self.lanes_of(step)}
+        self._untaken = None if names else step
+        return names
 
     def set_restored(self, step: int) -> None:
         """The job goes on from ``step``. Older steps that an earlier job has left in memory are of no use any more."""
@@ -148,6 +153,11 @@ class Saver:
 
     def close(self) -> None:
         """Finish what is left to the farther tiers, stop the threads, give the roots back."""
+        if self._untaken is not None:
+            _log.warning(
+                "ckpt: step %d, the last that was to be saved, was not: no tier takes it (every)",
+                self._untaken,
+            )
         for lane in self._lanes:
             lane.hurry()
         for drain in self._drains.values():

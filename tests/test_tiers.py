@@ -221,3 +221,18 @@ def test_tiers_answer_to_the_names_they_were_given(tmp_path, monkeypatch):
 def test_memory_comes_first(tmp_path):
     with pytest.raises(ConfigError, match="put it before"):
         CheckpointManager([Tier(str(tmp_path)), Tier("shm://behind")])
+
+
+def test_a_last_step_that_no_tier_takes_is_told_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"x": torch.ones(2)}
+    with CheckpointManager(Tier(str(tmp_path), every=20)) as manager:
+        manager.save_async(state, 20)
+        assert "skipped" in repr(manager.save_async(state, 29))
+    assert "step 29" in caplog.text
+    caplog.clear()
+    with CheckpointManager(Tier(str(tmp_path / "other"), every=20)) as manager:
+        manager.save_async(state, 29)
+        manager.save_async(state, 40)
+    assert "was not" not in caplog.text

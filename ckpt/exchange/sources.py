@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, Literal
@@ -92,8 +93,9 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
     except Exception as error:  # noqa: BLE001 - of the unpickler, the zip reader, or what broken bytes lead them to
         text = str(error)
         if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
-            what = next((part for part in text.split() if part.count(".") and "GLOBAL" in text), "")
-            raise UnsupportedValue(name, f"pickle of more than tensors {what}".rstrip(), _WAY_OUT) from None
+            found = re.search(r"GLOBAL ([\w.]+)", text)
+            what = f"pickle of more than tensors ({found[1]})" if found else "pickle of more than tensors"
+            raise UnsupportedValue(name, what, _WAY_OUT) from None
         raise IntegrityError(
             f"{name} is not a whole file of torch.save: {text.splitlines()[0][:200]}"
         ) from None
