@@ -89,7 +89,9 @@ ALL: Final[dict[str, Row]] = {
     "nvrx": Row("nvrx fork (CUDA sync stubbed)", "nvrx", "Nvrx", "bench", True, "nvidia_resiliency_ext"),
     "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself", False),
     "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself", True),
-    "ckpt.memory": Row("ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", True, everywhere=False),
+    "ckpt.memory": Row(
+        "ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", True, distributed=False, everywhere=False
+    ),
 }
 ASKED: Final = [name for name, row in ALL.items() if row.everywhere]
 """Those that can be asked for by name."""

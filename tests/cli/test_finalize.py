@@ -124,7 +124,7 @@ def test_a_leader_that_went_on_had_refused_it(cli: Cli, left: Written, backend: 
     write_checkpoint(backend, 500, ARRAYS, world_size=2, commit=False)
     ran = cli("finalize", "runs", "--step", 400)
     assert ran.code == 5
-    assert "the leader went on to step 500 after it, so this save had been refused" in ran.err
+    assert "the leader went on to step 500 after it, so this save may have been refused" in ran.err
     both = cli("finalize", "runs")
     assert both.code == 0
     assert both.out.startswith("step 500 ")
