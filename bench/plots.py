@@ -31,7 +31,10 @@ class Panel:
 def ordered(lines: Sequence[Line]) -> list[Line]:
     """In the order of the colours, ours last: at the top of bars and of lines."""
     order = list(COLOURS)[::-1]
-    return sorted(lines, key=lambda line: order.index(line.name) if line.name in order else -1)
+    unknown = {True: len(order), False: -1}
+    return sorted(
+        lines, key=lambda line: order.index(line.name) if line.name in order else unknown[ours(line.name)]
+    )
 
 
 def bars(result: Result, panels: Sequence[Panel], path: str, reading: str = "") -> None:

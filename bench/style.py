@@ -14,6 +14,7 @@ SOFT: Final = "#7b8794"
 GRID: Final = "#e4e7eb"
 FLOOR: Final = "#b42318"
 COLOURS: Final = {
+    "ckpt.memory": "#075652",
     "ckpt.save_async": "#0b7a75",
     "ckpt.save": "#63b8ae",
     "torch.save": "#9aa5b1",
@@ -34,7 +35,7 @@ def ours(name: str) -> bool:
 
 
 def colour(name: str) -> str:
-    return COLOURS.get(name, _OTHERS)
+    return COLOURS.get(name, COLOURS["ckpt.save_async"] if ours(name) else _OTHERS)
 
 
 def write(value: float | None, kind: Kind) -> str:

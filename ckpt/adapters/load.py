@@ -5,7 +5,6 @@ Tensors that exist are filled where they are. Tensors that do not yet (an optimi
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +31,7 @@ from ckpt.errors import (
     RestoreError,
 )
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import Node, decode, join
+from ckpt.model.values import Node, below, decode, join, unescape
 from ckpt.plan.leaf import Leaf
 
 _LIVE = {"tensor", "array", "module", "optimizer", "object", "per_rank"}
@@ -240,7 +239,7 @@ class _Match:
         own = {id(t) for t in (*module.parameters(), *module.buffers())}
         values = node["values"]
         inside = tuple(f"{fqn}/" for fqn in values)  # tensors in an extra state
-        saved = {name[len(path) + 1 :] for name in _below(self._names, path)} | set(values)
+        saved = {name[len(path) + 1 :] for name in below(self._names, path)} | set(values)
         saved = {fqn for fqn in saved if not fqn.startswith(inside)}
         extra: dict[str, Callable[[], Any]] = {}
         for entry in items_of(path, module).entries:
@@ -278,7 +277,7 @@ class _Match:
             for parameter, name in zip(group["params"], group_names, strict=True):
                 if name not in wanted:
                     continue
-                values = {key: node["state"][key] for key in _below(others, f"{path}/{name}")}
+                values = {key: node["state"][key] for key in below(others, f"{path}/{name}")}
                 self._state(optimizer, group, parameter, values, f"{path}/{name}")
 
     def _group(self, group: dict[str, Any], values: list[Node], path: str) -> None:
@@ -312,11 +311,11 @@ class _Match:
         makers: dict[Any, Callable[[], Any]] = {}
         current = optimizer.state.get(parameter, {})
         keys = {state_name("", "", key)[2:]: key for key in current}
-        for name in _below(self._names, prefix):
+        for name in below(self._names, prefix):
             part = name[len(prefix) + 1 :]
             if "/" in part:
                 continue  # inside a container, which has a node of its own
-            key = keys.get(part, _unescape(part))
+            key = keys.get(part, unescape(part))
             held = current.get(key)
             if not fits(held, self._tensors[name]):
                 held = new_state(parameter, group, key, self._tensors[name])
@@ -324,7 +323,7 @@ class _Match:
             fresh[key] = held
         for name, node in values.items():
             part = name[len(prefix) + 1 :]
-            makers[keys.get(part, _unescape(part))] = self._values.order(node)
+            makers[keys.get(part, unescape(part))] = self._values.order(node)
 
         def apply() -> None:
             fresh.update({key: made() for key, made in makers.items()})
@@ -358,19 +357,10 @@ class _Match:
             raise KindMismatch(path, _kind(node), tags[0])
 
 
-def _below(names: Sequence[str], path: str) -> Sequence[str]:
-    """Of sorted names those inside ``path``."""
-    return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
-
-
 def _kind(node: Node) -> str:
     if isinstance(node, dict):
         return str(node.get("$", "dict"))
     return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
-
-
-def _unescape(part: str) -> str:
-    return part.replace("~1", "/").replace("~0", "~")
 
 
 def _load_extra(module: nn.Module, values: dict[str, Any]) -> None:

@@ -54,11 +54,18 @@ class Remaker:
                 return self._made[node["n"]].numpy()
             case "object":
                 return decode(node["v"], self.make)
-            case "size":
-                return torch.Size(node["v"])
-            case "device":
-                return torch.device(node["v"])
-            case "dtype" if node["v"] in DTYPES:
-                return getattr(torch, node["v"])
             case _:
-                raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")
+                return torch_value(tag, node)
+
+
+def torch_value(tag: str, node: Mapping[str, Node]) -> object:
+    """A plain value of torch's own. Raises ``ManifestCorrupt`` for what is none."""
+    match tag:
+        case "size":
+            return torch.Size(node["v"])
+        case "device":
+            return torch.device(node["v"])
+        case "dtype" if node["v"] in DTYPES:
+            return getattr(torch, node["v"])
+        case _:
+            raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")

@@ -40,7 +40,8 @@ def prune(
 ) -> None:
     r"""Remove old checkpoints, those that have lost files, and the remains of saves that failed more than a day ago.
 
-    The newest checkpoint always stays, and so do files that are not ours. A job that writes to the root may run meanwhile.
+    The newest checkpoint always stays, and so do files that are not ours. A job that writes to the root may run meanwhile, but what its
+    farther tiers still have to read from here is not known to this command: give it a --keep-last with room for them.
 
     \b
     Examples:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -88,7 +88,9 @@ def import_checkpoint(
     done = Imported(kind=found)
     live = _Shaper(done, plain, parameter_names).shape(state)
     origin = {"imported_from": os.path.abspath(source), "imported_as": found}
-    with CheckpointManager(tier, metadata=origin, slots=1, overlap="off") as manager:
+    # what the tier would give up for a new step is not an import's to remove
+    keeps_all = replace(tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None)
+    with CheckpointManager(keeps_all, metadata=origin, slots=1, overlap="off") as manager:
         manager.save(live, step=step)
     return done
 

@@ -5,7 +5,6 @@ A module is a dict by canonical names. An optimizer is ``{"state": ..., "param_g
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +13,11 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-import torch
 
+from ckpt.adapters.remake import torch_value
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import Node, decode, join
+from ckpt.model.values import Node, below, decode, join, unescape
 
 MakeTensor = Callable[[str], Any]
 """Gives what stands for the tensor of that name."""
@@ -103,7 +101,7 @@ class StateTree:
             case "dict" | "OrderedDict" | "Counter":
                 pairs = {
                     key: self._node(item, join(path, key))
-                    for key, item in ((decode(key, _other), item) for key, item in node["v"])
+                    for key, item in ((decode(key, torch_value), item) for key, item in node["v"])
                 }
                 return self._mapping(pairs, path, _MAPPINGS[tag])
             case "tuple":
@@ -112,7 +110,7 @@ class StateTree:
                 )
                 return items if items is _LEFT else tuple(items)
             case _:
-                return self._plain(decode(node, _other), path)
+                return self._plain(decode(node, torch_value), path)
 
     # -- leaves -------------------------------------------------------------------------------------------------------------
 
@@ -162,7 +160,7 @@ class StateTree:
         inside = tuple(f"{path}/{fqn}/" for fqn in values)  # tensors in an extra state
         found = {
             name[len(path) + 1 :]: self._tensor(name)
-            for name in _below(self._names, path)
+            for name in below(self._names, path)
             if not name.startswith(inside)
         }
         found |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
@@ -180,13 +178,13 @@ class StateTree:
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
                 held: dict[str, Any] = {
-                    _unescape(full[len(prefix) + 1 :]): self._tensor(full)
-                    for full in _below(self._names, prefix)
+                    unescape(full[len(prefix) + 1 :]): self._tensor(full)
+                    for full in below(self._names, prefix)
                     if "/" not in full[len(prefix) + 1 :]
                 }
                 held |= {
-                    _unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
-                    for full in _below(sorted(others), prefix)
+                    unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
+                    for full in below(sorted(others), prefix)
                 }
                 kept = self._mapping(held, path)
                 if kept is not _LEFT and kept:
@@ -218,25 +216,3 @@ def _modules(node: Node, path: str) -> list[str]:
             return [found for i, item in enumerate(node) for found in _modules(item, join(path, str(i)))]
         case _:
             return []
-
-
-def _below(names: Sequence[str], path: str) -> Sequence[str]:
-    """Of sorted names those inside ``path``."""
-    return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
-
-
-def _unescape(part: str) -> str:
-    return part.replace("~1", "/").replace("~0", "~")
-
-
-def _other(tag: str, node: Mapping[str, Node]) -> object:
-    """torch's own plain values."""
-    match tag:
-        case "size":
-            return torch.Size(node["v"])
-        case "device":
-            return torch.device(node["v"])
-        case "dtype" if node["v"] in DTYPES:
-            return getattr(torch, node["v"])
-        case _:
-            raise ManifestCorrupt("tree", f"unknown node {tag[:40]!r}")

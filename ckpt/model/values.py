@@ -10,8 +10,9 @@ from __future__ import annotations
 import base64
 import math
 import re
+from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -41,6 +42,16 @@ def join(path: str, part: object) -> str:
     else:
         text = f"~2{part!r}"
     return f"{path}/{text}" if path else text
+
+
+def unescape(part: str) -> str:
+    """The key that ``join`` made ``part`` of, if it was a string."""
+    return part.replace("~1", "/").replace("~0", "~")
+
+
+def below(names: Sequence[str], path: str) -> Sequence[str]:
+    """Of sorted names those inside ``path``."""
+    return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
 
 
 def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
