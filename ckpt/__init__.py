@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004 - as gzip and others have one
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
-    from ckpt.restorer import RestoreReport
+    from ckpt.report import RestoreReport
 
 __version__ = "0.1.0"
 
@@ -24,7 +24,7 @@ _HOMES = {
     "CkptError": "ckpt.errors",
     "PendingSave": "ckpt.pending",
     "PerRank": "ckpt.adapters.per_rank",
-    "RestoreReport": "ckpt.restorer",
+    "RestoreReport": "ckpt.report",
     "RngState": "ckpt.adapters.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",

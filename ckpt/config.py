@@ -32,7 +32,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from ckpt.checks import as_bytes, is_number, json_only, known_only, one_of, whole
 from ckpt.errors import ConfigError
@@ -207,6 +207,21 @@ class SaveConfig:
                 raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
             for cpu in self.cpus:
                 whole("cpus", cpu, 0, 1 << 16)
+
+
+class Settings(TypedDict, total=False):
+    """The fields of ``SaveConfig``, as keywords of the manager."""
+
+    on_busy: OnBusy
+    overlap: Overlap
+    chunk_bytes: int
+    commit_timeout_seconds: float
+    slots: int
+    backlog: int
+    staging_bytes: int | None
+    threads: int
+    nice: int
+    cpus: frozenset[int] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

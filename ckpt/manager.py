@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypedDict, Unpack
+from typing import Any, Final, Self, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +20,7 @@ from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.background import Background
 from ckpt.catalog.index import committed
-from ckpt.config import Metadata, OnBusy, Overlap, SaveConfig, Tier, load_config
+from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
@@ -31,7 +31,8 @@ from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.rank_files import SaveJob
-from ckpt.restorer import Restorer, RestoreReport
+from ckpt.report import RestoreReport
+from ckpt.restorer import Restorer
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
@@ -39,21 +40,6 @@ from ckpt.storage.tiers import as_tiers, open_tiers
 
 _log = logging.getLogger("ckpt")
 _READERS: Final = 4  # a restore has the machine to itself: more threads than a save takes
-
-
-class Settings(TypedDict, total=False):
-    """The fields of ``SaveConfig``, as keywords of the manager."""
-
-    on_busy: OnBusy
-    overlap: Overlap
-    chunk_bytes: int
-    commit_timeout_seconds: float
-    slots: int
-    backlog: int
-    staging_bytes: int | None
-    threads: int
-    nice: int
-    cpus: frozenset[int] | None
 
 
 class CheckpointManager:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 
@@ -26,21 +26,20 @@ from ckpt.catalog.candidates import candidates
 from ckpt.catalog.origin import Found, Origin, Repair
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
+from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import (
     CkptError,
-    CommitTimeout,
     ConfigError,
     EntryUnexpected,
     NoCheckpoint,
     RestoreError,
-    StorageError,
 )
 from ckpt.events import Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import RestorePlan, plan_restore
-from ckpt.plan.sources import is_damage
+from ckpt.report import RestoreReport
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
@@ -49,53 +48,7 @@ _PATIENCE_SECONDS: Final = 3600.0
 _PATTERN: Final = "\0"
 """Before what is no name, but a pattern that fits none."""
 
-T = TypeVar("T")
-
 _log = logging.getLogger("ckpt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport:
-    """What was restored and what it took.
-
-    Attributes:
-        tier: URL of the tier that it came from: with several, the one that most bytes of this rank came from. What was fetched into a cache on the way came from where it was fetched.
-        nbytes: Bytes that landed in this rank's state; ``read_bytes`` were read for it.
-        seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
-        skipped: Newer (step, reason) that were damaged.
-        repaired: What nearer tiers should have had intact, and came from farther ones; of this rank.
-        cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
-        missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
-    """
-
-    step: int
-    attempt: str
-    tier: str
-    nbytes: int
-    read_bytes: int
-    seconds: float
-    saved_world_size: int
-    skipped: tuple[tuple[int, str], ...]
-    repaired: tuple[Repair, ...] = ()
-    cached_bytes: int = 0
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """10^9 bytes that landed, per second of the whole call."""
-        return self.nbytes / max(self.seconds, 1e-9) / 1e9
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step} from {self.tier}: {self.nbytes / 1e9:.2f} GB in {self.seconds:.2f} s, "
-            f"{self.gigabytes_per_second:.2f} GB/s, checksums verified"
-            + "".join(
-                f"; {len(found)} {what}"
-                for what in ("skipped", "repaired", "missing", "unexpected")
-                if (found := getattr(self, what))
-            )
-        )
 
 
 class _Proposal(msgspec.Struct, frozen=True):
@@ -104,14 +57,6 @@ class _Proposal(msgspec.Struct, frozen=True):
     folder: str
     nearest: int
     answering: tuple[int, ...]
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """``ok``, ``damaged`` (try the next) or ``stop`` (the target does not fit). ``names`` of the checkpoint that have no place on the rank."""
-
-    outcome: str
-    reason: str = ""
-    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +78,6 @@ class _Fit:
     cache: ReadThrough
 
 
-class _Damaged(Exception):
-    """Some rank could not use this candidate."""
-
-
 class Restorer:
     """Threads: the training thread. All ranks call ``restore`` alike."""
 
@@ -155,8 +96,8 @@ class Restorer:
         """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry, self._listers = RetryPolicy(), listers
-        self._serial, self._round, self._read_through = serial, 0, read_through
-        self._selection = selection
+        self._read_through, self._selection = read_through, selection
+        self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
@@ -169,7 +110,7 @@ class Restorer:
         began = time.perf_counter()
         skipped: list[tuple[int, str]] = []
         proposals = self._proposals(step) if self._coordinator.rank == LEADER else iter(())
-        while (proposal := self._agree(proposals)) is not None:
+        while (proposal := self._together.next(proposals, _Proposal)) is not None:
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
             try:
                 landed = self._land(state, [self._tiers[index] for index in proposal.answering], ref)
@@ -177,7 +118,7 @@ class Restorer:
                 if skipped and self._overwritten:
                     raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
                 raise
-            except _Damaged as damage:
+            except Damaged as damage:
                 _log.warning(
                     "ckpt: step %d on %s is damaged, looking for the next best: %s", ref.step, url, damage
                 )
@@ -221,41 +162,19 @@ class Restorer:
                     seen.add(found.ref)
                     yield _Proposal(found.ref.folder, found.nearest, found.answering)
 
-    def _agree(self, candidates: Iterator[_Proposal]) -> _Proposal | None:
-        """The leader's next proposal, on all ranks."""
-        self._round += 1
-        subject = f"restore/{self._serial}/{self._round}/proposal"
-        if self._coordinator.rank == LEADER:
-            try:
-                proposal: _Proposal | Exception | None = next(candidates, None)
-            except Exception as error:  # noqa: BLE001 - the others wait for it
-                proposal = error
-            told = {"error": str(proposal)} if isinstance(proposal, Exception) else proposal
-            self._coordinator.decide(subject, msgspec.json.encode(told))
-            if isinstance(proposal, Exception):
-                raise proposal
-            return proposal
-        heard = self._coordinator.verdict(subject, timeout=_PATIENCE_SECONDS)
-        if heard is None:
-            raise CommitTimeout(-1, [LEADER], _PATIENCE_SECONDS, "the choice of a step")
-        node = msgspec.json.decode(heard)
-        if node and "error" in node:
-            raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
-        return msgspec.convert(node, _Proposal) if node else None
-
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
     def _land(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], ref: StepRef) -> _Landed:
         """Match on all ranks, and only then read on all.
 
         Raises:
-            _Damaged: Some rank met damage that no tier mends; all shall take the next best.
+            Damaged: Some rank met damage that no tier mends; all shall take the next best.
             RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
         """
         origin = Origin([tier.backend for tier in tiers], ref, retry=self._retry, on_repair=_warn(ref))
-        fit, nowhere = self._together(
+        fit, nowhere = self._together.do(
             "match",
-            ref,
+            ref.step,
             lambda: self._fit(state, tiers, origin),
             lambda fit: (*fit.matched.unexpected, *(_PATTERN + each for each in fit.matched.unused)),
         )
@@ -268,7 +187,7 @@ class Restorer:
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True
-        tier, _ = self._together("read", ref, lambda: self._read(fit, origin), lambda _: ())
+        tier, _ = self._together.do("read", ref.step, lambda: self._read(fit, origin), lambda _: ())
         world = fit.found.manifest.world_size
         return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes, unexpected)
 
@@ -280,7 +199,7 @@ class Restorer:
             plan = plan_restore(found.manifest, matched.wanted)
         cache = ReadThrough(
             tiers if self._read_through and self._selection.only is None else (), origin, found,
-            coordinator=self._coordinator, subject=f"restore/{self._serial}/{self._round}/fetch",
+            coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
             patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
         )  # fmt: skip
         cache.look(plan)
@@ -296,60 +215,6 @@ class Restorer:
             for read in part.reads:
                 nbytes[max(position, fit.cache.fetched.get(read.rank, 0))] += read.nbytes
         return origin.sources[max(nbytes, key=lambda position: (nbytes[position], -position))].url
-
-    def _together(
-        self, what: str, ref: StepRef, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
-    ) -> tuple[T, tuple[str, ...]]:
-        """Do ``work`` on all ranks; returns its result and the ``names`` that all ranks gave, or raises on all what failed on one."""
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = work()
-            mine = _Answer("ok", names=names(result))
-        except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
-            error = failed
-            outcome = "damaged" if is_damage(failed) else "stop"
-            mine = _Answer(outcome, str(failed) or repr(failed))
-        answer = self._poll(f"restore/{self._serial}/{self._round}/{what}", ref, mine)
-        if answer.outcome == "damaged":
-            raise _Damaged(answer.reason) from error
-        if answer.outcome == "stop" or result is None:
-            raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
-        return result, answer.names
-
-    def _poll(self, subject: str, ref: StepRef, mine: _Answer) -> _Answer:
-        """The worst answer of all ranks, on all ranks."""
-        self._coordinator.tell(subject, msgspec.json.encode(mine))
-        if self._coordinator.rank == LEADER:
-            worst = self._worst(subject, ref)
-            self._coordinator.decide(subject, msgspec.json.encode(worst))
-            return worst
-        heard = self._coordinator.verdict(subject, timeout=_PATIENCE_SECONDS + 60)
-        if heard is None:
-            raise CommitTimeout(ref.step, [LEADER], _PATIENCE_SECONDS + 60, "the end of the restore")
-        return msgspec.json.decode(heard, type=_Answer)
-
-    def _worst(self, subject: str, ref: StepRef) -> _Answer:
-        missing = set(range(self._coordinator.world_size))
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        worst = _Answer("ok")
-        shared: set[str] | None = None
-        while missing:
-            words = self._coordinator.hear(subject, missing, timeout=max(0.0, deadline - time.monotonic()))
-            if not words:
-                names = ", ".join(map(str, sorted(missing)[:16]))
-                return _Answer(
-                    "stop",
-                    f"step {ref.step}: rank(s) {names} did not finish the restore in {_PATIENCE_SECONDS:.0f} s",
-                )
-            for rank, data in words.items():
-                missing.discard(rank)
-                answer = msgspec.json.decode(data, type=_Answer)
-                shared = set(answer.names) if shared is None else shared & set(answer.names)
-                if answer.outcome == "stop" or (answer.outcome == "damaged" and worst.outcome == "ok"):
-                    where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
-                    worst = _Answer(answer.outcome, where + answer.reason)
-        return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""What all ranks do together in a restore: the leader chooses, each does its part, and what fails on one is heard by all.
+
+Every call is made alike on all ranks, and waits for all of them, within a bound. No process group is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.committer import LEADER
+from ckpt.errors import CkptError, CommitTimeout, RestoreError, StorageError
+from ckpt.plan.sources import is_damage
+
+_GRACE_SECONDS: Final = 60.0
+"""How much longer than the leader the others wait: what it says of a rank that is late must reach them."""
+
+T = TypeVar("T")
+
+
+class Damaged(Exception):
+    """Some rank met damage: all of them know."""
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """``ok``, ``damaged`` (try the next) or ``stop``. ``names`` are what a rank's ``work`` is known by to the others."""
+
+    outcome: str
+    reason: str = ""
+    names: tuple[str, ...] = ()
+
+
+class Together:
+    """Threads: the training thread.
+
+    Args:
+        subject: Tells this conversation from all others of the attempt.
+        patience: Seconds that ranks wait for each other.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, subject: str, patience: float) -> None:
+        self._coordinator, self._subject, self._patience = coordinator, subject, patience
+        self._round = 0
+
+    @property
+    def subject(self) -> str:
+        """Of the present round."""
+        return f"{self._subject}/{self._round}"
+
+    def next(self, choices: Iterator[T], kind: type[T]) -> T | None:
+        """The leader's next choice, on all ranks; begins a round.
+
+        Args:
+            choices: The leader's; nobody else's is looked at.
+
+        Raises:
+            StorageError: The leader failed to choose.
+            CommitTimeout: It did not choose in time.
+        """
+        self._round += 1
+        subject = f"{self.subject}/proposal"
+        if self._coordinator.rank == LEADER:
+            return self._choose(subject, choices)
+        heard = self._coordinator.verdict(subject, timeout=self._patience)
+        if heard is None:
+            raise CommitTimeout(-1, [LEADER], self._patience, "the choice of a step")
+        node: Any = msgspec.json.decode(heard)
+        if node and "error" in node:
+            raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
+        return msgspec.convert(node, kind) if node else None
+
+    def _choose(self, subject: str, choices: Iterator[T]) -> T | None:
+        try:
+            choice: T | Exception | None = next(choices, None)
+        except Exception as error:  # noqa: BLE001 - the others wait for it
+            choice = error
+        told = {"error": str(choice)} if isinstance(choice, Exception) else choice
+        self._coordinator.decide(subject, msgspec.json.encode(told))
+        if isinstance(choice, Exception):
+            raise choice
+        return choice
+
+    def do(
+        self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
+    ) -> tuple[T, tuple[str, ...]]:
+        """Do ``work`` on all ranks; returns its result and the ``names`` that all ranks gave, or raises on all what failed on one.
+
+        Raises:
+            Damaged: Some rank met damage.
+            RestoreError: Some rank failed otherwise. On that rank its own error, if it is one of ours.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        try:
+            result = work()
+            mine = _Answer("ok", names=names(result))
+        except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
+            error = failed
+            outcome = "damaged" if is_damage(failed) else "stop"
+            mine = _Answer(outcome, str(failed) or repr(failed))
+        answer = self._poll(f"{self.subject}/{what}", step, mine)
+        if answer.outcome == "damaged":
+            raise Damaged(answer.reason) from error
+        if answer.outcome == "stop" or result is None:
+            raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
+        return result, answer.names
+
+    def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
+        """The worst answer of all ranks, on all ranks."""
+        self._coordinator.tell(subject, msgspec.json.encode(mine))
+        if self._coordinator.rank == LEADER:
+            worst = self._worst(subject, step)
+            self._coordinator.decide(subject, msgspec.json.encode(worst))
+            return worst
+        wait = self._patience + _GRACE_SECONDS
+        heard = self._coordinator.verdict(subject, timeout=wait)
+        if heard is None:
+            raise CommitTimeout(step, [LEADER], wait, "the end of the restore")
+        return msgspec.json.decode(heard, type=_Answer)
+
+    def _worst(self, subject: str, step: int) -> _Answer:
+        missing = set(range(self._coordinator.world_size))
+        deadline = time.monotonic() + self._patience
+        worst = _Answer("ok")
+        shared: set[str] | None = None
+        while missing:
+            words = self._coordinator.hear(subject, missing, timeout=max(0.0, deadline - time.monotonic()))
+            if not words:
+                ranks = ", ".join(map(str, sorted(missing)[:16]))
+                return _Answer(
+                    "stop",
+                    f"step {step}: rank(s) {ranks} did not finish the restore in {self._patience:.0f} s",
+                )
+            for rank, data in words.items():
+                missing.discard(rank)
+                answer = msgspec.json.decode(data, type=_Answer)
+                shared = set(answer.names) if shared is None else shared & set(answer.names)
+                if answer.outcome == "stop" or (answer.outcome == "damaged" and worst.outcome == "ok"):
+                    where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
+                    worst = _Answer(answer.outcome, where + answer.reason)
+        return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))

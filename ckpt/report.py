@@ -1,0 +1,51 @@
+"""What a restore tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt.catalog.origin import Repair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What was restored and what it took.
+
+    Attributes:
+        tier: URL of the tier that it came from: with several, the one that most bytes of this rank came from. What was fetched into a cache on the way came from where it was fetched.
+        nbytes: Bytes that landed in this rank's state; ``read_bytes`` were read for it.
+        seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
+        skipped: Newer (step, reason) that were damaged.
+        repaired: What nearer tiers should have had intact, and came from farther ones; of this rank.
+        cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
+        missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
+    """
+
+    step: int
+    attempt: str
+    tier: str
+    nbytes: int
+    read_bytes: int
+    seconds: float
+    saved_world_size: int
+    skipped: tuple[tuple[int, str], ...]
+    repaired: tuple[Repair, ...] = ()
+    cached_bytes: int = 0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """10^9 bytes that landed, per second of the whole call."""
+        return self.nbytes / max(self.seconds, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} from {self.tier}: {self.nbytes / 1e9:.2f} GB in {self.seconds:.2f} s, "
+            f"{self.gigabytes_per_second:.2f} GB/s, checksums verified"
+            + "".join(
+                f"; {len(found)} {what}"
+                for what in ("skipped", "repaired", "missing", "unexpected")
+                if (found := getattr(self, what))
+            )
+        )
