@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
+from ckpt.adapters.renaming import Rename
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.background import Background
@@ -204,6 +205,8 @@ class CheckpointManager:
         step: int | None = None,
         *,
         only: str | Sequence[str] | None = None,
+        rename: Rename | None = None,
+        cast: bool = False,
         strict: bool = True,
         read_through: bool = True,
     ) -> RestoreReport | None:
@@ -216,15 +219,17 @@ class CheckpointManager:
             state: As it was saved: nested dict of tensors, modules, optimizers, ...
             step: This one or none.
             only: Names (with all below them), or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
+            rename: Names in the state -> names in the checkpoint: a dict such as ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. An optimizer's state follows its parameters.
+            cast: Whether floats of one dtype may become floats of another on the way, and integers wider ones. Else a dtype that differs is an error.
             strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
             read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local. Not with ``only``, which reads nothing else.
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
-            ConfigError: ``only`` fits nothing.
+            ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
         """
         self._check_open()
-        selection = Selection.of(only, strict=strict)
+        selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(

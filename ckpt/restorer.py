@@ -18,7 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.adapters.load import Matched, match
+from ckpt.adapters.load import match
+from ckpt.adapters.matching import Matched
 from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
@@ -140,8 +141,11 @@ class Restorer:
             step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.plan.wanted_bytes,
             read_bytes=landed.plan.read_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
-            missing=landed.matched.missing, unexpected=landed.unexpected,
+            missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised,
         )  # fmt: skip
+        if report.uninitialised:
+            _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
         _log.info("ckpt: restored %s", report)
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
@@ -182,7 +186,7 @@ class Restorer:
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
             patterns = ", ".join(repr(name.removeprefix(_PATTERN)) for name in unused)
             raise ConfigError(
-                f"no name of the state fits {patterns}: `ckpt show` prints those of the checkpoint"
+                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, and in a model parted by dots"
             )
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
