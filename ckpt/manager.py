@@ -33,7 +33,7 @@ from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.rank_files import SaveJob
 from ckpt.report import RestoreReport
-from ckpt.restorer import Restorer
+from ckpt.restorer import Replicas, Restorer
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
@@ -209,6 +209,7 @@ class CheckpointManager:
         cast: bool = False,
         strict: bool = True,
         read_through: bool = True,
+        replicas: Replicas = "read",
     ) -> RestoreReport | None:
         """Fill ``state`` with ``step``, or with the newest step that is intact; None if there is none at all.
 
@@ -223,6 +224,7 @@ class CheckpointManager:
             cast: Whether floats of one dtype may become floats of another on the way, and integers wider ones. Else a dtype that differs is an error.
             strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
             read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local. Not with ``only``, which reads nothing else.
+            replicas: Whether ranks that want the same bytes each read them, or one does and broadcasts them over gloo (``"broadcast"``: for a store that is slower than the network).
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
@@ -234,7 +236,7 @@ class CheckpointManager:
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
-                serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
+                serial=self._restores, listers=self._listers, read_through=read_through, selection=selection, replicas=replicas,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)

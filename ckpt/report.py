@@ -14,6 +14,7 @@ class RestoreReport:
     Attributes:
         tier: URL of the tier that it came from: with several, the one that most bytes of this rank came from. What was fetched into a cache on the way came from where it was fetched.
         nbytes: Bytes that landed in this rank's state; ``read_bytes`` were read for it.
+        received_bytes: What other ranks read for this one (``replicas="broadcast"``), in memory.
         seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
         skipped: Newer (step, reason) that were damaged.
         repaired: What nearer tiers should have had intact, and came from farther ones; of this rank.
@@ -34,6 +35,7 @@ class RestoreReport:
     skipped: tuple[tuple[int, str], ...]
     repaired: tuple[Repair, ...] = ()
     cached_bytes: int = 0
+    received_bytes: int = 0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()

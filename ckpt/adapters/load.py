@@ -68,7 +68,7 @@ class _Match:
 
     def run(self) -> Matched:
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
-        self._actions.append(lambda: self._all.real.change_places([module for _, module in modules]))
+        self._actions.append(self._all.real.change_places)
         self._mapping(self._state, "", "")
         matched = self._all.done()
         matched.uninitialised = tuple(

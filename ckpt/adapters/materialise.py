@@ -7,7 +7,6 @@ when everything is there.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,29 +49,16 @@ class StandIns:
             self._made[id(tensor)] = (tensor, _real(name, tensor))
         return self._made[id(tensor)][1]
 
-    def change_places(self, modules: Sequence[nn.Module]) -> None:
-        """Make the tensors real. ``modules`` are those of the state."""
-        if not self._made:
-            return
-        from torch.distributed.fsdp import FSDPModule
-
-        touched = [m for m in modules if any(id(t) in self._made for t in _tensors_of(m))]
+    def change_places(self) -> None:
+        """Make the tensors real. ``fully_shard`` looks at its shards anew before the first forward, which none can have had yet."""
         for tensor, real in self._made.values():
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
-        for module in touched:
-            if any(isinstance(inner, FSDPModule) for inner in module.modules()):
-                module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # fully_shard looks at its shards anew
 
     def left_out(self, path: str, module: nn.Module) -> list[str]:
         """Names of the module's tensors that stay without memory."""
         names = canonical(module)
         named = (*module.named_parameters(), *module.named_buffers())
         return [f"{path}/{names(key)}" for key, tensor in named if is_meta(tensor) and tensor not in self]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
