@@ -14,7 +14,8 @@ from typing import Any, Final, Self, Unpack
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
+from ckpt.adapters.collect import Collected, collect, walk_objects
+from ckpt.adapters.memory import Memory
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator

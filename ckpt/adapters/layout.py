@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
@@ -24,19 +25,36 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, held.wait() if hasattr(held, "wait") else held)  # an unfinished collective
 
 
-def signature(tensor: torch.Tensor) -> Hashable:
+def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+    """The memory of each of the ``boxes`` that ``leaf_of`` has found."""
+    if isinstance(source, LocalShards):
+        return source.tensors
+    return (local(source),) if boxes else ()
+
+
+def signature(tensor: Source) -> Hashable:
     """Equal if and only if ``leaf_of`` and the memory format would be equal."""
+    if isinstance(tensor, LocalShards):
+        formats = tuple((part.device, part.layout) for part in tensor.tensors)
+        return (tensor.dtype, tensor.shape, tensor.boxes, tensor.replicas, formats)
     if isinstance(tensor, DTensor):
         return (tensor._spec, tensor._local_tensor.shape)
     return (tensor.dtype, tensor.shape, tensor.device, tensor.layout)
 
 
-def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
-    """The leaf of ``tensor``. ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor knows its own.
+def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
+    """The leaf of ``tensor``. ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor and ``LocalShards`` know their own.
 
     Raises:
         UnsupportedValue: A partial, sparse, quantized, nested or meta tensor, with the way out.
     """
+    if isinstance(tensor, LocalShards):
+        for part in tensor.tensors:
+            check(name, part)
+        dtype = dtype_name(name, tensor.dtype)
+        return Leaf(
+            name, dtype, tensor.shape, tensor.boxes, tensor.replicas if len(tensor.replicas) > 1 else ()
+        )
     dtype = check(name, tensor)
     if not isinstance(tensor, DTensor):
         return Leaf(
@@ -65,12 +83,15 @@ def check(name: str, tensor: torch.Tensor) -> str:
         raise UnsupportedValue(
             name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()"
         )
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UnsupportedValue(
-            name, f"tensor of {tensor.dtype}", "view it as a dtype that safetensors can hold"
-        )
-    return dtype
+    return dtype_name(name, tensor.dtype)
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """As it is stored, if it can be."""
+    found = str(dtype).removeprefix("torch.")
+    if found not in DTYPES:
+        raise UnsupportedValue(name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold")
+    return found
 
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
