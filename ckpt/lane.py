@@ -138,6 +138,8 @@ class Lane:
             raise rebuild(verdict, job.ref.step)
         if self._latest is None or self._latest < job.ref:
             self._latest = job.ref
+        if self._room is not None:
+            self._room.settle(job.ref, restored=self.restored_step)
         return chunks
 
     def _make_durable(
