@@ -230,6 +230,7 @@ class CheckpointManager:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
                 serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
+                waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)

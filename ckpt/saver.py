@@ -65,7 +65,7 @@ class Saver:
                 tier,
                 coordinator.clone() if tier.index else coordinator,
                 config,
-                waiting=self._waiting,
+                waiting=self.waiting,
                 elsewhere=partial(self._elsewhere, tier),
             )
             for tier in tiers
@@ -223,7 +223,7 @@ class Saver:
             self._on_room()
         lane.prune_later()
 
-    def _waiting(self) -> frozenset[StepRef]:
+    def waiting(self) -> frozenset[StepRef]:
         """Steps that a nearer tier must keep for a farther one."""
         with self._lock:
             return frozenset(self._leaving).union(*(drain.waiting for drain in self._drains.values()))

@@ -89,7 +89,7 @@ def test_what_is_larger_than_the_capacity_also_behind_its_codec_is_told(tmp_path
     with CheckpointManager(Tier(str(tmp_path), codec="zstd", capacity=IMAGE // 2)) as manager:
         manager.save(weights(1), 1)
         assert "more than the capacity" in caplog.text
-        with pytest.raises(OutOfSpace, match="before the codec.* is larger than the capacity"):
+        with pytest.raises(OutOfSpace, match=r"before the codec.* is larger than the capacity"):
             manager.save(weights(2), 2)
     assert whole(tmp_path) == [1]
 

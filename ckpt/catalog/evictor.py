@@ -69,7 +69,7 @@ class Evictor:
                 ref.folder,
                 f"this checkpoint of {_size(needed)}{how} is larger than the capacity of {_size(capacity)}: raise it, or take the tier out",
             )
-        over = sum(held.nbytes for held in found if held.ref != ref or not stored) + needed - capacity
+        over = sum(held.nbytes for held in found) + needed - capacity
         going = list(self._going(found, ref, over, restored)) if over > 0 else []
         if sum(held.nbytes for held in going) < over:
             raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
