@@ -236,7 +236,7 @@ class CheckpointManager:
             report = restorer.restore(state, step)
         if report is not None:
             self._last_step = report.step
-            self._background.saver.set_restored(report.step)
+            self._background.saver.set_restored(StepRef(report.step, report.attempt))
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
