@@ -231,12 +231,13 @@ class CheckpointManager:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
                 serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
+                waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
             self._last_step = report.step
-            self._background.saver.set_restored(report.step)
+            self._background.saver.set_restored(StepRef(report.step, report.attempt))
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
