@@ -35,8 +35,7 @@
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
     │   ├── KindMismatch                    a tensor here, a plain value there
-    │   ├── OptimizerMismatch               the state of another kind of optimizer
-    │   └── RanksParted                     a collective failed
+    │   └── OptimizerMismatch               the state of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
     └── ManagerClosed              exit 9
 """
@@ -344,14 +343,6 @@ class OptimizerMismatch(RestoreError):
             f"{name!r} was saved by another kind of optimizer: it has the {what} {_few(saved)}, the target has {_few(wanted)} instead: "
             'take the optimizer out of the state, say what you want (only="model/*"), or let it keep what it has (strict=False)'
         )
-
-
-class RanksParted(RestoreError):
-    """A collective of a restore failed: what went wrong did so on another rank, or on the way."""
-
-    def __init__(self, rank: int, detail: str) -> None:
-        self.rank, self.detail = rank, detail
-        super().__init__(f"rank {rank} could not share with others what it read: {detail}")
 
 
 class UnsupportedValue(CkptError):

@@ -101,11 +101,12 @@ class Restorer:
         read_through: bool = True,
         selection: Selection = ALL,
         replicas: Replicas = "read",
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
     ) -> None:
-        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended."""
+        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended. ``waiting``: steps that saves under way read from nearer tiers."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry, self._listers = RetryPolicy(), listers
-        self._read_through, self._selection = read_through, selection
+        self._read_through, self._selection, self._waiting = read_through, selection, waiting
         self._shared = _is_shared(replicas, coordinator)
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
@@ -214,11 +215,12 @@ class Restorer:
             self._together.do(what, step, lambda: (work(),), lambda _: ())
 
         if not self._shared:
-            agree("read", lambda: taking.read(taking.cached(fit.plan), taking.sink))
+            agree("read", lambda: taking.all_of(fit.plan))
             return fit.plan.read_bytes, 0
         agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
         spread = Broadcast(fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers)
         spread.run(agree)
+        agree("mend", fit.cache.mend)
         return spread.read_bytes, spread.received_bytes
 
     def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
@@ -230,7 +232,7 @@ class Restorer:
         cache = ReadThrough(
             tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
-            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
+            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
         )  # fmt: skip
         cache.look(plan)
         return _Fit(found, matched, plan, cache)
@@ -249,6 +251,10 @@ class _Taking:
         left = self._fit.cache.fill(plan, self.sink)
         self._nbytes.update(self._fit.cache.taken)
         return left
+
+    def all_of(self, plan: RestorePlan) -> None:
+        self.read(self.cached(plan), self.sink)
+        self._fit.cache.mend()
 
     def read(self, plan: RestorePlan, sink: Sink) -> None:
         given = self._origin.read(plan, sink, workers=self._workers)

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckpt.errors import CkptError, RanksParted, RestoreError
+from ckpt.coordination.together import Parted
+from ckpt.errors import CkptError, RestoreError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Manifest
 from ckpt.pipeline.reader import Sink
@@ -217,7 +218,7 @@ class Broadcast:
         except RuntimeError as error:
             self._part()
             first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-            raise RanksParted(self._rank, first) from error
+            raise Parted(f"it could not share with others what it read: {first}") from error
 
     def _part(self) -> None:
         self._loads.clear()

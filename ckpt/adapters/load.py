@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.load_module import match_module
 from ckpt.adapters.load_optimizer import match_optimizer
+from ckpt.adapters.local_shards import LocalShards
 from ckpt.adapters.matching import Matched, Matching
 from ckpt.adapters.modules import unwrapped
 from ckpt.adapters.per_rank import PerRank
@@ -134,7 +135,7 @@ class _Match:
 
     def _leaf(self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]) -> None:
         match target:
-            case torch.Tensor():
+            case torch.Tensor() | LocalShards():
                 self._all.expect(node, path, "tensor", "array")
                 self._all.want(path, source, target, node["n"])
             case np.ndarray():

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.local_shards import Source
 from ckpt.adapters.materialise import StandIns
 from ckpt.adapters.modules import Parameters
 from ckpt.adapters.remake import Remaker
@@ -39,7 +40,7 @@ class Matched:
     """
 
     wanted: list[Leaf] = field(default_factory=list[Leaf])
-    targets: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    targets: list[Source] = field(default_factory=list[Source])
     actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -69,7 +70,7 @@ class Matching:
         self._unused = {*(selection.only or ()), *selection.renaming.patterns}
         self._filled: dict[Hashable, str] = {}
         self._wanted: list[Leaf] = []
-        self._targets: list[torch.Tensor] = []
+        self._targets: list[Source] = []
         self._renamed: dict[str, str] = {}
         self._converted: list[tuple[str, str, str]] = []
 
@@ -110,7 +111,7 @@ class Matching:
         if tag(node) not in tags:
             raise KindMismatch(path, kind(node), tags[0])
 
-    def want(self, name: str, source: str, target: torch.Tensor, stored_as: str = "") -> None:
+    def want(self, name: str, source: str, target: Source, stored_as: str = "") -> None:
         """Fill ``target``, which is ``name`` in the state and ``source`` in the checkpoint. Its bytes may lie under a name of their own there.
 
         Raises:
@@ -121,7 +122,8 @@ class Matching:
         if (tensor := self.saved.tensors.get(bytes_of)) is None:
             self.lack(name, source)
             return
-        target = self.real.of(name, target)
+        if isinstance(target, torch.Tensor):
+            target = self.real.of(name, target)
         stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
         known = self._filled.setdefault(memory_of(target), stored)
         if known != stored:

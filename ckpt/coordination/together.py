@@ -13,7 +13,7 @@ import msgspec
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
-from ckpt.errors import CkptError, CommitTimeout, RanksParted, RestoreError, StorageError
+from ckpt.errors import CkptError, CommitTimeout, RestoreError, StorageError
 from ckpt.plan.sources import is_damage
 
 _GRACE_SECONDS: Final = 60.0
@@ -28,6 +28,10 @@ T = TypeVar("T")
 
 class Damaged(Exception):
     """Some rank met damage: all of them know."""
+
+
+class Parted(Exception):
+    """This rank has lost touch with others: what went wrong did so on one of them, or on the way."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -104,16 +108,13 @@ class Together:
             mine = _Answer("ok", names=names(result))
         except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
             error = failed
-            outcome = (
-                "damaged" if is_damage(failed) else "parted" if isinstance(failed, RanksParted) else "stop"
-            )
+            outcome = "damaged" if is_damage(failed) else "parted" if isinstance(failed, Parted) else "stop"
             mine = _Answer(outcome, str(failed) or repr(failed))
         answer = self._poll(f"{self.subject}/{what}", step, mine)
         if answer.outcome == "damaged":
             raise Damaged(answer.reason) from error
         if answer.outcome != "ok" or result is None:
-            ours = isinstance(error, CkptError) and not isinstance(error, RanksParted)
-            raise error if error and ours else RestoreError(answer.reason) from error
+            raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
         return result, answer.names
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
