@@ -166,17 +166,15 @@ class _Loader:
 
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> torch.Tensor:
         """Memory for one value: that which is there, if it can hold it."""
-        parameter = self._match.real.of(each.name, each.parameter)
-        here = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
-        if fits(held, here) and not is_meta(held):
+        if self._match.selection.cast:
+            saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
+        if fits(held, saved) and not is_meta(held):
             kept: torch.Tensor = held
             return kept
-        return new_state(parameter, each.group, key, here)
+        return new_state(self._match.real.of(each.name, each.parameter), each.group, key, saved)
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
-        if not self._match.selection.cast:
-            return saved.dtype
         if isinstance(held, torch.Tensor):
             return str(held.dtype).removeprefix("torch.")
         weight = self._match.saved.tensors.get(each.weight)
