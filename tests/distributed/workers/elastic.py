@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank
-from ckpt.errors import CkptError, CommitTimeout
+from ckpt.errors import CommitTimeout
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
 
@@ -97,12 +97,16 @@ def make_net() -> nn.Module:
 class Notes:
     def __init__(self, folder: Path) -> None:
         self.life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.start = int(os.environ.get("TORMENT", "1"))
         self._file = os.open(
             folder / f"notes-{dist.get_rank()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )
 
     def __call__(self, **what: Any) -> None:
-        os.write(self._file, json.dumps({"life": self.life, "at": time.time(), **what}).encode() + b"\n")
+        os.write(
+            self._file,
+            json.dumps({"start": self.start, "life": self.life, "at": time.time(), **what}).encode() + b"\n",
+        )
 
 
 def die(key: str = "") -> NoReturn:
@@ -204,8 +208,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-try:
+if __name__ == "__main__":
     main()
-except CkptError as error:
-    print(f"rank {os.environ['RANK']} ends: {error!r}", flush=True)
-    raise
