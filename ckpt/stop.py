@@ -68,7 +68,7 @@ class StopSignals:
     def requested(self, step: int) -> bool:
         """Whether ``step``, which is over, is the last: the same answer on all ranks, if all ask after the same steps, in rising order.
 
-        Costs a fraction of a microsecond until there is a signal; then, once, the wait for the other ranks' word.
+        Costs about a microsecond until there is a signal; then, once, the wait for the other ranks' word.
         """
         return self._last.requested(step)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.distributed.launch import ROOT, WORKERS
+from tests.distributed.tormentor import Job
 
 pytestmark = pytest.mark.distributed
 
@@ -124,6 +128,68 @@ def test_four_ranks_then_three_two_and_four_again_go_on_from_each_other(folder: 
             assert found["digest"] == saved[found["restored"]]
             trained = [note["step"] for note in notes(folder, rank, steps) if "step" in note]
             assert trained == list(range(found["restored"] + 1, steps + 1))
+
+
+@pytest.mark.torture
+def test_a_node_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_last_commit(
+    tmp_path: Path,
+) -> None:
+    """torchrun --nnodes=1:2, both nodes on this machine: two ranks, then four, then two."""
+    with closing(socket.socket()) as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    nodes = [
+        Job(
+            tmp_path,
+            (
+                "--nnodes=1:2",
+                "--nproc-per-node=2",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=localhost:{port}",
+                "--rdzv-id=elastic",
+                "--rdzv-conf=last_call_timeout=1",
+                "--local-addr=localhost",
+                "--max-restarts=10",
+            ),
+        )
+        for _ in range(2)
+    ]
+    first, second = nodes
+    groups: list[list[Note]] = []
+
+    def committed_by_group(number: int, world: int) -> bool:
+        """Whether the n-th group of workers has so many ranks, and has committed two steps."""
+        groups.clear()
+        for note in first.notes:
+            if note["rank"] == 0:
+                if "up" in note:
+                    groups.append([])
+                groups[-1].append(note)
+        return (
+            len(groups) > number
+            and groups[number][0]["world"] == world
+            and sum("committed" in note for note in groups[number]) > 1
+        )
+
+    try:
+        first.start()
+        first.wait(lambda: committed_by_group(0, 2), 90, "two ranks")
+        second.start()
+        first.wait(lambda: committed_by_group(1, 4), 90, "four ranks")
+        known = max(note["committed"] for note in first.notes if "committed" in note)
+        second.kill_agent()
+        for note in first.notes:
+            if note.get("agent") == second.agent:
+                with suppress(ProcessLookupError):
+                    os.kill(note["up"], signal.SIGKILL)
+        first.wait(lambda: committed_by_group(2, 2), 90, "two ranks again")
+    finally:
+        for node in nodes:
+            node.end()
+    restored = [next(note["restored"] for note in group if "restored" in note) for group in groups]
+    (stopped,) = (note["stops"] for note in groups[0] if "stops" in note)
+    assert restored[:2] == [0, stopped]
+    assert restored[2] >= known
 
 
 def test_every_step_that_is_listed_is_whole(folder: Path) -> None:

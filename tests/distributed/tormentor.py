@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ RANKS = 4
 AGENT_SECONDS, START_SECONDS = 30, 60
 BOUND_SECONDS = AGENT_SECONDS + START_SECONDS
 """torchrun's patience with survivors that do not end, and what a start may take on a machine that does other things too."""
+SUSPICIOUS_SECONDS = 15
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 KINDS = {
@@ -46,11 +47,14 @@ KINDS = {
 Note = dict[str, Any]
 
 
-class Job:
-    """The agent, and what its workers note."""
+ONE_NODE = ("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1000")
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+
+class Job:
+    """An agent, and what its workers note."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str] = ONE_NODE) -> None:
+        self.folder, self._arguments = folder, arguments
         self.notes: list[Note] = []
         self._offsets = [0] * RANKS
         self._agent: subprocess.Popen[bytes] | None = None
@@ -62,7 +66,7 @@ class Job:
         self._agent = subprocess.Popen(
             [
                 *(sys.executable, "-W", "ignore", str(HERE / "warm_torchrun.py"), log),
-                *("--standalone", f"--nproc-per-node={RANKS}", "--max-restarts=1000"),
+                *self._arguments,
                 *(str(HERE / "workers" / "tormented.py"), str(self.folder)),
             ],
             env={
@@ -99,7 +103,7 @@ class Job:
             assert self._agent is not None
             assert self._agent.poll() is None, f"the agent ended with {self._agent.returncode}"
             if time.monotonic() > deadline:
-                raise AssertionError(f"not within {seconds:.0f} s: {what}")
+                raise TimeoutError(f"not within {seconds:.0f} s: {what}")
             time.sleep(0.005)
         return result
 
@@ -218,7 +222,11 @@ class Tormentor:
             self.life = max(newer, default=before)
             return bool(newer)
 
-        self.job.wait(up, BOUND_SECONDS, "new workers")
+        try:
+            self.job.wait(up, SUSPICIOUS_SECONDS, "new workers")
+        except TimeoutError:  # who holds it up, and where? All threads go to the log
+            self.send({note["rank"]: note["up"] for note in self.of_life("up")}, range(RANKS), signal.SIGUSR2)
+            self.job.wait(up, BOUND_SECONDS, "new workers")
 
     def resumed(self, known: int, after: float, *, planned: bool) -> None:
         """All ranks restore one step, none older than what was known, with its values, and train on from there."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,9 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    faulthandler.register(signal.SIGUSR2)  # where all threads are, for whoever looks into a hang
     note = Notes(folder)
-    note(up=os.getpid())
+    note(up=os.getpid(), agent=os.getppid(), world=dist.get_world_size())
     trainer = Trainer()
     saves: list[PendingSave] = []
     tier = Tier(str(folder / "run"), keep_last=4)
