@@ -14,7 +14,8 @@ from typing import Any, Final, Self, Unpack
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
+from ckpt.adapters.collect import Collected, collect, walk_objects
+from ckpt.adapters.memory import Memory
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
@@ -237,12 +238,13 @@ class CheckpointManager:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
                 serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
+                waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
             self._last_step = report.step
-            self._background.saver.set_restored(report.step)
+            self._background.saver.set_restored(StepRef(report.step, report.attempt))
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
