@@ -32,17 +32,21 @@ BOUND_SECONDS = AGENT_SECONDS + START_SECONDS
 SUSPICIOUS_SECONDS = 15
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-KINDS = {
-    "kill": 20,
-    "kill two": 4,
-    "kill, and again in the restore": 8,
-    "kill all": 2,
-    "stop": 10,
-    "stop two": 2,
-    "stop, then kill": 7,
-    "signal": 4,
-    "kill the agent": 6,
-}
+KINDS = (
+    json.loads(os.environ["TORMENT_KINDS"])
+    if "TORMENT_KINDS" in os.environ
+    else {
+        "kill": 20,
+        "kill two": 4,
+        "kill, and again in the restore": 8,
+        "kill all": 2,
+        "stop": 10,
+        "stop two": 2,
+        "stop, then kill": 7,
+        "signal": 4,
+        "kill the agent": 6,
+    }
+)
 
 Note = dict[str, Any]
 
@@ -225,7 +229,8 @@ class Tormentor:
         try:
             self.job.wait(up, SUSPICIOUS_SECONDS, "new workers")
         except TimeoutError:  # who holds it up, and where? All threads go to the log
-            self.send({note["rank"]: note["up"] for note in self.of_life("up")}, range(RANKS), signal.SIGUSR2)
+            pids = self.pids()
+            self.send(pids, pids, signal.SIGUSR2)
             self.job.wait(up, BOUND_SECONDS, "new workers")
 
     def resumed(self, known: int, after: float, *, planned: bool) -> None:
