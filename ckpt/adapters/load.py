@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
+from ckpt.adapters.collect import find_parameters, is_stateful, look_again, walk_objects
 from ckpt.adapters.layout import leaf_of
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.remake import Remaker
 from ckpt.adapters.selection import ALL, Selection
+from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
 from ckpt.adapters.targets import has_live, holds_names, memory_of
 from ckpt.errors import (
     ConfigError,
@@ -31,7 +32,7 @@ from ckpt.errors import (
     ManifestCorrupt,
     RestoreError,
 )
-from ckpt.model.manifest import Manifest
+from ckpt.model.manifest import Manifest, Tensor
 from ckpt.model.values import Node, below, decode, join, unescape
 from ckpt.plan.leaf import Leaf
 
@@ -49,6 +50,7 @@ class Matched:
     wanted: list[Leaf] = field(default_factory=list)
     targets: list[Source] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
+    stand_ins: list[StandIn] = field(default_factory=list)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -57,6 +59,8 @@ class Matched:
         """Set plain values and load objects. Call once all bytes are in place."""
         for action in self.actions:
             action()
+        for value in self.stand_ins:
+            value.settle()
 
 
 def match(
@@ -93,7 +97,9 @@ class _Match:
         self._rank, self._world = rank, world_size
         self._tensors = manifest.tensor_map()
         self._names = sorted(self._tensors)
-        self._parameters = find_parameters(list(walk_objects(state)))
+        objects = list(walk_objects(state))
+        look_again(objects)
+        self._parameters = find_parameters(objects)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._unused = set(selection.only or ())
@@ -164,9 +170,11 @@ class _Match:
             case nn.Module():
                 self._expect(node, path, "module")
                 self._module(target, node, path)
+                self._stands_in(target)
             case Optimizer():
                 self._expect(node, path, "optimizer")
                 self._optimizer(unwrapped(target), node, path)
+                self._stands_in(target)
             case PerRank():
                 self._expect(node, path, "per_rank")
                 self._per_rank(target, path)
@@ -249,7 +257,9 @@ class _Match:
                 pass
             elif entry.fqn not in saved:
                 self._missing.append(name)
-            elif id(entry.value) not in own:  # extra state: whatever it was
+            elif id(entry.value) not in own and not isinstance(
+                entry.value, LocalShards
+            ):  # extra state: whatever it was
                 extra[entry.key] = self._values.order(values.get(entry.fqn, {"$": "tensor", "n": name}), name)
             elif entry.fqn in values:
                 raise KindMismatch(name, _kind(values[entry.fqn]), "tensor")
@@ -280,6 +290,13 @@ class _Match:
                     continue
                 values = {key: node["state"][key] for key in below(others, f"{path}/{name}")}
                 self._state(optimizer, group, parameter, values, f"{path}/{name}")
+        if isinstance(optimizer, OptimizerStandIn) and "extra" in node and self._takes(f"{path}/extra"):
+            extra = self._values.order(node["extra"])
+            self.out.actions.append(lambda: optimizer.load_extra(extra()))
+
+    def _stands_in(self, target: object) -> None:
+        if isinstance(target, StandIn):
+            self.out.stand_ins.append(target)
 
     def _group(self, group: dict[str, Any], values: list[Node], path: str) -> None:
         if not values:
@@ -319,7 +336,7 @@ class _Match:
             key = keys.get(part, unescape(part))
             held = current.get(key)
             if not fits(held, self._tensors[name]):
-                held = new_state(parameter, group, key, self._tensors[name])
+                held = _new_state(optimizer, parameter, group, key, self._tensors[name])
             self._want(name, held)
             fresh[key] = held
         for name, node in values.items():
@@ -356,6 +373,14 @@ class _Match:
     def _expect(self, node: Node, path: str, *tags: str) -> None:
         if not isinstance(node, dict) or node.get("$") not in tags:
             raise KindMismatch(path, _kind(node), tags[0])
+
+
+def _new_state(
+    optimizer: Optimizer, parameter: Any, group: Mapping[str, Any], key: object, saved: Tensor
+) -> Source:
+    if isinstance(optimizer, OptimizerStandIn):
+        return optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
+    return new_state(parameter, group, key, saved)
 
 
 def _kind(node: Node) -> str:
