@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
+from ckpt.adapters.collect import find_parameters, is_stateful, look_again, walk_objects
 from ckpt.adapters.load_module import match_module
 from ckpt.adapters.load_optimizer import match_optimizer
 from ckpt.adapters.local_shards import LocalShards
@@ -23,6 +23,7 @@ from ckpt.adapters.modules import unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.saved import ABSENT, Saved, is_mapping, kind, tag
 from ckpt.adapters.selection import ALL, Selection
+from ckpt.adapters.stand_in import StandIn
 from ckpt.adapters.targets import has_live, holds_names
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
@@ -63,15 +64,18 @@ class _Match:
     ) -> None:
         self._state, self._rank, self._world = state, rank, world_size
         self._objects = list(walk_objects(state))
+        look_again(self._objects)
         self._saved = Saved(manifest)
         self._all = Matching(self._saved, selection, find_parameters(self._objects))
         self._actions = self._all.actions
+        self._restored: list[nn.Module | Optimizer] = []
 
     def run(self) -> Matched:
         modules = [(path, value) for path, value in self._objects if isinstance(value, nn.Module)]
         self._actions.append(self._all.real.change_places)
         self._mapping(self._state, "", "")
         matched = self._all.done()
+        matched.actions += [value.settle for value in self._restored if isinstance(value, StandIn)]
         matched.uninitialised = tuple(
             name for path, module in modules for name in self._all.real.left_out(path, module)
         )
@@ -121,8 +125,10 @@ class _Match:
         match target:
             case nn.Module():
                 match_module(self._all, target, node, path, source)
+                self._restored.append(target)
             case Optimizer():
                 match_optimizer(self._all, unwrapped(target), node, path, source)
+                self._restored.append(target)
             case MutableMapping() if not is_stateful(target) and has_live(target):
                 if node is not ABSENT and not is_mapping(node):
                     raise KindMismatch(path, kind(node), "dict")

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ckpt.adapters.local_shards import LocalShards
 from ckpt.adapters.matching import Matching
 from ckpt.adapters.modules import items_of
 from ckpt.adapters.saved import ABSENT, is_mapping, kind, tag
@@ -34,7 +35,9 @@ def match_module(match: Matching, module: nn.Module, node: Node, path: str, sour
             match.claim(name, there, silent=True)
         elif found is ABSENT:
             match.lack(name, there)
-        elif id(entry.value) not in own:  # extra state: whatever it was
+        elif id(entry.value) not in own and not isinstance(
+            entry.value, LocalShards
+        ):  # extra state: whatever it was
             match.claim(name, there)
             extra[entry.key] = match.values.order(found, name)
         elif tag(found) not in ("tensor", "array"):

@@ -13,10 +13,12 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from ckpt.adapters.local_shards import Source
 from ckpt.adapters.matching import Matching
 from ckpt.adapters.materialise import is_meta
 from ckpt.adapters.modules import fits, name_groups, new_state, state_name
 from ckpt.adapters.saved import ABSENT, SavedParameter
+from ckpt.adapters.stand_in import OptimizerStandIn
 from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, below, unescape
@@ -45,6 +47,14 @@ def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str
         return  # it keeps what it has; nothing is claimed, so the report tells
     match.opened.add(source)
     loader.load()
+    if (
+        isinstance(optimizer, OptimizerStandIn)
+        and node is not ABSENT
+        and "extra" in node
+        and match.takes(f"{path}/extra")
+    ):
+        extra = match.values.order(node["extra"])
+        match.actions.append(lambda: optimizer.load_extra(extra()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,18 +174,21 @@ class _Loader:
 
         match.actions.append(apply)
 
-    def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> torch.Tensor:
+    def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
         """Memory for one value: that which is there, if it can hold it."""
         if self._match.selection.cast:
             saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
         if fits(held, saved) and not is_meta(held):
-            kept: torch.Tensor = held
+            kept: Source = held
             return kept
-        return new_state(self._match.real.of(each.name, each.parameter), each.group, key, saved)
+        parameter = self._match.real.of(each.name, each.parameter)
+        if isinstance(self._optimizer, OptimizerStandIn):
+            return self._optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
+        return new_state(parameter, each.group, key, saved)
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
-        if isinstance(held, torch.Tensor):
+        if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
         weight = self._match.saved.tensors.get(each.weight)
         alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
