@@ -16,7 +16,8 @@ import msgspec
 from ckpt.catalog.holdings import Held, Holdings
 from ckpt.catalog.prune import judge, remove
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER, VERDICT_GRACE_SECONDS
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.committer import VERDICT_GRACE_SECONDS
 from ckpt.errors import CkptError, CommitTimeout, OutOfSpace, StorageError
 from ckpt.model.layout import StepRef
 from ckpt.plan.retention import Retention, first_to_go, newest
