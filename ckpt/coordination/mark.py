@@ -27,11 +27,14 @@ def mark_finished(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def mark_refused(backend: StorageBackend, ref: StepRef) -> bool:
-    """Whether nobody finishes it from now on. Look for its manifest after this. Where there is no room for a mark, there is none for a manifest either."""
-    try:
-        return _mark(backend, ref, _REFUSED)
-    except OutOfSpace:
-        return True
+    """Whether it is no checkpoint, and nobody makes it one from now on. Where there is no room for a mark, there is none for a manifest either."""
+    with contextlib.suppress(OutOfSpace):
+        if not _mark(backend, ref, _REFUSED):
+            return False
+    if _is_there(backend, ref.manifest):  # its finisher was faster, and has taken its mark off
+        unmark(backend, ref)
+        return False
+    return True
 
 
 def unmark(backend: StorageBackend, ref: StepRef) -> None:
@@ -49,7 +52,7 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
     Raises:
         StorageError: It may be there still.
     """
-    if not mark_refused(backend, ref) or _is_there(backend, ref.manifest):
+    if not mark_refused(backend, ref):
         return False
     backend.delete(fragment)
     backend.delete(data)

@@ -21,7 +21,14 @@ from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.mark import clear_away
 from ckpt.coordination.owner import Owner, claim, confirm
 from ckpt.coordination.refusal import Refused
-from ckpt.errors import CkptError, CommitError, ObjectExists, ObjectNotFound, OutOfSpace, TransientStorageError
+from ckpt.errors import (
+    CkptError,
+    CommitError,
+    ObjectExists,
+    ObjectNotFound,
+    OutOfSpace,
+    TransientStorageError,
+)
 from ckpt.model.box import Box, split_evenly
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
@@ -67,6 +74,7 @@ class Simulation:
         self.verdicts: dict[tuple[str, int], dict[int, Verdict]] = {}
         self.finishers: set[tuple[str, int]] = set()
         self.in_flight: list[tuple[Store, str, bytes, bool]] = []
+        self.changes = 0
         self._back = threading.Semaphore(0)
         self._current: Task | None = None
 
@@ -148,6 +156,7 @@ class Store:
     def place(self, key: str, data: bytes, if_absent: bool) -> None:
         if if_absent and key in self.objects:
             raise ObjectExists(key)
+        self.sim.changes += 1
         self.objects[key] = data
 
     def put(self, key: str, parts: Any, *, if_absent: bool = False) -> ObjectInfo:
@@ -187,6 +196,7 @@ class Store:
     def delete(self, key: str) -> None:
         task = self.sim.gate(f"delete {key}")
         self.deleted.append((task.name, key))
+        self.sim.changes += 1
         self.objects.pop(key, None)
 
     def upload(self, key: str, size: int) -> Any:
@@ -273,7 +283,9 @@ class Attempt:
         self.ref = StepRef(STEP, name)
         self.store = JobStore(sim)
         self.owner = Owner(attempt=name, host="far", machine="elsewhere", pid=1, started=1)
-        self.tasks = [sim.start(f"{name}/{rank}", lambda rank=rank: self._rank(rank)) for rank in range(RANKS)]  # type: ignore[misc]
+        self.tasks = [
+            sim.start(f"{name}/{rank}", lambda rank=rank: self._rank(rank)) for rank in range(RANKS)
+        ]  # type: ignore[misc]
 
     @property
     def over(self) -> bool:
@@ -300,6 +312,7 @@ class Attempt:
                 verdict = committer.commit(self.ref, word, veto=veto)
             except CommitError:  # the store is gone: what the save has become is not known
                 return
+            self.sim.changes += 1
             self.sim.verdicts.setdefault((self.name, index), {})[rank] = verdict
             if isinstance(verdict, Refused) or isinstance(word, Failed):
                 names = fragment_name(rank), data_name(rank)

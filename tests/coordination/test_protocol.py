@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import ckpt.coordination.committer
-from ckpt.coordination.commit import Committed, Unknown
-from ckpt.coordination.refusal import Refused
 from tests.coordination.simulation import (
-    BOUND,
-    RANKS,
-    TIMEOUT,
     Attempt,
     Simulation,
+    Task,
     check_bounds,
     check_tiers,
     check_verdicts,
@@ -34,26 +37,55 @@ class Protocol(RuleBasedStateMachine):
         self.sim = Simulation()
         self.attempts: list[Attempt] = []
         self.seen: dict[tuple[int, str], bytes] = {}
+        self.checked = -1
 
-    @initialize()
-    def a_job_saves(self) -> None:
+    @initialize(begun=st.sampled_from(["now", "refused", "finished too", "late", "withdrawn"]))
+    def a_job_saves(self, begun: str) -> None:
+        """From the beginning, or from just before two may want different things."""
         ckpt.coordination.committer.time = SimpleNamespace(monotonic=lambda: self.sim.clock)  # type: ignore[attr-defined]
         self.attempts.append(Attempt(self.sim, "aaaaaa"))
+        first, second, last = self.attempts[0].tasks
+        match begun:
+            case "refused" | "finished too":  # all parts are there, and it is refused
+                self.come_to("tell", last)
+                self.come_to("/verdict", first, second)
+                if begun == "finished too":
+                    self.come_to("/verdict", start_finisher(self.sim, self.attempts[0], 0))
+            case "late":  # the leader is about to refuse, the word that it waits for is about to come
+                self.come_to("tell", last)
+                self.come_to("verdict", second)
+                self.come_to("/intent", first)
+            case "withdrawn":  # the leader will fail to put, another is about to take its turn
+                self.come_to("manifest.json", first, second, last)
+                first.fault = "full"
+                self.come_to("/turn", second, last)
+            case _:
+                pass
 
-    def let(self, number: int) -> None:
-        if tasks := self.sim.runnable():
-            self.sim.let(tasks[number % len(tasks)])
-            self.check()
+    def come_to(self, what: str, *tasks: Task) -> None:
+        """Those go on until they are about to do ``what``; who is there waits."""
+        while going := [task for task in tasks if what not in task.doing]:
+            able = [task for task in going if task in self.sim.runnable()]
+            for task in able:
+                self.sim.let(task)
+            if not able and (len(going) < len(tasks) or not self.sim.pass_time()):
+                break
 
     def check(self) -> None:
+        if self.checked == self.sim.changes:
+            return
+        self.checked = self.sim.changes
         check_tiers(self.sim, self.attempts, self.seen)
         check_verdicts(self.sim)
         check_bounds(self.sim)
 
-    @rule(numbers=st.lists(some, min_size=1, max_size=12))
-    def some_go_on(self, numbers: list[int]) -> None:
-        for number in numbers:
-            self.let(number)
+    @rule(seed=st.integers(0, 2**32), times=st.integers(1, 40))
+    def some_go_on(self, seed: int, times: int) -> None:
+        chance = Random(seed)
+        for _ in range(times):
+            if tasks := self.sim.runnable():
+                self.sim.let(chance.choice(tasks))
+                self.check()
 
     @rule(number=some, times=st.integers(1, 40))
     def one_goes_on_alone(self, number: int, times: int) -> None:
@@ -67,6 +99,19 @@ class Protocol(RuleBasedStateMachine):
     def all_go_on_in_turn(self) -> None:
         for _ in range(10):
             for task in self.sim.runnable():
+                self.sim.let(task)
+                self.check()
+
+    @rule(number=some, rounds=st.integers(1, 60))
+    def all_but_one_go_on(self, number: int, rounds: int) -> None:
+        """One is stopped; time passes where the others wait for it."""
+        tasks = [task for task in self.sim.tasks if not task.ended]
+        stopped = tasks[number % len(tasks)] if tasks else None
+        for _ in range(rounds):
+            going = [task for task in self.sim.runnable() if task is not stopped]
+            if not going:
+                self.sim.pass_time()
+            for task in going:
                 self.sim.let(task)
                 self.check()
 
@@ -127,7 +172,9 @@ class Protocol(RuleBasedStateMachine):
                     self.check()
                 elif not self.sim.pass_time():
                     break
-            assert all(task.ended for task in self.sim.tasks), [t.doing for t in self.sim.tasks if not t.ended]
+            assert all(task.ended for task in self.sim.tasks), [
+                t.doing for t in self.sim.tasks if not t.ended
+            ]
         finally:
             for task in self.sim.tasks:
                 if not task.ended:
@@ -135,8 +182,10 @@ class Protocol(RuleBasedStateMachine):
             ckpt.coordination.committer.time = __import__("time")  # type: ignore[attr-defined]
 
 
-few = settings(max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-many = settings(few, max_examples=4000, stateful_step_count=60)
+few = settings(
+    max_examples=200, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+)
+many = settings(few, max_examples=6000, stateful_step_count=30)
 
 
 def test_whatever_happens_what_is_listed_is_whole_and_all_hear_the_same() -> None:
