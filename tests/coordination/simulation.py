@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -335,10 +336,8 @@ def start_finisher(sim: Simulation, attempt: Attempt, index: int) -> Task:
 
     def finish() -> None:
         sim.finishers.add((attempt.name, index))
-        try:
+        with suppress(CkptError):
             finalize(sim.tiers[index], attempt.ref, workers=Inline(), job_is_dead=True, read_data=False)  # type: ignore[arg-type]
-        except CkptError:
-            pass
 
     return sim.start(f"finisher {attempt.name}", finish)
 
@@ -347,12 +346,10 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
     """Of what a job has left, which is long dead."""
 
     def clear() -> None:
-        try:
+        with suppress(CkptError):
             for held in Holdings(sim.tiers[index]).look(begun=True):
                 if held.ref == attempt.ref:
                     remove(sim.tiers[index], held)
-        except CkptError:
-            pass
 
     return sim.start(f"pruner {attempt.name}", clear)
 

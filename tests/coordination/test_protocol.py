@@ -51,20 +51,22 @@ class Protocol(RuleBasedStateMachine):
                 self.come_to("/verdict", first, second)
                 if begun == "finished too":
                     self.come_to("/verdict", start_finisher(self.sim, self.attempts[0], 0))
-            case "late":  # the leader is about to refuse, the word that it waits for is about to come
+            case "late":  # the leader is about to refuse; the word that it waited for has come, and another wants to commit
                 self.come_to("tell", last)
                 self.come_to("verdict", second)
                 self.come_to("/intent", first)
+                self.sim.let(last)
+                self.come_to("decide", second)
             case "withdrawn":  # the leader will fail to put, another is about to take its turn
                 self.come_to("manifest.json", first, second, last)
                 first.fault = "full"
-                self.come_to("/turn", second, last)
+                self.come_to("/turn manifest.json", second)
             case _:
                 pass
 
     def come_to(self, what: str, *tasks: Task) -> None:
         """Those go on until they are about to do ``what``; who is there waits."""
-        while going := [task for task in tasks if what not in task.doing]:
+        while going := [task for task in tasks if not any(word in task.doing for word in what.split())]:
             able = [task for task in going if task in self.sim.runnable()]
             for task in able:
                 self.sim.let(task)
