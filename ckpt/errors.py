@@ -23,7 +23,8 @@
     │   ├── CommitTimeout
     │   ├── ReplicasDiverged
     │   ├── TensorIncomplete                boxes leave holes or overlap
-    │   └── RootInUse                       another job writes to this root
+    │   ├── RootInUse                       another job writes to this root
+    │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   written to behind our back while it was copied
@@ -228,6 +229,16 @@ class RootInUse(CommitError):
         self.root, self.owner = root, owner
         super().__init__(
             f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        )
+
+
+class JobUnseen(CommitError):
+    """An unfinished save's job ran where nobody here can see whether it still does."""
+
+    def __init__(self, step: int, owner: str) -> None:
+        self.step, self.owner = step, owner
+        super().__init__(
+            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
         )
 
 

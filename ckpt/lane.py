@@ -15,14 +15,15 @@ from ckpt.catalog.pruner import Pruner
 from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
-from ckpt.coordination.committer import LEADER, Committer, rebuild
+from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
+from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.mark import clear_away
 from ckpt.coordination.owner import Owner, claim, confirm, release
+from ckpt.coordination.refusal import Refused, rebuild
 from ckpt.errors import (
     CkptError,
     CommitError,
     HistoryHidden,
-    ObjectNotFound,
     OutOfSpace,
     PeerFailed,
     StepExists,
@@ -256,10 +257,9 @@ class Lane:
         name = f"save/{self.tier.index}/{trial}"
         return Committer(
             self._coordinator,
-            self._backend,
+            OneTier(self._backend, self._retry.call),
             name=name,
             timeout=self._config.commit_timeout_seconds,
-            retry=self._retry.call,
             known=self._known,
             before_put=self._confirm,
         )
@@ -303,14 +303,11 @@ class Lane:
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
+        """Remove this rank's files of a save that was refused for good, or that it has no part in."""
         try:
-            self._backend.head(job.ref.manifest)
-        except ObjectNotFound:
-            for name in self._files.names:
-                with contextlib.suppress(StorageError):
-                    self._backend.delete(job.ref.key(name))
-            if job.image.path:
+            gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
+        except StorageError as error:
+            _log.debug("ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error)
+        else:
+            if gone and job.image.path:
                 self._lodgers.pop(job.image.path, None)
-        except StorageError:
-            pass

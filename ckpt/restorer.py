@@ -25,9 +25,11 @@ from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
+from ckpt.catalog.finishing import Finisher
 from ckpt.catalog.origin import Found, Origin, Repair
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import (
     CkptError,
@@ -36,7 +38,7 @@ from ckpt.errors import (
     NoCheckpoint,
     RestoreError,
 )
-from ckpt.events import Event, Repaired, Restored, StepDamaged
+from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
@@ -58,11 +60,12 @@ _log = logging.getLogger("ckpt")
 
 
 class _Proposal(msgspec.Struct, frozen=True):
-    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices."""
+    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices. ``finished``: (step, URL) so far."""
 
     folder: str
     nearest: int
     answering: tuple[int, ...]
+    finished: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class Restorer:
         self._shared = _is_shared(replicas, coordinator)
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
+        self._finished: tuple[tuple[int, str], ...] = ()
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state``. None if there is no checkpoint and none was asked for by number.
@@ -123,6 +127,7 @@ class Restorer:
         proposals = self._proposals(step) if self._coordinator.rank == LEADER else iter(())
         while (proposal := self._together.next(proposals, _Proposal)) is not None:
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
+            self._finished = proposal.finished
             try:
                 landed = self._land(state, [self._tiers[index] for index in proposal.answering], ref)
             except RestoreError as misfit:
@@ -152,11 +157,13 @@ class Restorer:
             read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
             missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
-            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised, finished=self._finished,
         )  # fmt: skip
         if report.uninitialised:
             _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
         _log.info("ckpt: restored %s", report)
+        for finished, tier in report.finished:
+            self._notify(CommitFinished(step=finished, tier=tier))
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
         self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
@@ -168,13 +175,16 @@ class Restorer:
         """Listed once more when none would do: another job may have pruned what there was, and saved newer ones."""
         stores = [tier.backend for tier in self._tiers]
         seen: set[StepRef] = set()
+        finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
         for again in (False, True):
             if again and not seen:
                 return
-            for found in candidates(stores, step, workers=self._listers):
+            for found in candidates(stores, step, workers=self._listers, finish=finisher.finish):
                 if found.ref not in seen:
                     seen.add(found.ref)
-                    yield _Proposal(found.ref.folder, found.nearest, found.answering)
+                    yield _Proposal(
+                        found.ref.folder, found.nearest, found.answering, tuple(finisher.finished)
+                    )
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
