@@ -7,8 +7,8 @@ segment that is handed out again vouches for its tensors' memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Final
 
@@ -18,8 +18,9 @@ from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, replicas_of, signature
 from ckpt.adapters.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
+from ckpt.plan.copies import writers
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.save import SavePlan, plan_save
+from ckpt.plan.save import SPLIT_FROM_BYTES, SavePlan, plan_save
 from ckpt.staging.copies import Copy
 from ckpt.staging.image import Image, copyable
 from ckpt.staging.slot import Slot
@@ -104,8 +105,12 @@ class PlanCache:
     Threads: the training thread.
     """
 
-    def __init__(self, rank: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, rank: int, chunk_bytes: int, *, node_of: Sequence[int] = (), per_node: bool = False
+    ) -> None:
+        """``node_of``: of each rank, if nodes have tiers of their own. Then each gets what is small and held alike, such as counters and buffers; ``per_node``: what is large too."""
         self._rank, self._chunk_bytes = rank, chunk_bytes
+        self._node_of, self._per_node = node_of, per_node
         self._known: list[Segment | Hashable] = []
         self._prepared: Prepared | None = None
 
@@ -134,7 +139,7 @@ class PlanCache:
             if not _is_text(item.name):
                 raise UnsupportedValue(item.name, "name that is no text", "rename it")
             names.add(item.name)
-        leaves = tuple(leaf_of(item.name, item.tensor, item.replicas) for item in held)
+        leaves = tuple(self._leaf(item) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
         by_leaf: list[list[tuple[int, tuple[slice, ...] | None]]] = [[] for _ in leaves]
         for index, write in enumerate(plan.items):
@@ -143,6 +148,22 @@ class PlanCache:
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append((index, region))
         return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)))
+
+    def _leaf(self, held: Held) -> Leaf:
+        leaf = leaf_of(held.name, held.tensor, held.replicas)
+        return replace(leaf, replicas=self._writers(leaf.replicas, leaf.nbytes))
+
+    def _writers(self, replicas: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
+        apart = self._per_node or nbytes < SPLIT_FROM_BYTES
+        return writers(replicas, self._rank, self._node_of if apart else ())
+
+    def growth(self, collected: Collected) -> int:
+        """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
+        shares = {
+            id(held.tensor): len(self._writers(_replicas(held), local(held.tensor).nbytes)) or 1
+            for held in collected.held
+        }
+        return _growth(collected, shares)
 
 
 def _same_structure(before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]) -> bool:
@@ -164,10 +185,8 @@ def _signature(held: Held) -> Hashable:
     return (held.name, signature(held.tensor), held.replicas)
 
 
-def expected_growth(collected: Collected) -> int:
-    """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
+def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
     growth = 0
-    shares = {id(held.tensor): _replicas(held) for held in collected.held}
     for optimizer in collected.optimizers:
         for group in optimizer.param_groups:
             copies = (
@@ -193,7 +212,5 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _replicas(held: Held) -> int:
-    """How many ranks share the writing of a tensor."""
-    ranks = replicas_of(held.tensor, held.replicas) if isinstance(held.tensor, DTensor) else held.replicas
-    return len(ranks) or 1
+def _replicas(held: Held) -> tuple[int, ...]:
+    return replicas_of(held.tensor, held.replicas) if isinstance(held.tensor, DTensor) else held.replicas

@@ -35,6 +35,7 @@ from ckpt.plan.sources import without
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import OpenTier
 
+_FEW: Final = 16
 _LOST: Final = b"lost"
 _REFUSED: Final = b"refused"
 
@@ -78,8 +79,16 @@ class ReadThrough:
     def look(self, plan: RestorePlan) -> None:
         """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as far as their sizes tell. Before any rank fetches."""
         near = range(self._caches[0] + 1) if self._caches else ()
-        needed = [self._files[rank] for rank in sorted({read.rank for read in plan.reads})]
+        wanted: Counter[int] = Counter()
+        for read in plan.reads:
+            wanted[read.rank] += read.nbytes
+        needed = [file for rank, file in sorted(self._files.items()) if self._is_worth(file, wanted[rank])]
         self._missing = [file for file in needed if near and all(self._origin.fault(p, file) for p in near)]
+
+    def _is_worth(self, file: File, wanted: int) -> bool:
+        """Whether a file is fetched for so many bytes of it. Between nodes that have tiers of their own not for a few: buffers, say, of another node's rank."""
+        least = file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
+        return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
         """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was not put into its place meanwhile.
@@ -180,11 +189,11 @@ class ReadThrough:
             self.cached_bytes -= self._size(file)
 
     def _list(self, position: int) -> None:
-        """The step is one of the cache's if, and only if, everything of it is there."""
+        """The step is one of the cache's if, and only if, everything of it is there. Of several nodes each lists what it has a part of."""
         parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
-        if any(self._origin.fault(position, part) for part in parts):
-            return
         cache = self._tiers[position]
+        if not cache.nodes and any(self._origin.fault(position, part) for part in parts):
+            return
         try:
             commit_copy(cache.backend, self._origin.ref, self._found.packed, self._retry)
         except CkptError as error:
@@ -194,7 +203,9 @@ class ReadThrough:
         return stored_size(file, self._encodings.get(file.rank))
 
     def _scope(self, position: int) -> str:
-        """Who sees the folder: all, or this machine."""
+        """Who sees the folder: all, or this node, or as far as is known this machine."""
+        if nodes := self._tiers[position].nodes:
+            return f"node{nodes.of[self._coordinator.rank]}"
         if self._tiers[position].backend.capabilities.shared:
             return "all"
         place = f"{Owner.here(self._coordinator.attempt).machine} {self._tiers[position].url}"

@@ -45,7 +45,7 @@ class Room:
     ) -> None:
         self._tier, self._coordinator, self._timeout = tier, coordinator, timeout
         self._waiting, self._elsewhere = waiting, elsewhere
-        self._holdings = Holdings(tier.backend)
+        self._holdings = Holdings(tier.backend, part=tier.tier.local is True)
         self._rule = Retention.of(tier.tier)
 
     def agree(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import (
     CommitMachine,
     Committed,
+    Durable,
     Heard,
     Merge,
     Refuse,
@@ -36,6 +37,7 @@ from ckpt.errors import (
     StepExists,
     StorageError,
     TensorIncomplete,
+    TierNotShared,
     placed,
 )
 from ckpt.model.checksum import checksum
@@ -45,6 +47,9 @@ from ckpt.model.manifest import Fragment, FragmentRef
 from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, read_object
+
+if TYPE_CHECKING:
+    from ckpt.coordination.nodes import Spread
 
 T = TypeVar("T")
 
@@ -72,6 +77,7 @@ class Committer:
         name: Tells this tier's subjects from those of others.
         timeout: Seconds the leader waits for the last rank's word.
         retry: Calls what it is given, again where the store only stumbled.
+        spread: Where the tier is local, and the job runs on several nodes.
     """
 
     def __init__(
@@ -84,9 +90,19 @@ class Committer:
         retry: Retry = _at_once,
         known: Known | None = None,
         before_put: Callable[[], None] = lambda: None,
+        spread: Spread | None = None,
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
         self._retry, self._known, self._before_put = retry, known or Known(), before_put
+        self._spread = spread
+
+    def offer(self, ref: StepRef, word: Durable) -> None:
+        """Before the word is said: let the committer have this rank's fragment where it cannot see it."""
+        if self._spread is not None:
+            self._spread.offer(self._subject(ref), ref, word.fragment)
+
+    def _subject(self, ref: StepRef) -> str:
+        return f"{self._name}/{ref.folder}"
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
         """Say this rank's word and return the verdict.
@@ -98,7 +114,7 @@ class Committer:
             CommitTimeout: No verdict in time.
             CommitError: The verdict cannot be had: the store is gone.
         """
-        subject = f"{self._name}/{ref.folder}"
+        subject = self._subject(ref)
         self._coordinator.tell(subject, encode(word))
         if self._coordinator.rank == LEADER:
             verdict = decode_verdict(
@@ -106,11 +122,15 @@ class Committer:
             )
         else:
             wait = self._timeout + VERDICT_GRACE_SECONDS
+            if self._spread is not None:
+                self._spread.attend(subject, ref, wait=wait)
             heard = self._coordinator.verdict(subject, timeout=wait)
             if heard is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "the verdict")
             verdict = decode_verdict(heard)
         self._coordinator.forget(subject)
+        if self._spread is not None:
+            self._spread.forget(subject)
         return verdict
 
     def _lead(self, subject: str, ref: StepRef, veto: CkptError | None) -> Verdict:
@@ -122,7 +142,7 @@ class Committer:
                 if action.failures:
                     raise PeerFailed(ref.step, action.failures)
                 raise CommitTimeout(ref.step, action.missing, self._timeout, "the part")
-            data = self._merged(ref, action.fragments)
+            data = self._merged(subject, ref, action.fragments)
             self._before_put()
         except CkptError as error:
             return refusal(placed(error, self._backend.url))
@@ -132,6 +152,8 @@ class Committer:
             self._retry(lambda: put_once(self._backend, ref.manifest, data))
         except Exception as error:  # noqa: BLE001 - it may have arrived all the same
             return self._outcome(ref, placed(error, self._backend.url))
+        if self._spread is not None and (fault := self._spread.publish(subject, data)):
+            return Unknown(f"the manifest was put on this node, but not everywhere: {fault}")
         return Committed(checksum(data))
 
     def _outcome(self, ref: StepRef, error: Exception) -> Verdict:
@@ -158,15 +180,24 @@ class Committer:
             if left <= 0 and (action := machine.handle(TimedOut())):
                 return action
 
-    def _merged(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> bytes:
-        parts = [(self._read(ref, fragment), fragment) for fragment in fragments]
+    def _merged(self, subject: str, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> bytes:
+        parts = [(self._read(subject, ref, fragment), fragment) for fragment in fragments]
         manifest = merge(parts, self._known)
         self._known.parts = {part.rank: part for part, _ in parts}
         return pack(manifest)
 
-    def _read(self, ref: StepRef, fragment: FragmentRef) -> Fragment:
+    def _read(self, subject: str, ref: StepRef, fragment: FragmentRef) -> Fragment:
         key = ref.key(fragment.name)
-        data = self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
+        try:
+            data = (
+                self._spread.fragment(subject, fragment)
+                if self._spread is not None
+                else self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
+            )
+        except ObjectNotFound:
+            if fragment.rank == self._coordinator.rank:
+                raise
+            raise TierNotShared(self._backend.url, [fragment.rank]) from None
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
         return check_fragment(
@@ -209,6 +240,8 @@ def refusal(error: CkptError) -> Refused:
             return Refused(reason=error.root, failures={}, kind=kind)
         case HistoryHidden():
             return Refused(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
+        case TierNotShared():
+            return Refused(reason=error.root, failures={}, kind=kind, ranks=error.ranks)
         case RootInUse():
             return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
         case _:
@@ -230,6 +263,8 @@ def rebuild(verdict: Refused, step: int) -> CommitError:
             return StepExists(step, verdict.reason)
         case "HistoryHidden":
             return HistoryHidden(step, verdict.ranks[0], verdict.reason)
+        case "TierNotShared":
+            return TierNotShared(verdict.reason, verdict.ranks)
         case "RootInUse":
             return RootInUse(verdict.names[0], verdict.reason)
         case _:
