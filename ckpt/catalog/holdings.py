@@ -40,6 +40,7 @@ class Held:
         objects: Files of ours in its folder.
         state: "whole" has a manifest and all files it names (where other nodes have theirs: all that belong to the fragments here), of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
         metrics: As they were saved.
+        staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
         touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
     """
 
@@ -48,6 +49,7 @@ class Held:
     state: State
     metrics: Mapping[str, float]
     touched: float | None
+    staged_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -92,16 +94,20 @@ class Holdings:
             state="whole" if whole else "broken" if there else "begun",
             metrics=metrics_of(outline.metadata) if outline else {},
             touched=self._touched(ref, objects),
+            staged_bytes=sum(file.size for file in self._here(objects, outline)) if outline else 0,
         )
 
     def _is_whole(self, ref: StepRef, objects: Sequence[ObjectInfo], outline: _Outline) -> bool:
-        files = outline.files
-        if self._part:  # a rank's fragment and its file lie on one node
-            here = {info.key.rpartition("/")[2] for info in objects}
-            files = tuple(file for file in files if here & {file.name, fragment_name(file.rank)})
-        return bool(files or not self._part) and all(
-            self._is_there(ref, objects, file.name) for file in files
-        )
+        files = self._here(objects, outline)
+        there = all(self._is_there(ref, objects, file.name) for file in files)
+        return there and bool(files or not self._part)
+
+    def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
+        """The data files that belong here. A rank's fragment and its file lie on one node."""
+        if not self._part:
+            return outline.files
+        here = {info.key.rpartition("/")[2] for info in objects}
+        return [file for file in outline.files if here & {file.name, fragment_name(file.rank)}]
 
     def _outline(self, ref: StepRef) -> _Outline | None:
         """None if the manifest is damaged, or was removed just now."""
@@ -145,6 +151,7 @@ class _NamedFile(msgspec.Struct, array_like=True):
 
     name: str
     rank: int
+    size: int
 
 
 class _Outline(msgspec.Struct):

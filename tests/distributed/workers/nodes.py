@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import nets
+import pytest
 import torch
 import torch.distributed as dist
 from nets import assert_same, full, step
@@ -123,27 +124,26 @@ def sharded(root: Path) -> None:
 
     report = Job(base).restore("fsdp", saved, 3)
     assert report.tier.endswith(f"node{dist.get_rank() // 2}"), report
-    assert asked == [] and report.cached_bytes == 0
+    assert (asked, report.cached_bytes) == ([], 0)
 
     # the ranks come back on the other nodes: everything from there, once, and kept
     swapped = copy_of(base, "swapped")
     job = Job(swapped, SWAPPED, far=False)
     report = job.restore("fsdp", saved, 3)
     assert report.tier.endswith("of other nodes"), report
-    assert report.cached_bytes > 0 and asked
+    assert report.cached_bytes > 0, report
+    assert asked
     report = job.restore("fsdp", saved, 3)
-    assert asked == [] and report.cached_bytes == 0
+    assert (asked, report.cached_bytes) == ([], 0)
 
     # one node is lost: the newest step is nowhere whole, the one before is on the shared tier
     lost = copy_of(base, "lost", without=["node1"])
     report = Job(lost).restore("fsdp", saved, 2)
     assert [number for number, _ in report.skipped] == [3]
     assert "2, 3" in report.skipped[0][1]
-    try:
-        Job(copy_of(base, "gone", without=["node1"]), far=False).restore("fsdp", saved, 3)
-        raise AssertionError("restored what is not there")
-    except NoCheckpoint as none:
-        assert "nothing in the state was changed" in str(none), none
+    job = Job(copy_of(base, "gone", without=["node1"]), far=False)
+    with pytest.raises(NoCheckpoint, match="nothing in the state was changed"):
+        job.restore("fsdp", saved, 3)
 
 
 def replicated(root: Path) -> None:
@@ -162,12 +162,11 @@ def replicated(root: Path) -> None:
 
 def undeclared(root: Path) -> None:
     here = root / f"undeclared{dist.get_rank() // 2}"
-    with CheckpointManager(here, commit_timeout_seconds=20) as manager:
-        try:
-            manager.save({"x": 1, "step": 1})
-            raise AssertionError("committed what no rank sees")
-        except TierNotShared as error:
-            assert "local=True" in str(error) and error.ranks == (2,)
+    with (
+        CheckpointManager(here, commit_timeout_seconds=20) as manager,
+        pytest.raises(TierNotShared, match=r"rank\(s\) 2 .*local=True"),
+    ):
+        manager.save({"x": 1, "step": 1})
     dist.barrier()
     assert not list(here.glob("step-*/*"))
 
@@ -195,11 +194,8 @@ def fewer(root: Path) -> None:
     lost = copy_of(base, "four-lost", without=["node1"])
     Job(base, (1, 0), far=False).restore("fsdp", saved, 2)
     assert asked
-    try:
+    with pytest.raises(NoCheckpoint, match=r"rank\(s\) 2, 3"):
         Job(lost, (0, 0), far=False).restore("fsdp", saved, 2)
-        raise AssertionError("restored what is not there")
-    except NoCheckpoint as none:
-        assert "rank(s) 2, 3" in str(none), none
     # what was fetched is kept: now one node has all of it
     Job(copy_of(base, "four-kept", without=["node1"]), (0, 0), far=False).restore("fsdp", saved, 2)
 
