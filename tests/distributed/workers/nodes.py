@@ -22,6 +22,7 @@ from ckpt.errors import NoCheckpoint, TierNotShared
 
 STRAIGHT, SWAPPED = (0, 0, 1, 1), (1, 1, 0, 0)
 asked: list[str] = []
+reached: set[str] = set()
 
 
 def watch() -> None:
@@ -30,7 +31,9 @@ def watch() -> None:
 
     def told(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
         asked.append(key)
-        return request(self, peer, key, offset, out)
+        size = request(self, peer, key, offset, out)
+        reached.update(self._reached.values())
+        return size
 
     ckpt.catalog.peers.PeerStore._request = told  # type: ignore[method-assign]
 
@@ -200,15 +203,27 @@ def fewer(root: Path) -> None:
     Job(copy_of(base, "four-kept", without=["node1"]), (0, 0), far=False).restore("fsdp", saved, 2)
 
 
+def apart(root: Path) -> None:
+    """The nodes have no interface in common but one: everything is read over that."""
+    saved = Job(root / "apart", far=False).save("fsdp", (1, 2))
+    Job(root / "apart", SWAPPED, far=False).restore("fsdp", saved, 2)
+    assert asked
+    assert reached <= {"10.77.0.1", "10.77.0.2"}, reached
+
+
 def main() -> None:
+    """All, or the one that is named."""
     dist.init_process_group("gloo")
     watch()
     root = Path(sys.argv[1])
-    sharded(root)
-    replicated(root)
-    undeclared(root)
-    in_memory(root)
-    fewer(root)
+    if sys.argv[2:] == ["apart"]:
+        apart(root)
+    else:
+        sharded(root)
+        replicated(root)
+        undeclared(root)
+        in_memory(root)
+        fewer(root)
     if dist.is_initialized():
         print("ALL WELL", flush=True)
         dist.destroy_process_group()
