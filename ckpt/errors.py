@@ -24,7 +24,8 @@
     │   ├── ReplicasDiverged
     │   ├── TensorIncomplete                boxes leave holes or overlap
     │   ├── RootInUse                       another job writes to this root
-    │   └── TierNotShared                   each node has its own, and nobody said so
+    │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   written to behind our back while it was copied
@@ -239,6 +240,16 @@ class TierNotShared(CommitError):
         super().__init__(
             f"rank(s) {', '.join(map(str, self.ranks))} have made their part durable in {root}, where the leader does not see it: "
             f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else let all nodes see one folder"
+        )
+
+
+class JobUnseen(CommitError):
+    """An unfinished save's job ran where nobody here can see whether it still does."""
+
+    def __init__(self, step: int, owner: str) -> None:
+        self.step, self.owner = step, owner
+        super().__init__(
+            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
         )
 
 

@@ -15,15 +15,16 @@ from ckpt.catalog.pruner import Pruner
 from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
-from ckpt.coordination.committer import LEADER, Committer, put_once, rebuild
-from ckpt.coordination.nodes import Spread, on_node
+from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
+from ckpt.coordination.committer import Committer, OneTier, Place
+from ckpt.coordination.mark import clear_away
+from ckpt.coordination.nodes import ManyNodes, on_node
 from ckpt.coordination.owner import Owner, claim, confirm, release
+from ckpt.coordination.refusal import Refused, rebuild
 from ckpt.errors import (
     CkptError,
     CommitError,
     HistoryHidden,
-    ObjectNotFound,
     OutOfSpace,
     PeerFailed,
     StepExists,
@@ -256,27 +257,18 @@ class Lane:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
-        name, timeout = f"save/{self.tier.index}/{trial}", self._config.commit_timeout_seconds
-        spread = None
-        if self.tier.nodes is not None:
-            spread = Spread(
-                self._coordinator, self._backend, self.tier.nodes, put=self._put_manifest, timeout=timeout
-            )
+        name, store = f"save/{self.tier.index}/{trial}", OneTier(self._backend, self._retry.call)
+        place: Place = store
+        if (nodes := self.tier.nodes) is not None:
+            place = ManyNodes(store, self._coordinator, nodes, name=name, before_put=self._confirm)
         return Committer(
             self._coordinator,
-            self._backend,
+            place,
             name=name,
-            timeout=timeout,
-            retry=self._retry.call,
+            timeout=self._config.commit_timeout_seconds,
             known=self._known,
             before_put=self._confirm,
-            spread=spread,
         )
-
-    def _put_manifest(self, ref: StepRef, data: bytes) -> None:
-        """One that was merged on another node."""
-        self._confirm()
-        self._retry.call(lambda: put_once(self._backend, ref.manifest, data))
 
     def _confirm(self) -> None:
         """Asked right before the manifest is put: since the first check another job may have taken the root over, and cleared away what it took for remains."""
@@ -317,14 +309,11 @@ class Lane:
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
+        """Remove this rank's files of a save that was refused for good, or that it has no part in."""
         try:
-            self._backend.head(job.ref.manifest)
-        except ObjectNotFound:
-            for name in self._files.names:
-                with contextlib.suppress(StorageError):
-                    self._backend.delete(job.ref.key(name))
-            if job.image.path:
+            gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
+        except StorageError as error:
+            _log.debug("ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error)
+        else:
+            if gone and job.image.path:
                 self._lodgers.pop(job.image.path, None)
-        except StorageError:
-            pass

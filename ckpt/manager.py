@@ -23,7 +23,7 @@ from ckpt.background import Background
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.coordination.nodes import agree
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed

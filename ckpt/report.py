@@ -19,6 +19,7 @@ class RestoreReport:
         repaired: What nearer tiers should have had intact, and came from farther ones; of this rank. What could be written anew there is ``mended``.
         cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
         missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
+        finished: (step, tier) of saves whose leader had died with only the manifest missing, and whose commit this restore has finished.
     """
 
     step: int
@@ -33,6 +34,7 @@ class RestoreReport:
     cached_bytes: int = 0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -45,7 +47,7 @@ class RestoreReport:
             f"{self.gigabytes_per_second:.2f} GB/s, checksums verified"
             + "".join(
                 f"; {len(found)} {what}"
-                for what in ("skipped", "repaired", "missing", "unexpected")
+                for what in ("skipped", "repaired", "finished", "missing", "unexpected")
                 if (found := getattr(self, what))
             )
         )

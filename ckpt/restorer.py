@@ -23,11 +23,13 @@ from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
+from ckpt.catalog.finishing import Finisher
 from ckpt.catalog.neighbours import Neighbours, Sources
 from ckpt.catalog.origin import Found, Origin, Repair
 from ckpt.catalog.peers import Peer
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import (
     CkptError,
@@ -36,7 +38,7 @@ from ckpt.errors import (
     NoCheckpoint,
     RestoreError,
 )
-from ckpt.events import Event, Repaired, Restored, StepDamaged
+from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -57,7 +59,7 @@ _log = logging.getLogger("ckpt")
 class _Proposal(msgspec.Struct, frozen=True):
     """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices.
 
-    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not whole any more; with no folder, all that were looked for.
+    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
     """
 
     folder: str
@@ -65,6 +67,7 @@ class _Proposal(msgspec.Struct, frozen=True):
     answering: tuple[int, ...]
     peers: tuple[Peer, ...] = ()
     passed: tuple[tuple[int, str], ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Restorer:
         self._read_through, self._selection, self._waiting = read_through, selection, waiting
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
+        self._finished: tuple[tuple[int, str], ...] = ()
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state``. None if there is no checkpoint and none was asked for by number.
@@ -145,6 +149,7 @@ class Restorer:
             if not proposal.folder:
                 break
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
+            self._finished = proposal.finished
             try:
                 return ref, self._land(state, proposal, neighbours)
             except RestoreError as misfit:
@@ -166,9 +171,11 @@ class Restorer:
             step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.plan.wanted_bytes,
             read_bytes=landed.plan.read_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
-            missing=landed.matched.missing, unexpected=landed.unexpected,
+            missing=landed.matched.missing, unexpected=landed.unexpected, finished=self._finished,
         )  # fmt: skip
         _log.info("ckpt: restored %s", report)
+        for finished, tier in report.finished:
+            self._notify(CommitFinished(step=finished, tier=tier))
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
         self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
@@ -181,10 +188,13 @@ class Restorer:
         stores = neighbours.stores()
         seen: set[StepRef] = set()
         passed: list[tuple[int, str]] = []
+        finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
         for again in (False, True):
             if again and not seen:
                 break
-            for found in candidates(stores, step, workers=self._listers):
+            for found in candidates(
+                stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
+            ):
                 if found.ref in seen:
                     continue
                 seen.add(found.ref)
@@ -195,10 +205,17 @@ class Restorer:
                     passed.append((found.ref.step, fault))
                     continue
                 peers = neighbours.peers(found.ref)
-                yield _Proposal(found.ref.folder, found.nearest, found.answering, peers, tuple(passed))
+                yield _Proposal(
+                    found.ref.folder,
+                    found.nearest,
+                    found.answering,
+                    peers,
+                    tuple(passed),
+                    tuple(finisher.finished),
+                )
                 passed.clear()
         if passed:
-            yield _Proposal("", 0, (), passed=tuple(passed))
+            yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from ckpt.catchup import CatchUp, Way
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.drain import Drain, Waiting
 from ckpt.errors import SaveSkipped, TensorChanged
 from ckpt.lane import Lane

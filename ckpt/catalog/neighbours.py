@@ -12,7 +12,7 @@ from typing import Final, Self
 
 import msgspec
 
-from ckpt.catalog.candidates import Candidate
+from ckpt.catalog.candidates import Candidate, Finish
 from ckpt.catalog.index import attempts, is_committed, read_manifest
 from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union, addresses
 from ckpt.config import Tier
@@ -112,6 +112,10 @@ class Neighbours:
             else tier.backend
             for tier in self._tiers
         ]
+
+    def unless_apart(self, finish: Finish) -> Finish:
+        """``finish`` for stores that one rank sees all of."""
+        return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
     def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
         """Why a step cannot be restored from the nodes that are left; empty if it can, or if that is not the question."""

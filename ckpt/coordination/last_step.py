@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, CommitTimeout
 
 _LISTEN_SECONDS: Final = 3600.0

@@ -13,25 +13,28 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.committer import OneTier
 from ckpt.coordination.owner import Owner
 from ckpt.coordination.parcel import drop, receive, send
-from ckpt.errors import CkptError, CommitError, CommitTimeout, ManifestCorrupt
+from ckpt.errors import CkptError, CommitError, CommitTimeout, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import FragmentRef
-from ckpt.storage.api import Rooted, StorageBackend, read_object
+from ckpt.storage.api import Rooted, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
 
 _START_SECONDS: Final = 300.0
 """How long ranks may take to come to the same point of their start."""
 _PUT_SECONDS: Final = 20.0
-"""How long the other nodes may take to put a manifest. Less than the others' grace in waiting for the verdict."""
+"""How long the other nodes may take to put a manifest."""
+_SENT_SECONDS: Final = 10.0
+"""How long what was sent before its sender said so may take to be heard."""
 _LOOK_SECONDS: Final = 1.0
 
 
@@ -136,90 +139,113 @@ class _Merged(msgspec.Struct, frozen=True):
     checksum: str
 
 
-class Spread:
-    """The commits of one local tier over all nodes. Threads: as ``Committer``.
+class ManyNodes:
+    """A local tier's `Place`: fragments come from all nodes, and the manifest goes to all. Threads: as `Committer`.
 
     Args:
-        put: Makes a manifest appear in this node's store, whoever else does the same.
-        timeout: Seconds that a rank waits for what another has said is there.
+        store: This node's.
+        name: As the committer's.
+        before_put: Raises if this job may not commit on this node any more.
     """
 
     def __init__(
         self,
+        store: OneTier,
         coordinator: Coordinator,
-        backend: StorageBackend,
         nodes: Nodes,
         *,
-        put: Callable[[StepRef, bytes], Any],
-        timeout: float,
+        name: str,
+        before_put: Callable[[], None] = lambda: None,
     ) -> None:
-        self._coordinator, self._backend, self._nodes = coordinator, backend, nodes
-        self._put, self._timeout = put, timeout
+        self._store, self._coordinator, self._nodes = store, coordinator, nodes
+        self._name, self._before_put = name, before_put
         self._pieces = 0
+        self._attended = coordinator.rank not in nodes.firsts
 
-    def offer(self, subject: str, ref: StepRef, named: FragmentRef) -> None:
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
         """Send this rank's fragment, before its word that it is durable."""
-        data = read_object(self._backend, ref.key(named.name), limit=named.size)
-        self._pieces = send(self._coordinator, f"{subject}/fragment", data)
-
-    def fragment(self, subject: str, named: FragmentRef) -> bytes:
-        """The fragment of a rank that has said it is durable. Raises ``CommitError``."""
-        coordinator = self._coordinator
-        return receive(
-            coordinator, f"{subject}/fragment", named.rank, limit=named.size, timeout=self._timeout
+        self._pieces = send(
+            self._coordinator, self._subject(ref, "fragment"), self._store.read(ref, fragment)
         )
 
-    def publish(self, subject: str, data: bytes) -> str:
-        """Have the manifest, which was put on this node, put on all others. Returns what kept some from it, nothing if all have."""
-        me, faults = self._coordinator.rank, dict[int, str]()
-        missing = {first for first in self._nodes.firsts if self._nodes.of[first] != self._nodes.of[me]}
-        pieces = send(self._coordinator, f"{subject}/manifest", data)
-        merged = _Merged(me, len(data), checksum(data))
-        self._coordinator.decide(f"{subject}/merged", msgspec.json.encode(merged))
+    def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
+        """The fragment of a rank that has said it is durable: it was sent before. Raises ``TransientStorageError``."""
+        return self._receive(ref, "fragment", fragment.rank, fragment.size)
+
+    def put(self, ref: StepRef, manifest: bytes) -> None:
+        """Put it on this node, and have it put on all others.
+
+        Raises:
+            CommitError: It is on this node, but not on all.
+        """
+        self._store.put(ref, manifest)
+        self._attended = True
+        pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
+        merged = _Merged(self._coordinator.rank, len(manifest), checksum(manifest))
+        self._coordinator.decide(self._subject(ref, "merged"), msgspec.json.encode(merged))
+        faults = self._faults(ref)
+        drop(self._coordinator, self._subject(ref, "manifest"), pieces)
+        if faults:
+            told = "; ".join(f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items()))
+            raise CommitError(f"the manifest was put on one node, but not on all: {told}")
+
+    def is_absent(self, ref: StepRef) -> bool:
+        """As far as this node tells: nobody has sent it to the others before it was put here."""
+        return self._store.is_absent(ref)
+
+    def attend(self, ref: StepRef, until: float) -> None:
+        """On the lowest rank of each node: put the manifest as soon as there is one."""
+        while not self._attended and (left := until - time.monotonic()) > 0:
+            if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
+                return
+            told = self._coordinator.verdict(self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, left))
+            if told is not None:
+                self._attended = True
+                merged = msgspec.json.decode(told, type=_Merged)
+                if self._nodes.of[merged.rank] != self._nodes.of[self._coordinator.rank]:
+                    word = self._put_here(ref, merged)
+                    self._coordinator.tell(self._subject(ref, "put"), word.encode())
+
+    def forget(self, ref: StepRef) -> None:
+        """The save is decided, or this rank has no part in it any more."""
+        drop(self._coordinator, self._subject(ref, "fragment"), self._pieces)
+        self._coordinator.forget(self._subject(ref, "put"))
+
+    def _faults(self, ref: StepRef) -> dict[int, str]:
+        """What kept other nodes from putting it, by their lowest rank."""
+        here = self._nodes.of[self._coordinator.rank]
+        missing = {first for first in self._nodes.firsts if self._nodes.of[first] != here}
+        faults: dict[int, str] = {}
         deadline = time.monotonic() + _PUT_SECONDS
-        while missing:
-            words = self._coordinator.hear(
-                f"{subject}/put", missing, timeout=max(0.0, deadline - time.monotonic())
-            )
-            if not words:
-                faults |= dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
-                break
+        while missing and (left := deadline - time.monotonic()) > 0:
+            words = self._coordinator.hear(self._subject(ref, "put"), missing, timeout=left)
             faults |= {rank: word.decode() for rank, word in words.items() if word}
             missing -= words.keys()
-        drop(self._coordinator, f"{subject}/manifest", pieces)
-        return "; ".join(f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items()))
+        return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
-    def attend(self, subject: str, ref: StepRef, *, wait: float) -> None:
-        """Do this node's part while others commit: on its lowest rank, put the manifest as soon as there is one. Returns when there is nothing left to do but to hear the verdict."""
-        me = self._coordinator.rank
-        deadline = time.monotonic() + wait
-        while me in self._nodes.firsts and time.monotonic() < deadline:
-            if (told := self._coordinator.verdict(f"{subject}/merged", timeout=_LOOK_SECONDS)) is not None:
-                merged = msgspec.json.decode(told, type=_Merged)
-                if self._nodes.of[merged.rank] != self._nodes.of[me]:
-                    self._coordinator.tell(f"{subject}/put", self._put_here(subject, ref, merged).encode())
-                return
-            if self._coordinator.verdict(subject, timeout=0) is not None:
-                return
-
-    def _put_here(self, subject: str, ref: StepRef, merged: _Merged) -> str:
+    def _put_here(self, ref: StepRef, merged: _Merged) -> str:
+        """Returns why it was not."""
         try:
-            data = receive(
-                self._coordinator,
-                f"{subject}/manifest",
-                merged.rank,
-                limit=merged.size,
-                timeout=self._timeout,
-            )
+            data = self._receive(ref, "manifest", merged.rank, merged.size)
             if checksum(data) != merged.checksum:
-                raise ManifestCorrupt(ref.manifest, f"it is not what rank {merged.rank} has merged")
-            self._put(ref, data)
+                return f"it is not what rank {merged.rank} has merged"
+            self._before_put()
+            self._store.put(ref, data)
         except Exception as error:  # noqa: BLE001 - the committer waits for it
             return str(error) or repr(error)
         return ""
 
-    def forget(self, subject: str) -> None:
-        """The save is decided."""
-        drop(self._coordinator, f"{subject}/fragment", self._pieces)
-        self._coordinator.forget(f"{subject}/put")
-        self._pieces = 0
+    def _receive(self, ref: StepRef, what: str, rank: int, nbytes: int) -> bytes:
+        try:
+            return receive(
+                self._coordinator, self._subject(ref, what), rank, limit=nbytes, timeout=_SENT_SECONDS
+            )
+        except CommitError as error:  # no rank's fault: another may have it
+            raise TransientStorageError(ref.folder, str(error)) from None
+
+    def _subject(self, ref: StepRef, what: str) -> str:
+        return f"{self._name}/{ref.folder}/{what}"

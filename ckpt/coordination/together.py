@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, CommitTimeout, RestoreError, StorageError
 from ckpt.plan.sources import is_damage
 
