@@ -28,6 +28,7 @@ from ckpt.adapters.modules import (
 )
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, is_plain, same_view
+from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 
@@ -75,6 +76,7 @@ def collect(
         )
     memory = memory or Memory()
     objects = list(walk_objects(state))
+    look_again(objects)
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
@@ -95,6 +97,13 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def is_stateful(value: object) -> bool:
     """Whether it saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def look_again(objects: Sequence[tuple[str, Any]]) -> None:
+    """Let what stands in for others show what is there now. Before anything is asked of it."""
+    for _, value in objects:
+        if isinstance(value, StandIn):
+            value.look()
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -296,17 +305,17 @@ class _Walk:
         if (items := self._parameters.of(module)) is None:
             raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
         values: dict[str, Node] = {}
-        tensors: list[torch.Tensor] = []
+        tensors: list[Source] = []
         own = [entry for entry in items.entries if items.is_first or id(entry.value) not in items.first_only]
         for entry in own:
-            if isinstance(entry.value, torch.Tensor):
+            if isinstance(entry.value, Source):
                 tensors.append(entry.value)
             else:
                 values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
         late = [id(tensor) in self._owned for tensor in tensors]
 
         def named() -> Iterator[Held]:
-            fqns = (entry.fqn for entry in own if isinstance(entry.value, torch.Tensor))
+            fqns = (entry.fqn for entry in own if isinstance(entry.value, Source))
             for fqn, tensor, is_late in zip(fqns, tensors, late, strict=True):
                 replicas = () if id(tensor) in items.first_only else items.replicas
                 yield Held(f"{path}/{fqn}", tensor, is_late, replicas)
@@ -321,12 +330,12 @@ class _Walk:
         self.out.optimizers.append(optimizer)
         names = name_groups(optimizer, self._parameters)
         state: dict[str, Node] = {}
-        owners: list[tuple[str, object, torch.Tensor]] = []
-        tensors: list[torch.Tensor] = []
+        owners: list[tuple[str, object, Source]] = []
+        tensors: list[Source] = []
         for group, group_names in zip(optimizer.param_groups, names, strict=True):
             for parameter, name in zip(group["params"], group_names, strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, Source):
                         owners.append((name, key, parameter))
                         tensors.append(value)
                     else:
@@ -344,7 +353,10 @@ class _Walk:
 
         key = [*self._parameters.items, *((name, key) for name, key, _ in owners)]
         self._segment(path, key, tensors, named)
-        return {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        node: Node = {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        if isinstance(optimizer, OptimizerStandIn):
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
+        return node
 
     def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
         return [

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, memories, signature
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.segments import Held, Segment
-from ckpt.config import Copies
+from ckpt.config import Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.copies import writers
 from ckpt.plan.leaf import Leaf
@@ -116,14 +117,20 @@ class PlanCache:
     """
 
     def __init__(
-        self, rank: int, chunk_bytes: int, *, tiers: Sequence[OpenTier] = (), copies: Copies = "one"
+        self, rank: int, chunk_bytes: int, *, node_of: Sequence[int] = (), copies: Copies = "one"
     ) -> None:
-        self._rank, self._chunk_bytes = rank, chunk_bytes
-        self._node_of = next((tier.nodes.of for tier in tiers if tier.nodes), ())
-        # what is small, such as counters and buffers, each node with tiers of its own has anyway
+        """``node_of``: of each rank, where nodes have tiers of their own."""
+        self._rank, self._chunk_bytes, self._node_of = rank, chunk_bytes, node_of
+        # what is small, such as counters and buffers, each node has anyway
         self._from_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
         self._known: list[Segment | Hashable] = []
         self._prepared: Prepared | None = None
+
+    @classmethod
+    def of(cls, rank: int, config: SaveConfig, tiers: Sequence[OpenTier]) -> Self:
+        """For saves to ``tiers``."""
+        node_of = next((tier.nodes.of for tier in tiers if tier.nodes), ())
+        return cls(rank, config.chunk_bytes, node_of=node_of, copies=config.copies)
 
     def prepare(self, collected: Collected) -> Prepared:
         """The plan for what was collected: the last one if the structure is the same, else a new one.
@@ -205,10 +212,14 @@ def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
             )
             for parameter in group["params"]:
                 if not optimizer.state.get(parameter):
-                    growth += (
-                        copies * local(parameter).nbytes // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
-                    )
+                    growth += copies * _nbytes(parameter) // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
     return growth
+
+
+def _nbytes(parameter: Source) -> int:
+    if isinstance(parameter, LocalShards):
+        return sum(part.nbytes for part in parameter.tensors)
+    return local(parameter).nbytes
 
 
 def _is_text(name: str) -> bool:
