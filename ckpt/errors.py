@@ -24,6 +24,7 @@
     │   ├── ReplicasDiverged
     │   ├── TensorIncomplete                boxes leave holes or overlap
     │   ├── RootInUse                       another job writes to this root
+    │   ├── TierNotShared                   each node has its own, and nobody said so
     │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
@@ -229,6 +230,17 @@ class RootInUse(CommitError):
         self.root, self.owner = root, owner
         super().__init__(
             f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        )
+
+
+class TierNotShared(CommitError):
+    """Ranks see different files in one tier, which nobody has said is local."""
+
+    def __init__(self, root: str, ranks: Sequence[int]) -> None:
+        self.root, self.ranks = root, tuple(ranks)
+        super().__init__(
+            f"rank(s) {', '.join(map(str, self.ranks))} have made their part durable in {root}, where the leader does not see it: "
+            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else let all nodes see one folder"
         )
 
 

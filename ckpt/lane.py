@@ -16,8 +16,9 @@ from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
-from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.committer import Committer, OneTier, Place
 from ckpt.coordination.mark import clear_away
+from ckpt.coordination.nodes import ManyNodes, on_node
 from ckpt.coordination.owner import Owner, claim, confirm, release
 from ckpt.coordination.refusal import Refused, rebuild
 from ckpt.errors import (
@@ -70,15 +71,16 @@ class Lane:
         )  # a tier may be served from the image and by its drain, for different steps
         self._backend = tier.backend
         self._coordinator, self._config = coordinator, config
+        self._node = on_node(coordinator, tier.nodes)  # the ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         self._pruner: Pruner | None = None
-        if coordinator.rank == LEADER and not self.in_memory:
+        if self._node.rank == LEADER and not self.in_memory:
             self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
         self._room: Room | None = None
         if tier.tier.capacity is not None:
             self._room = Room(
                 tier,
-                coordinator,
+                self._node,
                 timeout=config.commit_timeout_seconds,
                 waiting=waiting,
                 elsewhere=elsewhere,
@@ -124,6 +126,7 @@ class Lane:
         try:
             with about(self.url):
                 chunks, word = self._make_durable(job, on_bytes, intact)
+                committer.offer(job.ref, word)
         except Exception as error:
             self._refuse(job.ref, job.trial, str(error) or repr(error))
             self._clean_up(job)
@@ -188,8 +191,8 @@ class Lane:
             self._take_over()
 
     def sweep(self, *, but_newest: bool = False) -> None:
-        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the leader."""
-        if self.in_memory and self._coordinator.rank == LEADER:
+        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the node's leader."""
+        if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
                 sweep(self._backend, keep=self._coordinator.attempt, but_newest=but_newest)
 
@@ -217,7 +220,7 @@ class Lane:
         self._hurry.set()
 
     def prune_later(self) -> None:
-        """Remove what need not be kept. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
+        """Remove what need not be kept. By the node's leader, on a thread of its own: a store that is slow to delete holds up nobody."""
         if self._pruner is not None:
             self._pruner.ask()
 
@@ -254,10 +257,13 @@ class Lane:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
-        name = f"save/{self.tier.index}/{trial}"
+        name, store = f"save/{self.tier.index}/{trial}", OneTier(self._backend, self._retry.call)
+        place: Place = store
+        if (nodes := self.tier.nodes) is not None:
+            place = ManyNodes(store, self._coordinator, nodes, name=name, before_put=self._confirm)
         return Committer(
             self._coordinator,
-            OneTier(self._backend, self._retry.call),
+            place,
             name=name,
             timeout=self._config.commit_timeout_seconds,
             known=self._known,
@@ -270,7 +276,7 @@ class Lane:
 
     def _veto(self, job: SaveJob) -> CkptError | None:
         """Reasons to refuse before anything is written: the leader's own, or that there is no room, of which all ranks hear."""
-        veto = self._objection(job.ref) if self._coordinator.rank == LEADER else None
+        veto = self._objection(job.ref) if self._node.rank == LEADER else None
         if self._room is not None:
             try:
                 self._room.agree(

@@ -79,7 +79,7 @@ class Together:
         node: Any = msgspec.json.decode(heard)
         if node and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
-        return msgspec.convert(node, kind) if node else None
+        return msgspec.convert(node, kind, str_keys=True) if node else None
 
     def _choose(self, subject: str, choices: Iterator[T]) -> T | None:
         try:
