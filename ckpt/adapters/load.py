@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.layout import leaf_of
 from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
+from ckpt.adapters.modules import Part, fits, items_of, new_state, part_groups, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.remake import Remaker
 from ckpt.adapters.selection import ALL, Selection
+from ckpt.adapters.sharded import as_source
 from ckpt.adapters.targets import has_live, holds_names, memory_of
+from ckpt.adapters.zero import State, keeper_of
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
@@ -158,7 +160,7 @@ class _Match:
         match target:
             case torch.Tensor() | LocalShards():
                 self._expect(node, path, "tensor", "array")
-                self._want(node["n"], target)
+                self._want(node["n"], as_source(target) if isinstance(target, torch.Tensor) else target)
             case np.ndarray():
                 self._array(target, node, path, put)
             case nn.Module():
@@ -254,14 +256,16 @@ class _Match:
             elif entry.fqn in values:
                 raise KindMismatch(name, _kind(values[entry.fqn]), "tensor")
             else:
-                self._want(name, entry.value)
+                self._want(name, Part(name, entry.piece).all_of(entry.value))
             saved.discard(entry.fqn)
         self._unexpected += [f"{path}/{fqn}" for fqn in sorted(saved)]
         if extra:
             self.out.actions.append(lambda: _load_extra(module, {key: made() for key, made in extra.items()}))
 
     def _optimizer(self, optimizer: Optimizer, node: Mapping[str, Node], path: str) -> None:
-        names = name_groups(optimizer, self._parameters)
+        keeper = keeper_of(path, optimizer)
+        groups = part_groups(optimizer, self._parameters)
+        names = [[part.path for parts in group for part in parts] for group in groups]
         by_parameter = {name: group["values"] for group in node["groups"] for name in group["params"]}
         wanted = {name for group in names for name in group if self._takes(f"{path}/{name}")}
         missing = sorted(wanted - by_parameter.keys())
@@ -271,15 +275,18 @@ class _Match:
             return
         wanted &= by_parameter.keys()
         others = sorted(node["state"])
-        for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        for group, group_names, group_parts in zip(optimizer.param_groups, names, groups, strict=True):
             if self._takes(f"{path}/param_groups"):
                 saved = [by_parameter[name] for name in group_names if name in by_parameter]
                 self._group(group, saved, f"{path}/param_groups")
-            for parameter, name in zip(group["params"], group_names, strict=True):
-                if name not in wanted:
-                    continue
-                values = {key: node["state"][key] for key in below(others, f"{path}/{name}")}
-                self._state(optimizer, group, parameter, values, f"{path}/{name}")
+            for parameter, parts in zip(group["params"], group_parts, strict=True):
+                here = [part for part in parts if part.path in wanted and part.is_here]
+                if here and keeper.keeps(parameter):
+                    values = {
+                        part: {key: node["state"][key] for key in below(others, f"{path}/{part.path}")}
+                        for part in here
+                    }
+                    self._state(keeper.state, group, parameter, values, path)
 
     def _group(self, group: dict[str, Any], values: list[Node], path: str) -> None:
         if not values:
@@ -301,37 +308,41 @@ class _Match:
 
     def _state(
         self,
-        optimizer: Optimizer,
+        state: State,
         group: Mapping[str, Any],
         parameter: torch.Tensor,
-        values: Mapping[str, Node],
-        prefix: str,
+        values: Mapping[Part, Mapping[str, Node]],
+        path: str,
     ) -> None:
-        """State of one parameter: filled in place where it is, made where it is not, dropped where it was not saved."""
+        """State of one parameter and its parts: filled in place where it is, made where it is not, dropped where it was not saved."""
         fresh: dict[Any, Any] = {}
         makers: dict[Any, Callable[[], Any]] = {}
-        current = optimizer.state.get(parameter, {})
+        current = state.get(parameter, {})
         keys = {state_name("", "", key)[2:]: key for key in current}
-        for name in below(self._names, prefix):
-            part = name[len(prefix) + 1 :]
-            if "/" in part:
-                continue  # inside a container, which has a node of its own
-            key = keys.get(part, unescape(part))
-            held = current.get(key)
-            if not fits(held, self._tensors[name]):
-                held = new_state(parameter, group, key, self._tensors[name])
-            self._want(name, held)
-            fresh[key] = held
-        for name, node in values.items():
-            part = name[len(prefix) + 1 :]
-            makers[keys.get(part, unescape(part))] = self._values.order(node)
+        for part, nodes in values.items():
+            prefix = f"{path}/{part.path}"
+            for name in below(self._names, prefix):
+                rest = name[len(prefix) + 1 :]
+                if "/" in rest:
+                    continue  # inside a container, which has a node of its own
+                key = keys.get(rest, unescape(rest))
+                held: Any = fresh.get(key, current.get(key))
+                if not fits(held, self._tensors[name], part.piece):
+                    held = new_state(parameter, group, key, self._tensors[name], part.piece)
+                elif key in fresh and part.of(name, held) is held:
+                    continue  # one step counter for all parts
+                self._want(name, part.of(name, held))
+                fresh[key] = held
+            for name, node in nodes.items():
+                rest = name[len(prefix) + 1 :]
+                makers[keys.get(rest, unescape(rest))] = self._values.order(node)
 
         def apply() -> None:
             fresh.update({key: made() for key, made in makers.items()})
             if fresh:
-                optimizer.state[parameter] = fresh
+                state[parameter] = fresh
             else:
-                optimizer.state.pop(parameter, None)
+                state.pop(parameter, None)
 
         self.out.actions.append(apply)
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, memories, replicas_of, signature
 from ckpt.adapters.segments import Held, Segment
+from ckpt.adapters.zero import keeper_of
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
@@ -181,6 +182,7 @@ def expected_growth(collected: Collected) -> int:
     growth = 0
     shares = {id(held.tensor): _replicas(held) for held in collected.held}
     for optimizer in collected.optimizers:
+        keeper = keeper_of("", optimizer)
         for group in optimizer.param_groups:
             copies = (
                 (3 if group.get("amsgrad") else 2)
@@ -190,7 +192,7 @@ def expected_growth(collected: Collected) -> int:
                 else 0
             )
             for parameter in group["params"]:
-                if not optimizer.state.get(parameter):
+                if keeper.keeps(parameter) and not keeper.state.get(parameter):
                     growth += (
                         copies * local(parameter).nbytes // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
                     )
