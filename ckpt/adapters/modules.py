@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.layout import mesh_ranks
 from ckpt.adapters.local_shards import Source
-from ckpt.adapters.sharded import Piece, flat_parameters, flat_ranks, hookless_state, is_fsdp1
+from ckpt.adapters.sharded import Piece, flat_parameters, flat_ranks, gathered, hookless_state, is_fsdp1
 from ckpt.adapters.zero import is_zero
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
@@ -144,6 +144,8 @@ class ModuleItems:
 def items_of(path: str, module: nn.Module) -> ModuleItems:
     """What the module at ``path`` of a state saves, and who holds the same."""
     found = tuple(entries(module))
+    if flat_parameters(module).keys() - {id(entry.value) for entry in found}:
+        raise gathered(f"{path}/{found[0].fqn}")
     first_only: frozenset[int] = frozenset()
     is_first = True
     if isinstance(module, DistributedDataParallel):

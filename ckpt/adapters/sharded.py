@@ -40,13 +40,18 @@ class Piece(NamedTuple):
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
         """The tensor in ``memory``. Raises ``UnsupportedValue`` if all of it is there just now, gathered."""
         if not self.fits(memory):
-            raise UnsupportedValue(
-                name,
-                f"parameter of FSDP1 that is gathered now ({list(memory.shape)} in place of {self.size} elements)",
-                "save and restore between steps, outside of summon_full_params()",
-            )
+            raise gathered(name)
         part = memory[self.at : self.at + self.length]
         return LocalShards.of_range(self.shape, self.start, part, self.replicas)
+
+
+def gathered(name: str) -> UnsupportedValue:
+    """The error for parameters that are not in their pieces."""
+    return UnsupportedValue(
+        name,
+        "parameter of FSDP1 that is gathered now",
+        "save and restore between steps, outside of summon_full_params()",
+    )
 
 
 Flat = Mapping[str, Piece]
