@@ -30,6 +30,7 @@ from ckpt.adapters.modules import (
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, is_plain, same_view
 from ckpt.adapters.sharded import as_source
+from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
 from ckpt.adapters.zero import keeper_of
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
@@ -78,6 +79,7 @@ def collect(
         )
     memory = memory or Memory()
     objects = list(walk_objects(state))
+    look_again(objects)
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
@@ -98,6 +100,13 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def is_stateful(value: object) -> bool:
     """Whether it saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def look_again(objects: Sequence[tuple[str, Any]]) -> None:
+    """Let what stands in for others show what is there now. Before anything is asked of it."""
+    for _, value in objects:
+        if isinstance(value, StandIn):
+            value.look()
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -301,10 +310,10 @@ class _Walk:
         if (items := self._parameters.of(module)) is None:
             raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
         values: dict[str, Node] = {}
-        tensors: list[torch.Tensor] = []
+        tensors: list[Source] = []
         own = [entry for entry in items.entries if items.is_first or id(entry.value) not in items.first_only]
         for entry in own:
-            if isinstance(entry.value, torch.Tensor):
+            if isinstance(entry.value, Source):
                 tensors.append(entry.value)
             else:
                 values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
@@ -312,7 +321,7 @@ class _Walk:
 
         def named() -> Iterator[Held]:
             made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
-            found = (entry for entry in own if isinstance(entry.value, torch.Tensor))
+            found = (entry for entry in own if isinstance(entry.value, Source))
             for entry, tensor, is_late in zip(found, tensors, late, strict=True):
                 name = f"{path}/{entry.fqn}"
                 source = made.setdefault((id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor))
@@ -330,13 +339,13 @@ class _Walk:
         keeper = keeper_of(path, optimizer)
         groups = part_groups(optimizer, self._parameters)
         state: dict[str, Node] = {}
-        owners: list[tuple[Part, object, torch.Tensor]] = []
-        tensors: list[torch.Tensor] = []
+        owners: list[tuple[Part, object, Source]] = []
+        tensors: list[Source] = []
         for group, group_parts in zip(optimizer.param_groups, groups, strict=True):
             for parameter, parts in zip(group["params"], group_parts, strict=True):
                 for key, value in keeper.state.get(parameter, {}).items():
                     for part in parts:
-                        if isinstance(value, torch.Tensor):
+                        if isinstance(value, Source):
                             owners.append((part, key, parameter))
                             tensors.append(value)
                         else:
@@ -353,7 +362,10 @@ class _Walk:
         key = [*self._parameters.items, *((part, key) for part, key, _ in owners)]
         self._segment(path, key, tensors, named)
         names = [[part.path for parts in group for part in parts] for group in groups]
-        return {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        node: Node = {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        if isinstance(optimizer, OptimizerStandIn):
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
+        return node
 
     def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
         return [

@@ -7,7 +7,7 @@ parameters, not by their position, so groups and ids may differ between save and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,8 +18,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.adapters.layout import mesh_ranks
-from ckpt.adapters.local_shards import Source
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.sharded import Piece, flat_parameters, flat_ranks, gathered, hookless_state, is_fsdp1
+from ckpt.adapters.stand_in import ModuleStandIn
 from ckpt.adapters.zero import is_zero
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
@@ -49,13 +50,17 @@ class Part(NamedTuple):
         """Whether this rank holds any of it."""
         return self.piece is None or self.piece.length > 0
 
-    def all_of(self, parameter: torch.Tensor) -> Source:
+    def all_of(self, parameter: Source) -> Source:
         """The parameter itself."""
-        return parameter if self.piece is None else self.piece.of(self.path, parameter)
+        if self.piece is None or not isinstance(parameter, torch.Tensor):
+            return parameter
+        return self.piece.of(self.path, parameter)
 
-    def of(self, name: str, value: torch.Tensor) -> Source:
+    def of(self, name: str, value: Source) -> Source:
         """A value of the optimizer's state, as far as it belongs to this part: a step counter belongs to all."""
-        return value if self.piece is None or not self.piece.fits(value) else self.piece.of(name, value)
+        if self.piece is None or not isinstance(value, torch.Tensor) or not self.piece.fits(value):
+            return value
+        return self.piece.of(name, value)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -103,6 +108,12 @@ def entries(module: nn.Module) -> Iterator[Entry]:
             yield Entry(key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece)
 
 
+def canonical(module: nn.Module) -> Callable[[str], str]:
+    """From the module's own names to canonical ones."""
+    prefixes = _wrapper_prefixes(module)
+    return lambda key: _clean(key, prefixes)
+
+
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
     """Prefixes that end in a wrapper's own segment, longest first."""
     found: list[str] = []
@@ -143,6 +154,8 @@ class ModuleItems:
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
     """What the module at ``path`` of a state saves, and who holds the same."""
+    if isinstance(module, ModuleStandIn):
+        return module.items(path)
     found = tuple(entries(module))
     if flat_parameters(module).keys() - {id(entry.value) for entry in found}:
         raise gathered(f"{path}/{found[0].fqn}")
@@ -185,14 +198,14 @@ class Parameters:
         """The items of a module of the state; None for one that lies hidden in an object."""
         return self._items.get(id(module))
 
-    def parts_of(self, parameter: torch.Tensor, group: int, position: int) -> tuple[Part, ...]:
+    def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
         """Its path, or its place in the optimizer if no module of the state holds it. More than one if it is a flat one."""
         for items in self._items.values():
             if found := items.parts.get(id(parameter)):
                 return found
         return (Part(f"~param/{group}/{position}"),)
 
-    def replicas_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+    def replicas_of(self, parameter: Source) -> tuple[int, ...]:
         """Who replicates the module that holds it; none known if no module does."""
         for items in self._items.values():
             if id(parameter) in items.parts:
@@ -215,10 +228,15 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
 
 def fits(held: Any, saved: Tensor, piece: Piece | None) -> bool:
     """Whether a value of an optimizer's state can be filled in place."""
-    if not isinstance(held, torch.Tensor) or str(held.dtype) != f"torch.{saved.dtype}":
+    if not isinstance(held, torch.Tensor | LocalShards):
+        return False
+    if held.dtype is not None and str(held.dtype) != f"torch.{saved.dtype}":
         return False
     return tuple(held.shape) == saved.shape or (
-        piece is not None and piece.fits(held) and piece.shape == saved.shape
+        piece is not None
+        and isinstance(held, torch.Tensor)
+        and piece.fits(held)
+        and piece.shape == saved.shape
     )
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, memories, replicas_of, signature
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.segments import Held, Segment
 from ckpt.adapters.zero import keeper_of
 from ckpt.errors import UnsupportedValue
@@ -193,10 +194,14 @@ def expected_growth(collected: Collected) -> int:
             )
             for parameter in group["params"]:
                 if keeper.keeps(parameter) and not keeper.state.get(parameter):
-                    growth += (
-                        copies * local(parameter).nbytes // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
-                    )
+                    growth += copies * _nbytes(parameter) // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
     return growth
+
+
+def _nbytes(parameter: Source) -> int:
+    if isinstance(parameter, LocalShards):
+        return sum(part.nbytes for part in parameter.tensors)
+    return local(parameter).nbytes
 
 
 def _is_text(name: str) -> bool:

@@ -96,10 +96,11 @@ def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 def as_source(tensor: torch.Tensor) -> Source:
     """A ``ShardedTensor`` as the boxes it is; every other tensor is itself."""
-    api = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if api is None or not isinstance(tensor, api.ShardedTensor):
         return tensor
-    shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in tensor.local_shards()]
+    held: Any = tensor
+    shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in held.local_shards()]
     return LocalShards(tuple(tensor.size()), shards, dtype=tensor.dtype)
 
 
