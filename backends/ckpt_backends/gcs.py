@@ -172,10 +172,10 @@ class GCSBackend(StorageBackendOnFsspec):
 
         once = type(self._fs)._request.__wrapped__
         with self._errors(key):
-            status, answer, _, _ = sync(
+            found: Any = sync(
                 self._fs.loop, once, self._fs, method, url, headers=headers, data=data
             )
-        return status, answer
+        return found[0], found[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         none = True
