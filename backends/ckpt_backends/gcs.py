@@ -172,9 +172,7 @@ class GCSBackend(StorageBackendOnFsspec):
 
         once = type(self._fs)._request.__wrapped__
         with self._errors(key):
-            found: Any = sync(
-                self._fs.loop, once, self._fs, method, url, headers=headers, data=data
-            )
+            found: Any = sync(self._fs.loop, once, self._fs, method, url, headers=headers, data=data)
         return found[0], found[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -294,6 +294,7 @@ class _PosixUpload:
     ) -> None:
         self._backend, self._key, self._paths, self._writer, self._size = backend, key, paths, writer, size
         self._written: dict[int, int] = {}
+        self._failed: StorageError | None = None
 
     @property
     def part_bytes(self) -> int:
@@ -310,14 +311,18 @@ class _PosixUpload:
         self._written[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted."""
+        """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted. Tried again, it says the same again."""
+        if self._failed is not None:
+            raise type(self._failed)(self._key, self._failed.detail)
         try:
             size = check_written(self._key, sum(self._written.values()), self._size, size)
             with mapped(self._key, missing=StorageError):
                 self._writer.sync(size)
                 self._writer.close()
                 self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StorageError):
+                self._failed = type(error)(self._key, error.detail)  # without what its traceback sees
             self.abort()
             raise
         return ObjectInfo(key=self._key, size=size)

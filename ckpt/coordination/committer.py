@@ -23,6 +23,7 @@ from ckpt.coordination.commit import (
     encode,
 )
 from ckpt.errors import (
+    STORAGE_ERRORS,
     CkptError,
     CommitError,
     CommitTimeout,
@@ -211,12 +212,17 @@ def refusal(error: CkptError) -> Refused:
             return Refused(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
         case RootInUse():
             return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
+        case StorageError() if kind in STORAGE_ERRORS:
+            return Refused(reason=error.detail, failures={}, kind=kind, names=(error.key, error.root))
         case _:
             return Refused(reason=f"{kind}: {error}", failures={})
 
 
-def rebuild(verdict: Refused, step: int) -> CommitError:
-    """The error that a refusal carries."""
+def rebuild(verdict: Refused, step: int) -> CkptError:
+    """The error that a refusal carries: a store that failed the leader is told as such to all."""
+    if kind := STORAGE_ERRORS.get(verdict.kind):
+        key, root = verdict.names
+        return placed(kind(key, verdict.reason), root)
     match verdict.kind:
         case "PeerFailed":
             return PeerFailed(step, verdict.failures)
