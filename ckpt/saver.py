@@ -90,11 +90,13 @@ class Saver:
         self._leaving: set[StepRef] = set()
         self._swept = False
         self._untaken: int | None = None
+        self.last_step: int | None = None
+        """Goes to every tier: the job stops after it (`ckpt.stop`)."""
         self._on_room = on_room
 
     def lanes_of(self, step: int) -> list[Lane]:
         """The tiers that ``step`` goes to, nearest first."""
-        return [lane for lane in self._lanes if lane.tier.takes(step)]
+        return [lane for lane in self._lanes if lane.tier.takes(step) or step == self.last_step]
 
     def names_of(self, step: int) -> dict[str, str]:
         """Where ``step``, which is asked for now, goes, nearest first: URL -> what the user calls it."""

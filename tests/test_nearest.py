@@ -333,13 +333,13 @@ def test_a_far_tier_that_hangs_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckpt.catalog.candidates.LISTING_SECONDS", 0.2)
-    watch(far, Rule(verb="folders", fault=Delay(1.2)))
+    watch(far, Rule(verb="folders", fault=Delay(3)))
     target = blank()
     with CheckpointManager([near, far]) as manager:
         report = manager.restore(target)
         assert_is(target, 3)
         assert report is not None
-        assert report.seconds < 1.1
+        assert report.seconds < 2.8
         assert "no answer within" in caplog.text
     for path in near.rglob("manifest.json"):  # what nobody else has is worth any wait
         path.unlink()

@@ -6,7 +6,7 @@ parameters, not by their position, so groups and ids may differ between save and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +17,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.adapters.layout import mesh_ranks
+from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.stand_in import ModuleStandIn
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
@@ -74,6 +76,12 @@ def entries(module: nn.Module) -> Iterator[Entry]:
         yield Entry(key=key, fqn=_clean(key, prefixes), value=value)
 
 
+def canonical(module: nn.Module) -> Callable[[str], str]:
+    """From the module's own names to canonical ones."""
+    prefixes = _wrapper_prefixes(module)
+    return lambda key: _clean(key, prefixes)
+
+
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
     """Prefixes that end in a wrapper's own segment, longest first."""
     found: list[str] = []
@@ -114,6 +122,8 @@ class ModuleItems:
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
     """What the module at ``path`` of a state saves, and who holds the same."""
+    if isinstance(module, ModuleStandIn):
+        return module.items(path)
     found = tuple(entries(module))
     first_only: frozenset[int] = frozenset()
     is_first = True
@@ -148,14 +158,14 @@ class Parameters:
         """The items of a module of the state; None for one that lies hidden in an object."""
         return self._items.get(id(module))
 
-    def path_of(self, parameter: torch.Tensor, group: int, position: int) -> str:
+    def path_of(self, parameter: Source, group: int, position: int) -> str:
         """Its path, or its place in the optimizer if no module of the state holds it."""
         for items in self._items.values():
             if found := items.paths.get(id(parameter)):
                 return found
         return f"~param/{group}/{position}"
 
-    def replicas_of(self, parameter: torch.Tensor) -> tuple[int, ...]:
+    def replicas_of(self, parameter: Source) -> tuple[int, ...]:
         """Who replicates the module that holds it; none known if no module does."""
         for items in self._items.values():
             if id(parameter) in items.paths:
@@ -179,9 +189,9 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
 def fits(held: Any, saved: Tensor) -> bool:
     """Whether a value of an optimizer's state can be filled in place."""
     return (
-        isinstance(held, torch.Tensor)
+        isinstance(held, torch.Tensor | LocalShards)
         and tuple(held.shape) == saved.shape
-        and str(held.dtype) == f"torch.{saved.dtype}"
+        and (held.dtype is None or str(held.dtype) == f"torch.{saved.dtype}")
     )
 
 

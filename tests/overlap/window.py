@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,10 +77,17 @@ class Window:
 
         return workers._pool.submit(held if workers.name == COPIER else work, *args, **kwargs)
 
-    def save(self, manager: CheckpointManager, state: Mapping[str, Any], step: int = 1) -> PendingSave:
-        """Save with the window open: on return nothing late has been copied."""
-        self.reference = content(state)
-        self._owned = [(tensor, _now(tensor)) for tensor in owned(state)]
+    def save(
+        self,
+        manager: CheckpointManager,
+        state: Mapping[str, Any],
+        step: int = 1,
+        *,
+        of: Sequence[torch.Tensor] | None = None,
+    ) -> PendingSave:
+        """Save with the window open: on return nothing late has been copied. ``of``: what is owned, where the state itself cannot tell."""
+        self.reference = content(state) if of is None else None
+        self._owned = [(tensor, _now(tensor)) for tensor in (owned(state) if of is None else of)]
         self._gate.clear()
         self._entered.clear()
         pending = manager.save_async(state, step)
