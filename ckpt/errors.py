@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Final, TypeVar
+from typing import ClassVar, TypeVar
 
 
 class CkptError(Exception):
@@ -359,11 +359,6 @@ class UnsupportedValue(CkptError):
             + (detail or "give it state_dict()/load_state_dict(), or save its parts as plain values")
         )
 
-
-STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
-    kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, TransientStorageError)
-}
-"""What a store that fails a rank is told as to the others; by name."""
 
 E = TypeVar("E", bound=BaseException)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, TypeVar
 
 from ckpt.coordination.api import Coordinator
@@ -23,7 +23,7 @@ from ckpt.coordination.commit import (
     encode,
 )
 from ckpt.errors import (
-    STORAGE_ERRORS,
+    AccessDenied,
     CkptError,
     CommitError,
     CommitTimeout,
@@ -31,12 +31,14 @@ from ckpt.errors import (
     ManifestCorrupt,
     ObjectExists,
     ObjectNotFound,
+    OutOfSpace,
     PeerFailed,
     ReplicasDiverged,
     RootInUse,
     StepExists,
     StorageError,
     TensorIncomplete,
+    TransientStorageError,
     placed,
 )
 from ckpt.model.checksum import checksum
@@ -46,6 +48,11 @@ from ckpt.model.manifest import Fragment, FragmentRef
 from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, read_object
+
+_STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
+    kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, TransientStorageError)
+}
+"""What a store that fails the leader is told as to the others; by name."""
 
 T = TypeVar("T")
 
@@ -212,7 +219,7 @@ def refusal(error: CkptError) -> Refused:
             return Refused(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
         case RootInUse():
             return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
-        case StorageError() if kind in STORAGE_ERRORS:
+        case StorageError() if kind in _STORAGE_ERRORS:
             return Refused(reason=error.detail, failures={}, kind=kind, names=(error.key, error.root))
         case _:
             return Refused(reason=f"{kind}: {error}", failures={})
@@ -220,7 +227,7 @@ def refusal(error: CkptError) -> Refused:
 
 def rebuild(verdict: Refused, step: int) -> CkptError:
     """The error that a refusal carries: a store that failed the leader is told as such to all."""
-    if kind := STORAGE_ERRORS.get(verdict.kind):
+    if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
         return placed(kind(key, verdict.reason), root)
     match verdict.kind:
