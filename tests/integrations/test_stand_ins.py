@@ -59,7 +59,9 @@ def masters(trained: Engine) -> list[torch.Tensor]:
     inner = trained.optimizer.optimizer
     flats = trained.optimizer.single_partition_of_fp32_groups
     return [
-        value.detach().clone() for flat in flats for value in (flat, *(inner.state[flat][key] for key in KEYS))
+        value.detach().clone()
+        for flat in flats
+        for value in (flat, *(inner.state[flat][key] for key in KEYS))
     ]
 
 
