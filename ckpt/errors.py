@@ -34,14 +34,15 @@
     │   ├── EntryUnexpected
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
-    │   └── KindMismatch                    a tensor here, a plain value there
+    │   ├── KindMismatch                    a tensor here, a plain value there
+    │   └── OptimizerMismatch               the state of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
     └── ManagerClosed              exit 9
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, TypeVar
 
@@ -286,12 +287,13 @@ class NoCheckpoint(RestoreError):
 
 
 class EntryMissing(RestoreError):
-    """The target wants names that the checkpoint has not."""
+    """The target wants names that the checkpoint has not. ``sources`` are what renamed ones were looked for as."""
 
-    def __init__(self, names: Sequence[str], step: int) -> None:
-        self.names, self.step = tuple(names), step
+    def __init__(self, names: Sequence[str], step: int, sources: Mapping[str, str] | None = None) -> None:
+        self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
+        told = [_both(name, self.sources.get(name, name)) for name in self.names]
         super().__init__(
-            f"step {step} has no {_few(names)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
+            f"step {step} has no {_few(told, quote=False)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
         )
 
 
@@ -309,17 +311,19 @@ class EntryUnexpected(RestoreError):
 class ShapeMismatch(RestoreError):
     """Same name, another shape."""
 
-    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int]) -> None:
-        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
-        super().__init__(f"{name!r} is saved with shape {list(saved)}, the target has {list(wanted)}")
+    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = "") -> None:
+        self.name, self.saved, self.wanted, self.source = name, tuple(saved), tuple(wanted), source or name
+        told = _both(name, self.source)
+        super().__init__(f"{told} is saved with shape {list(saved)}, the target has {list(wanted)}")
 
 
 class DtypeMismatch(RestoreError):
     """Same name, another dtype."""
 
-    def __init__(self, name: str, saved: str, wanted: str) -> None:
-        self.name, self.saved, self.wanted = name, saved, wanted
-        super().__init__(f"{name!r} is saved as {saved}, the target is {wanted}")
+    def __init__(self, name: str, saved: str, wanted: str, source: str = "", way: str = "") -> None:
+        self.name, self.saved, self.wanted, self.source = name, saved, wanted, source or name
+        told = _both(name, self.source)
+        super().__init__(f"{told} is saved as {saved}, the target is {wanted}{way and ': '}{way}")
 
 
 class KindMismatch(RestoreError):
@@ -328,6 +332,17 @@ class KindMismatch(RestoreError):
     def __init__(self, name: str, saved: str, wanted: str) -> None:
         self.name, self.saved, self.wanted = name, saved, wanted
         super().__init__(f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target")
+
+
+class OptimizerMismatch(RestoreError):
+    """What was saved is the state of another kind of optimizer."""
+
+    def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
+        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
+        super().__init__(
+            f"{name!r} was saved by another kind of optimizer: it has the {what} {_few(saved)}, the target has {_few(wanted)} instead: "
+            'take the optimizer out of the state, say what you want (only="model/*"), or let it keep what it has (strict=False)'
+        )
 
 
 class UnsupportedValue(CkptError):
@@ -372,6 +387,11 @@ class ManagerClosed(CkptError):
         super().__init__("this CheckpointManager is closed: build a new one")
 
 
-def _few(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in list(names)[:most])
+def _both(name: str, source: str) -> str:
+    """A name of the state, and what it is called in the checkpoint."""
+    return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
+
+
+def _few(names: Sequence[str], most: int = 5, *, quote: bool = True) -> str:
+    shown = ", ".join(repr(name) if quote else name for name in list(names)[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

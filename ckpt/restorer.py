@@ -13,12 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from ckpt.adapters.load import Matched, match
+from ckpt.adapters.broadcast import Broadcast, can_broadcast
+from ckpt.adapters.load import match
+from ckpt.adapters.matching import Matched
 from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
@@ -36,6 +38,7 @@ from ckpt.errors import (
 )
 from ckpt.events import Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
+from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import RestorePlan, plan_restore
@@ -44,6 +47,9 @@ from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore: reading may take that long on slow storage."""
+
+Replicas = Literal["read", "broadcast"]
+"""Whether ranks that want the same each read it, or one does and gives it to the others."""
 
 _PATTERN: Final = "\0"
 """Before what is no name, but a pattern that fits none."""
@@ -62,7 +68,9 @@ class _Proposal(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class _Landed:
     matched: Matched
-    plan: RestorePlan
+    nbytes: int
+    read_bytes: int
+    received_bytes: int
     tier: str
     world_size: int
     repaired: tuple[Repair, ...]
@@ -92,11 +100,14 @@ class Restorer:
         listers: Workers,
         read_through: bool = True,
         selection: Selection = ALL,
+        replicas: Replicas = "read",
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
     ) -> None:
-        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended."""
+        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended. ``waiting``: steps that saves under way read from nearer tiers."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry, self._listers = RetryPolicy(), listers
-        self._read_through, self._selection = read_through, selection
+        self._read_through, self._selection, self._waiting = read_through, selection, waiting
+        self._shared = _is_shared(replicas, coordinator)
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
 
@@ -137,11 +148,14 @@ class Restorer:
         self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
     ) -> RestoreReport:
         report = RestoreReport(
-            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.plan.wanted_bytes,
-            read_bytes=landed.plan.read_bytes, seconds=seconds, saved_world_size=landed.world_size,
+            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.nbytes,
+            read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
-            missing=landed.matched.missing, unexpected=landed.unexpected,
+            missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised,
         )  # fmt: skip
+        if report.uninitialised:
+            _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
         _log.info("ckpt: restored %s", report)
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
@@ -182,14 +196,32 @@ class Restorer:
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
             patterns = ", ".join(repr(name.removeprefix(_PATTERN)) for name in unused)
             raise ConfigError(
-                f"no name of the state fits {patterns}: `ckpt show` prints those of the checkpoint"
+                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, and in a model parted by dots"
             )
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True
-        tier, _ = self._together.do("read", ref.step, lambda: self._read(fit, origin), lambda _: ())
-        world = fit.found.manifest.world_size
-        return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes, unexpected)
+        taking = _Taking(fit, origin, self._workers)
+        read_bytes, received_bytes = self._take(taking, fit, ref.step)
+        return _Landed(
+            fit.matched, fit.plan.wanted_bytes, read_bytes, received_bytes, taking.from_most,
+            fit.found.manifest.world_size, origin.repairs, fit.cache.cached_bytes, unexpected,
+        )  # fmt: skip
+
+    def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
+        """Read everything into place, on all ranks; returns the bytes that this one has read, and those it got from others."""
+
+        def agree(what: str, work: Callable[[], object]) -> None:
+            self._together.do(what, step, lambda: (work(),), lambda _: ())
+
+        if not self._shared:
+            agree("read", lambda: taking.all_of(fit.plan))
+            return fit.plan.read_bytes, 0
+        agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
+        spread = Broadcast(fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers)
+        spread.run(agree)
+        agree("mend", fit.cache.mend)
+        return spread.read_bytes, spread.received_bytes
 
     def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
         with _uncollected():
@@ -200,21 +232,58 @@ class Restorer:
         cache = ReadThrough(
             tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
-            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
+            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
         )  # fmt: skip
         cache.look(plan)
         return _Fit(found, matched, plan, cache)
 
-    def _read(self, fit: _Fit, origin: Origin) -> str:
-        """Returns where most of it came from."""
-        sink = TensorSink(fit.matched.wanted, fit.matched.targets)
-        left = fit.cache.fill(fit.plan, sink)
-        given = origin.read(left, sink, workers=self._workers)
-        nbytes = Counter({fit.found.position: 0, **fit.cache.taken})
+
+class _Taking:
+    """What one rank reads of a step. Threads: one at a time."""
+
+    def __init__(self, fit: _Fit, origin: Origin, workers: Workers) -> None:
+        self._fit, self._origin, self._workers = fit, origin, workers
+        self._nbytes = Counter({fit.found.position: 0})
+        self.sink = TensorSink(fit.matched.wanted, fit.matched.targets)
+
+    def cached(self, plan: RestorePlan) -> RestorePlan:
+        """Fill the caches; returns what of ``plan`` was not put into its place meanwhile."""
+        left = self._fit.cache.fill(plan, self.sink)
+        self._nbytes.update(self._fit.cache.taken)
+        return left
+
+    def all_of(self, plan: RestorePlan) -> None:
+        self.read(self.cached(plan), self.sink)
+        self._fit.cache.mend()
+
+    def read(self, plan: RestorePlan, sink: Sink) -> None:
+        given = self._origin.read(plan, sink, workers=self._workers)
         for position, part in enumerate(given):
             for read in part.reads:
-                nbytes[max(position, fit.cache.fetched.get(read.rank, 0))] += read.nbytes
-        return origin.sources[max(nbytes, key=lambda position: (nbytes[position], -position))].url
+                self._nbytes[max(position, self._fit.cache.fetched.get(read.rank, 0))] += read.nbytes
+
+    @property
+    def from_most(self) -> str:
+        """Where most of it came from."""
+        nbytes = self._nbytes
+        nearest = max(
+            nbytes,
+            key=lambda position: (nbytes[position], -position),
+        )
+        return self._origin.sources[nearest].url
+
+
+def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
+    """Raises ``ConfigError`` for what is no way to restore replicas, or none here."""
+    if replicas not in get_args(Replicas):
+        raise ConfigError(f'replicas={replicas!r}: give "read" or "broadcast"')
+    if replicas == "read" or coordinator.world_size == 1:
+        return False
+    if not can_broadcast(coordinator.world_size):
+        raise ConfigError(
+            'replicas="broadcast" needs torch.distributed with all ranks of this manager: call init_process_group() first'
+        )
+    return True
 
 
 @contextmanager

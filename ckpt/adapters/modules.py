@@ -6,7 +6,7 @@ parameters, not by their position, so groups and ids may differ between save and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,6 +74,12 @@ def entries(module: nn.Module) -> Iterator[Entry]:
     prefixes = _wrapper_prefixes(module)
     for key, value in raw_state(module).items():
         yield Entry(key=key, fqn=_clean(key, prefixes), value=value)
+
+
+def canonical(module: nn.Module) -> Callable[[str], str]:
+    """From the module's own names to canonical ones."""
+    prefixes = _wrapper_prefixes(module)
+    return lambda key: _clean(key, prefixes)
 
 
 def _wrapper_prefixes(module: nn.Module) -> list[str]:
