@@ -54,6 +54,7 @@ CASES = {
     "train": [("8 MiB", TWO, "stall_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "idle_durable_seconds", 2)],
     "restore": [("8 MiB", TWO, "cold_seconds", 2), ("8 MiB", TWO, "warm_bytes_per_second", 2)],
     "ranks": [("2 ranks", TWO[1:], "stall_seconds", 2), ("2 ranks", TWO[1:], "durable_seconds", 2)],
+    "replicas": [("2 ranks, local disk", ("read", "broadcast"), "restore_seconds", 2)],
     "growth": [("4 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2)],
     "soak": [("4 MiB", TWO[1:], "memory_bytes", 12), ("4 MiB", TWO[1:], "descriptors", 12)],
     "objects": [("rclone, 20 MiB", ("ckpt", "obstore", "s3fs.signed"), "up_bytes_per_second", 2)],
