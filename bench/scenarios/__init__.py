@@ -31,7 +31,8 @@ ALL: Final[dict[str, str]] = {
     "soak": "200 saves: memory, descriptors, threads",
     "codec": "a trained model's weights and moments through a codec: how much shorter, how fast",
     "every": "a save every step: how much slower training is",
-    "objects": "a real S3 server: our client and others, and a far tier in trouble",
+    "objects": "a real S3 server: our client and others",
+    "far": "a far tier that is slow, or down for a minute: what the near one notices",
 }
 
 
