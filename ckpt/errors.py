@@ -208,10 +208,10 @@ class CommitTimeout(CommitError):
 class ReplicasDiverged(CommitError):
     """Ranks that should hold the same value do not."""
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        self.name, self.ranks = name, tuple(ranks)
+    def __init__(self, name: str, ranks: Sequence[int], detail: str = "") -> None:
+        self.name, self.ranks, self.detail = name, tuple(ranks), detail
         super().__init__(
-            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}: if that is meant, wrap it in PerRank(...)"
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: if that is meant, wrap it in PerRank(...)"
         )
 
 

@@ -273,13 +273,8 @@ class CheckpointManager:
         All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.stop.StopSignals`.
         """
         self._check_open()
-        self._stop = StopSignals(
-            self._coordinator,
-            signals or STOP_SIGNALS,
-            grace_seconds=grace_seconds,
-            reraise=reraise,
-            owner=self,
-        )
+        heard = signals or STOP_SIGNALS
+        self._stop = StopSignals(self._coordinator, heard, grace_seconds, reraise=reraise, owner=self)
         return self._stop
 
     def close(self) -> None:

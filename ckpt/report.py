@@ -20,10 +20,10 @@ class RestoreReport:
         repaired: What nearer tiers should have had intact, and came from farther ones; of this rank. What could be written anew there is ``mended``.
         cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
         missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
-        finished: (step, tier) of saves whose leader had died with only the manifest missing, and whose commit this restore has finished.
         renamed: (name in the state, name in the checkpoint), of this rank.
         converted: (name in the state, dtype in the checkpoint, dtype here), of this rank.
         uninitialised: Tensors of modules that were on the meta device and still are, because nothing was read for them: buffers that are not saved (``persistent=False``), and names that were not asked for.
+        finished: (step, tier) of saves whose leader had died with only the manifest missing, and whose commit this restore has finished.
     """
 
     step: int
@@ -39,10 +39,10 @@ class RestoreReport:
     received_bytes: int = 0
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
-    finished: tuple[tuple[int, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     converted: tuple[tuple[str, str, str], ...] = ()
     uninitialised: tuple[str, ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
 
     @property
     def gigabytes_per_second(self) -> float:

@@ -182,7 +182,7 @@ class Restorer:
             read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
             missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
-            finished=self._finished, converted=landed.matched.converted, uninitialised=landed.matched.uninitialised,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised, finished=self._finished,
         )  # fmt: skip
         if report.uninitialised:
             _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))

@@ -16,6 +16,7 @@ from ckpt.adapters.collect import Collected
 from ckpt.adapters.layout import leaf_of, local, memories, signature
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.segments import Held, Segment
+from ckpt.adapters.zero import keeper_of
 from ckpt.config import Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.copies import writers
@@ -202,6 +203,7 @@ def _signature(held: Held) -> Hashable:
 def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
     growth = 0
     for optimizer in collected.optimizers:
+        keeper = keeper_of("", optimizer)
         for group in optimizer.param_groups:
             copies = (
                 (3 if group.get("amsgrad") else 2)
@@ -211,7 +213,7 @@ def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
                 else 0
             )
             for parameter in group["params"]:
-                if not optimizer.state.get(parameter):
+                if keeper.keeps(parameter) and not keeper.state.get(parameter):
                     growth += copies * _nbytes(parameter) // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
     return growth
 
