@@ -16,8 +16,9 @@ from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
-from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.committer import Committer, OneTier, Place
 from ckpt.coordination.mark import clear_away
+from ckpt.coordination.nodes import ManyNodes, on_node
 from ckpt.coordination.owner import Owner, claim, confirm, release
 from ckpt.coordination.refusal import Refused, rebuild
 from ckpt.errors import (
@@ -60,8 +61,9 @@ class Lane:
         *,
         waiting: Callable[[], frozenset[StepRef]] = frozenset,
         elsewhere: Callable[[StepRef], bool] = lambda _: False,
+        needed: Callable[[], frozenset[StepRef]] | None = None,
     ) -> None:
-        """``waiting``: steps that farther tiers still read from here. ``elsewhere``: whether another durable tier has a step."""
+        """``waiting``: steps that farther tiers still read from here. ``elsewhere``: whether another durable tier has a step. ``needed``: what no rule takes off, those that wait if left out."""
         self.tier = tier
         self.restored_step: int | None = None
         self._turn = (
@@ -69,15 +71,16 @@ class Lane:
         )  # a tier may be served from the image and by its drain, for different steps
         self._backend = tier.backend
         self._coordinator, self._config = coordinator, config
+        self._node = on_node(coordinator, tier.nodes)  # the ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         self._pruner: Pruner | None = None
-        if coordinator.rank == LEADER and not self.in_memory:
-            self._pruner = Pruner(tier, coordinator.attempt, config, protected=waiting)
+        if self._node.rank == LEADER and not self.in_memory:
+            self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
         self._room: Room | None = None
         if tier.tier.capacity is not None:
             self._room = Room(
                 tier,
-                coordinator,
+                self._node,
                 timeout=config.commit_timeout_seconds,
                 waiting=waiting,
                 elsewhere=elsewhere,
@@ -123,6 +126,7 @@ class Lane:
         try:
             with about(self.url):
                 chunks, word = self._make_durable(job, on_bytes, intact)
+                committer.offer(job.ref, word)
         except Exception as error:
             self._refuse(job.ref, job.trial, str(error) or repr(error))
             self._clean_up(job)
@@ -139,6 +143,8 @@ class Lane:
             raise rebuild(verdict, job.ref.step)
         if self._latest is None or self._latest < job.ref:
             self._latest = job.ref
+        if self._room is not None:
+            self._room.settle(job.ref, restored=self.restored_step)
         return chunks
 
     def _make_durable(
@@ -179,9 +185,14 @@ class Lane:
             return True
         return False
 
+    def claim(self) -> None:
+        """Make the root ours. Raises ``RootInUse`` if another job has it."""
+        with self._turn, about(self.url):
+            self._take_over()
+
     def sweep(self, *, but_newest: bool = False) -> None:
-        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the leader."""
-        if self.in_memory and self._coordinator.rank == LEADER:
+        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the node's leader."""
+        if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
                 sweep(self._backend, keep=self._coordinator.attempt, but_newest=but_newest)
 
@@ -209,7 +220,7 @@ class Lane:
         self._hurry.set()
 
     def prune_later(self) -> None:
-        """Remove what need not be kept. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
+        """Remove what need not be kept. By the node's leader, on a thread of its own: a store that is slow to delete holds up nobody."""
         if self._pruner is not None:
             self._pruner.ask()
 
@@ -246,10 +257,13 @@ class Lane:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
-        name = f"save/{self.tier.index}/{trial}"
+        name, store = f"save/{self.tier.index}/{trial}", OneTier(self._backend, self._retry.call)
+        place: Place = store
+        if (nodes := self.tier.nodes) is not None:
+            place = ManyNodes(store, self._coordinator, nodes, name=name, before_put=self._confirm)
         return Committer(
             self._coordinator,
-            OneTier(self._backend, self._retry.call),
+            place,
             name=name,
             timeout=self._config.commit_timeout_seconds,
             known=self._known,
@@ -262,7 +276,7 @@ class Lane:
 
     def _veto(self, job: SaveJob) -> CkptError | None:
         """Reasons to refuse before anything is written: the leader's own, or that there is no room, of which all ranks hear."""
-        veto = self._objection(job.ref) if self._coordinator.rank == LEADER else None
+        veto = self._objection(job.ref) if self._node.rank == LEADER else None
         if self._room is not None:
             try:
                 self._room.agree(
@@ -277,18 +291,22 @@ class Lane:
         try:
             if self._taken is not None:
                 self._retry.call(lambda: confirm(self._backend, self._owner))
-            else:
-                self._retry.call(lambda: claim(self._backend, self._owner))
-                done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
-                # what lies after the step that was restored is history given up: it may be lived again
-                self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
+            taken = self._take_over()
         except CkptError as error:
             return placed(error, self.url)
-        if ref.step in self._taken:
+        if ref.step in taken:
             return StepExists(ref.step, self.url)
-        if not self.in_memory and (newest := max(self._taken, default=-1)) > ref.step:
+        if not self.in_memory and (newest := max(taken, default=-1)) > ref.step:
             return HistoryHidden(ref.step, newest, self.url)
         return None
+
+    def _take_over(self) -> set[int]:
+        """Make the root ours, if it is not yet; returns the steps that were there then, but for history given up: it may be lived again."""
+        if self._taken is None:
+            self._retry.call(lambda: claim(self._backend, self._owner))
+            done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
+            self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
+        return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files of a save that was refused for good, or that it has no part in."""

@@ -14,8 +14,10 @@ from typing import Any, Final, Self, Unpack
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
-from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
+from ckpt.adapters.collect import Collected, collect, walk_objects
+from ckpt.adapters.memory import Memory
+from ckpt.adapters.prepare import PlanCache, Prepared
+from ckpt.adapters.renaming import Rename
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.background import Background
@@ -23,6 +25,7 @@ from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
+from ckpt.coordination.nodes import agree
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.model.layout import StepRef, step_of
@@ -32,10 +35,11 @@ from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.rank_files import SaveJob
 from ckpt.report import RestoreReport
-from ckpt.restorer import Restorer
+from ckpt.restorer import Replicas, Restorer
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
+from ckpt.stop import STOP_SIGNALS, StopSignals
 from ckpt.storage.tiers import as_tiers, open_tiers
 
 _log = logging.getLogger("ckpt")
@@ -80,14 +84,14 @@ class CheckpointManager:
         self._metadata = dict(metadata or {})
         self._packed_metadata = to_json("metadata", self._metadata)
         if METRICS in self._metadata:
-            raise ConfigError(
-                f"metadata: {METRICS!r} is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
-            )
+            way = "is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
+            raise ConfigError(f"metadata: {METRICS!r} {way}")
         self._tiers = open_tiers(as_tiers(tiers))
         self._coordinator = coordinator or find_coordinator()
+        self._tiers = agree(self._tiers, self._coordinator)
         self._fence = Fence()
         self._memory = Memory()
-        self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
+        self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._background = Background(
             self._tiers, self._coordinator, self._config, observers=observers, on_end=self._end
         )
@@ -96,6 +100,7 @@ class CheckpointManager:
         self._trials: dict[int, int] = {}
         self._last_step: int | None = None
         self._restores = 0
+        self._stop: StopSignals | None = None
         # outlive a restore: a tier that does not answer must not hold it up
         self._listers = Workers("list", 4 * len(self._tiers))
         self._closed = False
@@ -124,7 +129,7 @@ class CheckpointManager:
         self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
 
     def _prepare(self, collected: Collected) -> None:
-        prepared, growth = self._plans.prepare(collected), expected_growth(collected)
+        prepared, growth = self._plans.prepare(collected), self._plans.growth(collected)
         nbytes = prepared.plan.size + growth
         self._background.slots.plan(nbytes)
         warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=self._config.overlap == "auto")
@@ -160,13 +165,18 @@ class CheckpointManager:
         began = time.perf_counter()
         self._check_open()
         step = self._last_step = step_of(state, step, last=self._last_step)
+        if self._stop is not None and self._stop.requested(step):
+            self._background.saver.last_step = step
+            if step in self._saved:  # just now, since it was its turn
+                return self._pending[-1]
         trial = self._trials.get(step, 0)
         self._trials[step] = trial + 1
         # another try at a step has a folder of its own: nothing that may be committed is ever written again
         ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
         reason = UNHEARD
         try:
-            self._raise_unheard()
+            if step != self._background.saver.last_step:  # nothing may come before that one
+                self._raise_unheard()
             reason = ""
             if step in self._saved:
                 raise StepExists(step, self._tiers[0].url)
@@ -203,10 +213,9 @@ class CheckpointManager:
         state: MutableMapping[str, Any],
         step: int | None = None,
         *,
-        only: str | Sequence[str] | None = None,
-        strict: bool = True,
-        read_through: bool = True,
-    ) -> RestoreReport | None:
+        only: str | Sequence[str] | None = None, rename: Rename | None = None, cast: bool = False,
+        strict: bool = True, read_through: bool = True, replicas: Replicas = "read",
+    ) -> RestoreReport | None:  # fmt: skip
         """Fill ``state`` with ``step``, or with the newest step that is intact; None if there is none at all.
 
         Each chunk comes from the nearest tier that has it intact. A step of which some chunk is intact nowhere is skipped for the one before. Both leave a log line and an entry in the report. All ranks
@@ -216,26 +225,30 @@ class CheckpointManager:
             state: As it was saved: nested dict of tensors, modules, optimizers, ...
             step: This one or none.
             only: Names (with all below them), or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
+            rename: Names in the state -> names in the checkpoint: a dict such as ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. An optimizer's state follows its parameters.
+            cast: Whether floats of one dtype may become floats of another on the way, and integers wider ones. Else a dtype that differs is an error.
             strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
             read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local. Not with ``only``, which reads nothing else.
+            replicas: Whether ranks that want the same bytes each read them, or one does and broadcasts them over gloo (``"broadcast"``: for a store that is slower than the network).
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
-            ConfigError: ``only`` fits nothing.
+            ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
         """
         self._check_open()
-        selection = Selection.of(only, strict=strict)
+        selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
                 serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
+                replicas=replicas, waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
             self._last_step = report.step
-            self._background.saver.set_restored(report.step)
+            self._background.saver.set_restored(StepRef(report.step, report.attempt))
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
@@ -253,6 +266,17 @@ class CheckpointManager:
 
     # -- the end ------------------------------------------------------------------------------------------------------------
 
+    def on_signals(self, *signals: int, grace_seconds: float = 25.0, reraise: bool = True) -> StopSignals:
+        """Hear SIGTERM and SIGUSR1 (or ``signals``) from now on: ``requested(step)`` of what is returned says, on all ranks alike, after which step to save once more and leave.
+
+        ``close`` then ends the process as the signal would have (with ``reraise=False`` it only returns), at the latest after ``grace_seconds``. That last save goes to every tier and waits for a slot.
+        All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.stop.StopSignals`.
+        """
+        self._check_open()
+        heard = signals or STOP_SIGNALS
+        self._stop = StopSignals(self._coordinator, heard, grace_seconds, reraise=reraise, owner=self)
+        return self._stop
+
     def close(self) -> None:
         """Finish every save, free memory and threads. Raises the first error that nobody has heard of; a second call does nothing."""
         if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
@@ -267,6 +291,8 @@ class CheckpointManager:
         self._listers.close()
         for tier in self._tiers:
             tier.backend.close()
+        if self._stop is not None:
+            self._stop.close()
         self._raise_unheard()
 
     def __enter__(self) -> Self:
@@ -295,16 +321,13 @@ class CheckpointManager:
             return pending
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         prepared = self._plans.prepare(collected)
-        slot = self._background.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
+        wait = self._config.on_busy == "wait" or self._background.saver.last_step == ref.step
+        slot = self._background.acquire(prepared.plan.size, wait=wait)
         if slot is None:
             return self._skip(ref, trial)
         try:
-            snapshot = prepared.snapshot(
-                slot,
-                collected.parts,
-                ref.step,
-                overlap=self._config.overlap == "auto" and not self._fence.captured,
-            )
+            overlap = self._config.overlap == "auto" and not self._fence.captured
+            snapshot = prepared.snapshot(slot, collected.parts, ref.step, overlap=overlap)
             job = self._job(ref, trial, prepared, snapshot, collected, metrics)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
@@ -332,21 +355,12 @@ class CheckpointManager:
         collected: Collected,
         metrics: dict[str, float],
     ) -> SaveJob:
-        told = metrics and self._coordinator.rank == LEADER
+        told = {**self._metadata, METRICS: metrics} if metrics and self._coordinator.rank == LEADER else None
         return SaveJob(
-            ref=ref,
-            trial=trial,
-            plan=prepared.plan,
-            image=snapshot.window,
-            tied=collected.tied,
-            tree=dumps(collected.tree, "state"),
-            per_rank=dumps(collected.per_rank, "state"),
-            replicas=snapshot.replicas,
-            metadata=to_json("metadata", {**self._metadata, METRICS: metrics})
-            if told
-            else self._packed_metadata,
-            created_at=time.time(),
-        )
+            ref=ref, trial=trial, plan=prepared.plan, image=snapshot.window, tied=collected.tied,
+            tree=dumps(collected.tree, "state"), per_rank=dumps(collected.per_rank, "state"), replicas=snapshot.replicas,
+            metadata=to_json("metadata", told) if told else self._packed_metadata, created_at=time.time(),
+        )  # fmt: skip
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
         skipped = isinstance(error, SaveSkipped | TierBehind)

@@ -16,18 +16,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.memory import Memory
 from ckpt.adapters.modules import (
-    ModuleItems,
     Parameters,
+    Part,
     check_optimizer,
     items_of,
-    name_groups,
-    raw_state,
+    part_groups,
     state_name,
     unwrapped,
 )
 from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, same_view
+from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, is_plain, same_view
+from ckpt.adapters.sharded import as_source
+from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
+from ckpt.adapters.zero import keeper_of
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 
@@ -61,37 +65,6 @@ class Collected:
         return found
 
 
-class Memory:
-    """What the last walk found, so that the next need not look at it twice.
-
-    Threads: the training thread.
-    """
-
-    def __init__(self) -> None:
-        self.segments: dict[str, Segment] = {}
-        self.tables: dict[str, Table] = {}
-        self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
-
-    def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
-        raw = raw_state(module)
-        keys, values = tuple(raw), tuple(raw.values())
-        known = self.modules.get(path)
-        if known is None or known[0] is not module or known[1] != keys or not _same_tensors(known[2], values):
-            known = self.modules[path] = (module, keys, values, items_of(path, module))
-        return known[3]
-
-    def forget(self) -> None:
-        """Let go of all tensors."""
-        self.segments.clear()
-        self.tables.clear()
-        self.modules.clear()
-
-
-def _same_tensors(known: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return all(one is two and isinstance(one, torch.Tensor) for one, two in zip(known, now, strict=True))
-
-
 def collect(
     state: Mapping[str, Any], *, rank: int, memory: Memory | None = None, lasting: bool = False
 ) -> Collected:
@@ -106,6 +79,7 @@ def collect(
         )
     memory = memory or Memory()
     objects = list(walk_objects(state))
+    look_again(objects)
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
@@ -126,6 +100,13 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def is_stateful(value: object) -> bool:
     """Whether it saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def look_again(objects: Sequence[tuple[str, Any]]) -> None:
+    """Let what stands in for others show what is there now. Before anything is asked of it."""
+    for _, value in objects:
+        if isinstance(value, StandIn):
+            value.look()
 
 
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -164,6 +145,8 @@ class _Walk:
         """The hook of ``encode`` for what is not plain."""
         match value:
             case torch.Tensor():
+                return {"$": "tensor", "n": self._tensor(path, as_source(value))}
+            case LocalShards():
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # no subclass: those are not plain
                 return self._table(value, path)
@@ -191,31 +174,42 @@ class _Walk:
 
     # -- tensors alone ------------------------------------------------------------------------------------------------------
 
-    def _tensor(self, name: str, tensor: torch.Tensor) -> str:
+    def _tensor(self, name: str, tensor: Source) -> str:
         """Register a tensor that belongs to no module or optimizer; returns the name its bytes are stored under."""
-        if self._inside and isinstance(tensor, DTensor):
+        if self._inside and isinstance(tensor, DTensor | LocalShards):
             raise UnsupportedValue(
                 name,
-                "DTensor in a state_dict()",
-                "put the module or optimizer that it belongs to into the state itself",
+                f"{type(tensor).__name__} in a state_dict()",
+                "put it, or the module or optimizer that it belongs to, into the state itself",
             )
         if self._alone:  # its own bytes: what ranks share must not hang on what they do not
+            if isinstance(tensor, LocalShards):
+                raise UnsupportedValue(name, "LocalShards in a PerRank", "put it into the state itself")
             name = f"{name}@{self._rank}"
             self.out.parts.append(Held(name, tensor, late=False, replicas=()))
             return name
         stored = self._stored(name, tensor, self._seen, self._at)
         if stored == name:
-            self.out.parts.append(Held(name, tensor, late=False, replicas=()))
+            self.out.parts.append(Held(name, tensor, late=self._has_owner(tensor), replicas=()))
         else:
             self.out.tied[name] = stored
         return stored
 
-    def _stored(self, name: str, tensor: torch.Tensor, seen: dict[int, str], at: At) -> str:
+    def _has_owner(self, tensor: Source) -> bool:
+        """Whether a fenced optimizer is all that changes it."""
+        if not isinstance(tensor, LocalShards) or tensor.owner is None:
+            return False
+        owner = unwrapped(tensor.owner)
+        if not any(known is owner for known in self.out.optimizers):
+            self.out.optimizers.append(owner)
+        return True
+
+    def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
         """``name``, or that of an earlier tensor which is this one. All that were seen are kept: no identity comes twice."""
         stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
         if stored is None:
             stored = name
-            if type(tensor) in PLAIN and tensor.layout is torch.strided and (address := tensor.data_ptr()):
+            if is_plain(tensor) and tensor.layout is torch.strided and (address := tensor.data_ptr()):
                 others = (
                     [*self._at.get(address, ()), *at.get(address, ())]
                     if at is not self._at
@@ -241,9 +235,9 @@ class _Walk:
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
 
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
-        """A large dict of plain tensors: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
+        """A large dict of plain tensors or ``LocalShards``: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
         tensors = tuple(value.values())
-        if self._alone or not all(type(tensor) in PLAIN for tensor in tensors):
+        if self._alone or not all(type(tensor) in PLAIN or type(tensor) is LocalShards for tensor in tensors):
             return None
         if not all(type(key) is str and not key.startswith("$") for key in value):
             return None
@@ -254,11 +248,13 @@ class _Walk:
             if not self._lasting:
                 return None
 
-        def named() -> Iterator[Held]:
-            for key, tensor in value.items():
-                yield Held(join(path, key), tensor, late=False, replicas=())
+        late = list(map(self._has_owner, tensors))
 
-        self._segment(path, table.keys, tensors, named)
+        def named() -> Iterator[Held]:
+            for (key, tensor), is_late in zip(value.items(), late, strict=True):
+                yield Held(join(path, key), tensor, is_late, replicas=())
+
+        self._segment(path, (*table.keys, *late), tensors, named)
         segment = self._memory.segments[path]
         if table.node is None or table.segment is not segment:
             names = [join(path, key) for key in value]
@@ -275,7 +271,7 @@ class _Walk:
         self,
         path: str,
         key: Sequence[object],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Source],
         make: Callable[[], Iterator[Held]],
     ) -> None:
         """Register tensors together: as in the last walk if they are the same, else as ``make`` names them."""
@@ -293,9 +289,7 @@ class _Walk:
         self.out.tied.update(segment.tied)
         self.out.parts.append(segment)
 
-    def _build(
-        self, key: Sequence[object], tensors: Sequence[torch.Tensor], candidates: Iterator[Held]
-    ) -> Segment:
+    def _build(self, key: Sequence[object], tensors: Sequence[Source], candidates: Iterator[Held]) -> Segment:
         held: list[Held] = []
         tied: dict[str, str] = {}
         seen: dict[int, str] = {}
@@ -316,20 +310,23 @@ class _Walk:
         if (items := self._parameters.of(module)) is None:
             raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
         values: dict[str, Node] = {}
-        tensors: list[torch.Tensor] = []
+        tensors: list[Source] = []
         own = [entry for entry in items.entries if items.is_first or id(entry.value) not in items.first_only]
         for entry in own:
-            if isinstance(entry.value, torch.Tensor):
+            if isinstance(entry.value, Source):
                 tensors.append(entry.value)
             else:
                 values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
         late = [id(tensor) in self._owned for tensor in tensors]
 
         def named() -> Iterator[Held]:
-            fqns = (entry.fqn for entry in own if isinstance(entry.value, torch.Tensor))
-            for fqn, tensor, is_late in zip(fqns, tensors, late, strict=True):
+            made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
+            found = (entry for entry in own if isinstance(entry.value, Source))
+            for entry, tensor, is_late in zip(found, tensors, late, strict=True):
+                name = f"{path}/{entry.fqn}"
+                source = made.setdefault((id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor))
                 replicas = () if id(tensor) in items.first_only else items.replicas
-                yield Held(f"{path}/{fqn}", tensor, is_late, replicas)
+                yield Held(name, source, is_late, replicas)
 
         self._segment(path, (items, *late), tensors, named)
         return {"$": "module", "values": values}
@@ -339,32 +336,36 @@ class _Walk:
             raise UnsupportedValue(path, "optimizer in a PerRank", "give it a name of its own on each rank")
         check_optimizer(path, optimizer)
         self.out.optimizers.append(optimizer)
-        names = name_groups(optimizer, self._parameters)
+        keeper = keeper_of(path, optimizer)
+        groups = part_groups(optimizer, self._parameters)
         state: dict[str, Node] = {}
-        owners: list[tuple[str, object, torch.Tensor]] = []
-        tensors: list[torch.Tensor] = []
-        for group, group_names in zip(optimizer.param_groups, names, strict=True):
-            for parameter, name in zip(group["params"], group_names, strict=True):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        owners.append((name, key, parameter))
-                        tensors.append(value)
-                    else:
-                        full = state_name(path, name, key)
-                        state[full] = encode(value, full, self.other)
+        owners: list[tuple[Part, object, Source]] = []
+        tensors: list[Source] = []
+        for group, group_parts in zip(optimizer.param_groups, groups, strict=True):
+            for parameter, parts in zip(group["params"], group_parts, strict=True):
+                for key, value in keeper.state.get(parameter, {}).items():
+                    for part in parts:
+                        if isinstance(value, Source):
+                            owners.append((part, key, parameter))
+                            tensors.append(value)
+                        else:
+                            full = state_name(path, part.path, key)
+                            state[full] = encode(value, full, self.other)
 
         def named() -> Iterator[Held]:
-            for (name, key, parameter), tensor in zip(owners, tensors, strict=True):
-                yield Held(
-                    state_name(path, name, key),
-                    tensor,
-                    late=True,
-                    replicas=self._parameters.replicas_of(parameter),
-                )
+            for (part, key, parameter), tensor in zip(owners, tensors, strict=True):
+                name = state_name(path, part.path, key)
+                alone = keeper.own is not None or part.piece is not None  # not every rank has it
+                replicas = () if alone else self._parameters.replicas_of(parameter)
+                yield Held(name, part.of(name, tensor), late=True, replicas=replicas)
 
-        key = [*self._parameters.items, *((name, key) for name, key, _ in owners)]
+        key = [*self._parameters.items, *((part, key) for part, key, _ in owners)]
         self._segment(path, key, tensors, named)
-        return {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        names = [[part.path for parts in group for part in parts] for group in groups]
+        node: Node = {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        if isinstance(optimizer, OptimizerStandIn):
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
+        return node
 
     def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
         return [

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _LOOK_SECONDS: Final = 1.0
 """How long one wait lasts before ranks are looked at one by one: bounds how late a failure is heard of."""
 _START_SECONDS: Final = 300.0
+_FAREWELL_SECONDS: Final = 5.0
+"""How long rank 0 waits at the end for ranks that are slower."""
 _serial = itertools.count()
 
 
@@ -89,7 +92,12 @@ class TorchStoreCoordinator:
         return other
 
     def close(self) -> None:
-        """Nothing to do: the connection goes with the last reference."""
+        """The rank that the store may go with goes last: others may not have heard the last verdict yet. Not while an exception ends it: they shall not wait for a death."""
+        with contextlib.suppress(CommitError):
+            self.tell("bye", b"-")
+            missing, deadline = set(range(self.world_size)), time.monotonic() + _FAREWELL_SECONDS
+            while self.rank == 0 and missing and sys.exception() is None and time.monotonic() < deadline:
+                missing -= self.hear("bye", missing, timeout=deadline - time.monotonic()).keys()
 
     def _get(self, key: str) -> bytes:
         return _asked(lambda: self._store.get(key))

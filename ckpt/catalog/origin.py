@@ -8,12 +8,14 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from ckpt.catalog.index import read_packed
+from ckpt.catalog.missed import Missed, Told
 from ckpt.catalog.verify import Span, check_chunks, read_fragment
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
@@ -24,7 +26,6 @@ from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.rebase import rebase, same_file
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.plan.sources import Reach, reach_of, verdict, without
@@ -42,12 +43,14 @@ class Repair:
         key: The file; empty if the store did not answer at all.
         reason: What was wrong first.
         nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
+        mended: Whether the file is whole there again.
     """
 
     tier: str
     key: str
     reason: str
     nbytes: int
+    mended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Origin:
     Args:
         sources: Nearest first.
         on_repair: See `OnRepair`.
+        partial: Positions of sources that have a part of the step by their nature: what is missing there is no damage.
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class Origin:
         *,
         retry: RetryPolicy,
         on_repair: OnRepair = lambda _: None,
+        partial: Collection[int] = (),
     ) -> None:
-        self.sources, self.ref = sources, ref
+        self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
         """Positions of sources that list the step: what is missing there is damage, elsewhere it never was."""
         self.lost: set[str] = set()
@@ -91,6 +96,7 @@ class Origin:
         self._here: Manifest | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
         self._repairs: dict[tuple[str, str], Repair] = {}
+        self._noting = True
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -236,14 +242,14 @@ class Origin:
             IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
         """
         assert self._here is not None
-        told: _Told = {}
+        told: Told = {}
         given: list[RestorePlan] = []
         for position, source in enumerate(self.sources):
             if not plan.reads:
                 given.append(plan)
                 continue
             pairs = rebase(plan.reads, self._here, self.layout(position))
-            missed = _Missed(self, position, pairs, told)
+            missed = Missed(self, position, pairs, told)
             read_plan(
                 replace(plan, reads=tuple(moved for _, moved in pairs)),
                 sink,
@@ -318,14 +324,34 @@ class Origin:
         with self._lock:
             if reach is not Reach.CHUNK:
                 self._gone[position, what] = error
-            never = isinstance(error, ObjectNotFound) and position not in self.listing
-            if not never and position + 1 < len(self.sources):
+            whole = position in self.listing and position not in self._partial
+            never = isinstance(error, ObjectNotFound) and not whole
+            if self._noting and not never and position + 1 < len(self.sources):
                 self._note(self.sources[position].url, what, error, nbytes)
 
     def mended(self, position: int, file: File) -> None:
         """A source has got a good copy of a file."""
+        key = self.ref.key(file.name)
         with self._lock:
-            self._gone.pop((position, self.ref.key(file.name)), None)
+            self._gone.pop((position, key), None)
+            if known := self._repairs.get(place := (self.sources[position].url, key)):
+                self._repairs[place] = replace(known, mended=True)
+
+    def is_damaged(self, position: int, file: File) -> bool:
+        """Whether a source has the file, and chunks of it were not intact."""
+        key = self.ref.key(file.name)
+        with self._lock:
+            known = self._repairs.get((self.sources[position].url, key))
+            return known is not None and not known.mended and (position, key) not in self._gone
+
+    @contextmanager
+    def unnoted(self) -> Generator[None]:
+        """What fails meanwhile is known already, or of no interest to the caller."""
+        self._noting = False
+        try:
+            yield
+        finally:
+            self._noting = True
 
     def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
         known = self._repairs.get((url, key))
@@ -347,42 +373,3 @@ class Origin:
             self.failed(position, key, error, nbytes)
             told.append((source.url, error))
         raise verdict(told, key)
-
-
-_Told = dict[tuple[int, int], list[tuple[str, Exception]]]
-"""By file and offset of a chunk: what each source said that was asked for it."""
-
-
-class _Missed:
-    """The chunks that one source could not give. Threads: ``guard`` from any."""
-
-    def __init__(
-        self, origin: Origin, position: int, pairs: Sequence[tuple[ChunkRead, ChunkRead]], told: _Told
-    ) -> None:
-        self._origin, self._position, self._told = origin, position, told
-        self._meant = {(moved.rank, moved.offset): read for read, moved in pairs}
-        self._last = position + 1 == len(origin.sources)
-        self.reads: list[ChunkRead] = []
-
-    def guard(self, run: Run, read: Callable[[Run], None]) -> None:
-        """Of a run that fails each chunk is read by itself: the others may be intact."""
-        key, _ = self._origin.file_at(self._position, run.rank)
-        error = self._origin.gone(self._position, key)
-        if error is None:
-            try:
-                return read(run)
-            except Exception as raised:  # noqa: BLE001 - judged there
-                if len(run.reads) > 1 and reach_of(raised) is Reach.CHUNK:
-                    for one in coalesce(run.reads, most_bytes=0, gap_bytes=0):
-                        self.guard(one, read)
-                    return None
-                error = raised
-        self._origin.failed(self._position, key, error, sum(chunk.stored_nbytes for chunk in run.reads))
-        for chunk in run.reads:
-            meant = self._meant[chunk.rank, chunk.offset]
-            told = self._told.setdefault((meant.rank, meant.offset), [])
-            told.append((self._origin.sources[self._position].url, error))
-            if self._last:
-                raise verdict(told, key) from error
-            self.reads.append(meant)
-        return None

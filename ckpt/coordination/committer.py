@@ -16,6 +16,7 @@ from ckpt.coordination.commit import (
     CommitMachine,
     Conclude,
     Done,
+    Durable,
     Event,
     Failed,
     Gather,
@@ -47,6 +48,7 @@ from ckpt.errors import (
     ObjectExists,
     ObjectNotFound,
     StorageError,
+    TierNotShared,
     TransientStorageError,
     placed,
 )
@@ -94,6 +96,18 @@ class Place(Protocol):
         """Whether the manifest is seen not to be there."""
         ...
 
+    def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
+        """Before this rank says that its fragment is durable: let others read it."""
+        ...
+
+    def attend(self, ref: StepRef, until: float) -> None:
+        """While others commit, and no longer than until then: do what falls to this rank."""
+        ...
+
+    def forget(self, ref: StepRef) -> None:
+        """The outcome is known. Never raises."""
+        ...
+
 
 class OneTier:
     """All of it on one store that every rank sees.
@@ -121,6 +135,15 @@ class OneTier:
         except ObjectNotFound:
             return True
         return False
+
+    def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
+        """They read it from the tier."""
+
+    def attend(self, ref: StepRef, until: float) -> None:
+        """One rank puts the manifest for all."""
+
+    def forget(self, ref: StepRef) -> None:
+        """Nothing was sent."""
 
 
 class Committer:
@@ -161,6 +184,10 @@ class Committer:
         """
         return _Commit(self, ref).run(word, veto)
 
+    def offer(self, ref: StepRef, word: Durable) -> None:
+        """Before ``commit`` with that word. Raises what keeps others from reading the fragment."""
+        self._place.offer(ref, word.fragment)
+
 
 class _Commit:
     """One save: the actions of the machine, carried out."""
@@ -185,6 +212,7 @@ class _Commit:
             event = self._perform(action)
             action = machine.handle(event, time.monotonic())
         self._coordinator.forget(self._subject)
+        self._place.forget(self._ref)
         return action.verdict
 
     def _perform(self, action: Action) -> Event:
@@ -213,6 +241,7 @@ class _Commit:
                 assert_never(action)
 
     def _outcome(self, until: float) -> Outcome:
+        self._place.attend(self._ref, until)
         heard = self._coordinator.verdict(self._subject, timeout=max(0.0, until - time.monotonic()))
         return Outcome(None if heard is None else decode_verdict(heard))
 
@@ -236,14 +265,20 @@ class _Commit:
             self._manifest = pack(manifest)
             self._before_put()
         except CkptError as error:
-            return Spoiled(refusal(placed(error, self._place.url)), certain=isinstance(error, CommitError))
+            certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
+            return Spoiled(refusal(placed(error, self._place.url)), certain=certain)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
             return Spoiled(Refused(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
         return Merged(checksum(self._manifest))
 
     def _read(self, fragment: FragmentRef) -> Fragment:
         key = self._ref.key(fragment.name)
-        data = self._place.read(self._ref, fragment)
+        try:
+            data = self._place.read(self._ref, fragment)
+        except ObjectNotFound:
+            if fragment.rank == self._coordinator.rank:
+                raise
+            raise TierNotShared(self._place.url, [fragment.rank]) from None
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
         return check_fragment(

@@ -14,6 +14,7 @@ from ckpt.errors import (
     RootInUse,
     StepExists,
     TensorIncomplete,
+    TierNotShared,
 )
 
 
@@ -48,6 +49,8 @@ def refusal(error: CkptError) -> Refused:
             return Refused(reason=error.root, failures={}, kind=kind)
         case HistoryHidden():
             return Refused(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
+        case TierNotShared():
+            return Refused(reason=error.root, failures={}, kind=kind, ranks=error.ranks)
         case RootInUse():
             return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
         case _:
@@ -69,6 +72,8 @@ def rebuild(verdict: Refused, step: int) -> CommitError:
             return StepExists(step, verdict.reason)
         case "HistoryHidden":
             return HistoryHidden(step, verdict.ranks[0], verdict.reason)
+        case "TierNotShared":
+            return TierNotShared(verdict.reason, verdict.ranks)
         case "RootInUse":
             return RootInUse(verdict.names[0], verdict.reason)
         case _:
