@@ -189,7 +189,7 @@ class _Loader:
         """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
         if not self._match.selection.cast:
             return saved.dtype
-        if isinstance(held, torch.Tensor):
+        if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
         weight = self._match.saved.tensors.get(each.weight)
         alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
