@@ -254,6 +254,7 @@ class Lane:
             retry=self._retry.call,
             known=self._known,
             before_put=self._confirm,
+            read_all=self._workers.stream,
         )
 
     def _confirm(self) -> None:

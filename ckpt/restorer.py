@@ -196,6 +196,7 @@ class Restorer:
             found = origin.manifest()
             rank, world = self._coordinator.rank, self._coordinator.world_size
             matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
+            found = origin.filled(found, [(leaf.name, leaf.boxes) for leaf in matched.wanted])
             plan = plan_restore(found.manifest, matched.wanted)
         cache = ReadThrough(
             tiers if self._read_through and self._selection.only is None else (), origin, found,

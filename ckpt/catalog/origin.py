@@ -8,23 +8,25 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+from ckpt.catalog.fragments import filled, load_fragment, read_fragment
 from ckpt.catalog.index import read_packed
-from ckpt.catalog.verify import Span, check_chunks, read_fragment
+from ckpt.catalog.missed import Missed, Told
+from ckpt.catalog.parts import Parts
+from ckpt.catalog.verify import Span, check_chunks
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.checksum import verify
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import File, FragmentRef, Manifest, stored_size
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.rebase import rebase, same_file
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.plan.sources import Reach, reach_of, verdict, without
@@ -89,6 +91,8 @@ class Origin:
         self._manifests: dict[int, Manifest] = {}
         self._places: dict[int, Mapping[int, tuple[str, int]]] = {}
         self._here: Manifest | None = None
+        self._packed = b""
+        self._parts: Parts | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
         self._repairs: dict[tuple[str, str], Repair] = {}
 
@@ -119,7 +123,30 @@ class Origin:
 
         position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
         self._here = self._manifests[position] = manifest
-        return Found(position, manifest, packed)
+        self._packed = packed
+        self._parts = Parts(manifest, partial(self._read_part, position))
+        return Found(position, self._parts.outline, packed)
+
+    def filled(self, found: Found, wanted: Iterable[tuple[str, Iterable[Box]]] | None) -> Found:
+        """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted`` (names, boxes), or all (None). Once, before anything is read.
+
+        Raises:
+            IntegrityError, StorageError: A fragment is intact nowhere.
+        """
+        here = self._here
+        if here is None or self._parts is None or not here.by_reference:
+            return found
+        self._here = self._manifests[found.position] = self._parts.filled(wanted, key=self.ref.manifest)
+        return replace(found, manifest=self._here)
+
+    def _read_part(self, first: int, manifest: Manifest, named: FragmentRef, file: File | None) -> Fragment:
+        """A fragment of a manifest by reference: of the source that has the manifest, if it can."""
+
+        def work(position: int) -> Fragment:
+            load = partial(load_fragment, self.sources[position], self.ref, manifest, named, file)
+            return self._retry.call(load)[0]
+
+        return self._nearest(self.ref.key(named.name), 0, work, first=first)[1]
 
     def layout(self, position: int) -> Manifest:
         """How files lie on a source: as its own manifest says, else as that which was found. Asked when the source is needed."""
@@ -130,7 +157,7 @@ class Origin:
             known = self._here
             if self.gone(position, "") is None and self.gone(position, self.ref.manifest) is None:
                 try:
-                    known, _ = read_packed(self.sources[position], self.ref, retry=self._retry)
+                    known = self._read_layout(position, self._here)
                     self.listing.add(position)
                 except (IntegrityError, StorageError) as error:
                     if reach_of(error) is Reach.STORE:
@@ -138,6 +165,18 @@ class Origin:
             with self._lock:
                 self._manifests[position] = known
         return known
+
+    def _read_layout(self, position: int, here: Manifest) -> Manifest:
+        manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
+        if packed == self._packed:
+            return here
+
+        def read(named: FragmentRef, file: File | None) -> Fragment:
+            return self._retry.call(
+                partial(load_fragment, self.sources[position], self.ref, manifest, named, file)
+            )[0]
+
+        return filled(manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest)
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
@@ -236,14 +275,14 @@ class Origin:
             IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
         """
         assert self._here is not None
-        told: _Told = {}
+        told: Told = {}
         given: list[RestorePlan] = []
         for position, source in enumerate(self.sources):
             if not plan.reads:
                 given.append(plan)
                 continue
             pairs = rebase(plan.reads, self._here, self.layout(position))
-            missed = _Missed(self, position, pairs, told)
+            missed = Missed(self, position, pairs, told)
             read_plan(
                 replace(plan, reads=tuple(moved for _, moved in pairs)),
                 sink,
@@ -335,9 +374,11 @@ class Origin:
         else:
             self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
 
-    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T]) -> tuple[int, T]:
+    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
+        """``first``: where to begin; those before it come last."""
         told: list[tuple[str, Exception]] = []
-        for position, source in enumerate(self.sources):
+        for position in (*range(first, len(self.sources)), *range(first)):
+            source = self.sources[position]
             error = self.gone(position, key)
             if error is None:
                 try:
@@ -347,42 +388,3 @@ class Origin:
             self.failed(position, key, error, nbytes)
             told.append((source.url, error))
         raise verdict(told, key)
-
-
-_Told = dict[tuple[int, int], list[tuple[str, Exception]]]
-"""By file and offset of a chunk: what each source said that was asked for it."""
-
-
-class _Missed:
-    """The chunks that one source could not give. Threads: ``guard`` from any."""
-
-    def __init__(
-        self, origin: Origin, position: int, pairs: Sequence[tuple[ChunkRead, ChunkRead]], told: _Told
-    ) -> None:
-        self._origin, self._position, self._told = origin, position, told
-        self._meant = {(moved.rank, moved.offset): read for read, moved in pairs}
-        self._last = position + 1 == len(origin.sources)
-        self.reads: list[ChunkRead] = []
-
-    def guard(self, run: Run, read: Callable[[Run], None]) -> None:
-        """Of a run that fails each chunk is read by itself: the others may be intact."""
-        key, _ = self._origin.file_at(self._position, run.rank)
-        error = self._origin.gone(self._position, key)
-        if error is None:
-            try:
-                return read(run)
-            except Exception as raised:  # noqa: BLE001 - judged there
-                if len(run.reads) > 1 and reach_of(raised) is Reach.CHUNK:
-                    for one in coalesce(run.reads, most_bytes=0, gap_bytes=0):
-                        self.guard(one, read)
-                    return None
-                error = raised
-        self._origin.failed(self._position, key, error, sum(chunk.stored_nbytes for chunk in run.reads))
-        for chunk in run.reads:
-            meant = self._meant[chunk.rank, chunk.offset]
-            told = self._told.setdefault((meant.rank, meant.offset), [])
-            told.append((self._origin.sources[self._position].url, error))
-            if self._last:
-                raise verdict(told, key) from error
-            self.reads.append(meant)
-        return None

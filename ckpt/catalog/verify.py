@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.fragments import read_fragment
 from ckpt.catalog.index import read_manifest
 from ckpt.errors import (
     AccessDenied,
@@ -29,25 +30,21 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.model.checksum import checksum
 from ckpt.model.checksum import verify as verify_bytes
-from ckpt.model.encoding import unpack
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import (
     Chunk,
     Encoding,
     File,
-    Fragment,
     FragmentRef,
     Manifest,
     stored_lengths,
     stored_size,
 )
-from ckpt.model.validate import check_fragment
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
 
 OnProgress = Callable[[int, int], None]
 """Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
@@ -227,31 +224,6 @@ def check_chunks(span: Span, data: memoryview) -> list[ChecksumMismatch]:
             found.append(error)
         begin += length
     return found
-
-
-def read_fragment(
-    backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
-) -> bytes:
-    """The bytes of a fragment that is the one the manifest was merged from.
-
-    Raises:
-        ObjectNotFound: It is missing.
-        ChecksumMismatch, ManifestCorrupt: It is another, or damaged.
-    """
-    key = ref.key(named.name)
-    size = backend.head(key).size
-    if size != named.size:
-        raise ManifestCorrupt(key, f"has {size} bytes, should have {named.size}")
-    data = read_object(backend, key, limit=named.size)
-    if checksum(data) != named.checksum:
-        raise ChecksumMismatch(key, 0, len(data))
-    fragment = check_fragment(unpack(data, Fragment, key=key), key=key)
-    mine = (fragment.step, fragment.attempt, fragment.rank, fragment.world_size, fragment.chunk_bytes)
-    if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
-        raise ManifestCorrupt(key, "belongs to another save")
-    if fragment.file != file:
-        raise ManifestCorrupt(key, "its data file is not the one that the manifest tells of")
-    return data
 
 
 class Meter:

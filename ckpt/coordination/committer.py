@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from ckpt.coordination.api import Coordinator
@@ -39,9 +40,10 @@ from ckpt.errors import (
     placed,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
+from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import Fragment, FragmentRef
+from ckpt.model.manifest import FragmentRef
+from ckpt.model.packed import Packed, Part, read_part
 from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, read_object
@@ -63,6 +65,14 @@ def _at_once(work: Callable[[], T], /) -> T:
     return work()
 
 
+ReadAll = Callable[[Iterable[Callable[[], Part]]], Iterator[Part]]
+"""Calls all of it, perhaps on several threads; results come in order, and few of them wait."""
+
+
+def _in_turn(reads: Iterable[Callable[[], Part]]) -> Iterator[Part]:
+    return (read() for read in reads)
+
+
 class Committer:
     """Commits saves of one attempt to one tier.
 
@@ -72,6 +82,7 @@ class Committer:
         name: Tells this tier's subjects from those of others.
         timeout: Seconds the leader waits for the last rank's word.
         retry: Calls what it is given, again where the store only stumbled.
+        read_all: See `ReadAll`.
     """
 
     def __init__(
@@ -84,8 +95,10 @@ class Committer:
         retry: Retry = _at_once,
         known: Known | None = None,
         before_put: Callable[[], None] = lambda: None,
+        read_all: ReadAll = _in_turn,
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
+        self._read_all = read_all
         self._retry, self._known, self._before_put = retry, known or Known(), before_put
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
@@ -159,19 +172,18 @@ class Committer:
                 return action
 
     def _merged(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> bytes:
-        parts = [(self._read(ref, fragment), fragment) for fragment in fragments]
-        manifest = merge(parts, self._known)
-        self._known.parts = {part.rank: part for part, _ in parts}
-        return pack(manifest)
+        reads = (partial(self._read, ref, fragment) for fragment in fragments)
+        return pack(merge(zip(self._read_all(reads), fragments, strict=True), self._known))
 
-    def _read(self, ref: StepRef, fragment: FragmentRef) -> Fragment:
+    def _read(self, ref: StepRef, fragment: FragmentRef) -> Part:
         key = ref.key(fragment.name)
         data = self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
-        return check_fragment(
-            unpack(data, Fragment, key=key), key=key, known=self._known.parts.get(fragment.rank)
-        )
+        part = read_part(data, key=key)
+        if isinstance(part, Packed):  # checked as it is merged
+            return part
+        return check_fragment(part, key=key, known=self._known.parts.get(fragment.rank))
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
