@@ -43,6 +43,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         form: A zstd frame of a `Form`, or empty if there is no file.
         offsets: A zstd frame: for each shard of the form its offsets in the global tensor, as many numbers as the form has dimensions.
         checksums: 16 bytes for each chunk.
+        replicas: A zstd frame of the JSON object, or empty if there are none.
         encoded: One length: that of the file.
         lengths: If the file is encoded: for each chunk its length there.
     """
@@ -61,7 +62,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tied: dict[str, str]
     tree: msgspec.Raw
     per_rank: msgspec.Raw
-    replicas: msgspec.Raw
+    replicas: bytes
     metadata: msgspec.Raw
     encoded: tuple[Encoding, ...] = ()
     lengths: bytes = b""
@@ -144,7 +145,9 @@ def pack_fragment(fragment: Fragment) -> Packed:
         tied=fragment.tied,
         tree=fragment.tree,
         per_rank=fragment.per_rank,
-        replicas=msgspec.Raw(msgspec.json.encode(fragment.replicas, order="deterministic")),
+        replicas=zstd.compress(msgspec.json.encode(fragment.replicas, order="deterministic"))
+        if fragment.replicas
+        else b"",
         metadata=fragment.metadata,
         encoded=tuple(Encoding(each.rank, each.codec, (each.size,)) for each in encoded),
         lengths=_bytes([length for each in encoded for length in each.lengths]),
@@ -214,10 +217,10 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
     )
 
 
-def replicas_of(raw: bytes | msgspec.Raw, *, key: str) -> dict[str, str]:
+def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
     """Digests by name, of what a packed fragment has in ``replicas``."""
     try:
-        return msgspec.json.decode(raw, type=dict[str, str])
+        return msgspec.json.decode(_unpacked(frame, key), type=dict[str, str]) if frame else {}
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
 

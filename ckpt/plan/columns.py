@@ -76,7 +76,7 @@ class Gathered:
             )
         )  # fmt: skip
 
-    def _text(self, raw: msgspec.Raw) -> bytes:
+    def _text(self, raw: msgspec.Raw | bytes) -> bytes:
         """A copy: what a decoder gives holds on to all of its fragment."""
         text = bytes(raw)
         return self._texts.setdefault(checksum(text), text)
