@@ -29,10 +29,10 @@ demo-tiers: $(STAMP) ## one training, three tiers (memory, disk, S3), killed and
 	$(BIN)/python examples/demo_tiers.py $(ARGS)
 
 test: $(STAMP) ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.adapters.local_shards import LocalShards
     from ckpt.adapters.per_rank import PerRank, RngState
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "CheckpointManager": "ckpt.manager",
     "CkptError": "ckpt.errors",
+    "LocalShards": "ckpt.adapters.local_shards",
     "PendingSave": "ckpt.pending",
     "PerRank": "ckpt.adapters.per_rank",
     "RestoreReport": "ckpt.report",
@@ -35,6 +37,7 @@ _ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's
 __all__ = [
     "CheckpointManager",
     "CkptError",
+    "LocalShards",
     "PendingSave",
     "PerRank",
     "RestoreReport",

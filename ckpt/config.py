@@ -101,7 +101,7 @@ class Tier:
         keep_last: How many of the newest steps it keeps; None for all.
         keep_every: Beside those, every step that is a multiple of this.
         keep_best: Beside those, the steps with the best metric, as ``save_async(metrics=...)`` was told: ("loss", "min") for one, ("accuracy", "max", 3) for three.
-        capacity: Bytes that checkpoints may take there, reckoned without any codec, such as "200GB" or 200 << 30. Before a save that would exceed it the oldest go, but never the newest unless it lies elsewhere too,
+        capacity: Bytes that checkpoints may take there, such as "200GB" or 200 << 30. Before a save that would exceed it the oldest go, but never the newest unless it lies elsewhere too,
             nor what a farther tier still waits for.
         codec: "zstd" compresses what is written there ("zstd:3": with level 3, slower), "none" leaves files as safetensors.
         required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.

@@ -44,13 +44,14 @@ class StepDamaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """A restore took from a farther tier what ``tier`` should have had intact: ``nbytes`` of the file ``key`` (empty: the tier did not answer at all)."""
+    """A restore took from a farther tier what ``tier`` should have had intact: ``nbytes`` of the file ``key`` (empty: the tier did not answer at all). ``mended``: it is whole there again."""
 
     step: int
     tier: str
     key: str
     reason: str
     nbytes: int
+    mended: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

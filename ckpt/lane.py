@@ -59,8 +59,9 @@ class Lane:
         *,
         waiting: Callable[[], frozenset[StepRef]] = frozenset,
         elsewhere: Callable[[StepRef], bool] = lambda _: False,
+        needed: Callable[[], frozenset[StepRef]] | None = None,
     ) -> None:
-        """``waiting``: steps that farther tiers still read from here. ``elsewhere``: whether another durable tier has a step."""
+        """``waiting``: steps that farther tiers still read from here. ``elsewhere``: whether another durable tier has a step. ``needed``: what no rule takes off, those that wait if left out."""
         self.tier = tier
         self.restored_step: int | None = None
         self._turn = (
@@ -71,7 +72,7 @@ class Lane:
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         self._pruner: Pruner | None = None
         if coordinator.rank == LEADER and not self.in_memory:
-            self._pruner = Pruner(tier, coordinator.attempt, config, protected=waiting)
+            self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
         self._room: Room | None = None
         if tier.tier.capacity is not None:
             self._room = Room(
@@ -138,6 +139,8 @@ class Lane:
             raise rebuild(verdict, job.ref.step)
         if self._latest is None or self._latest < job.ref:
             self._latest = job.ref
+        if self._room is not None:
+            self._room.settle(job.ref, restored=self.restored_step)
         return chunks
 
     def _make_durable(
@@ -177,6 +180,11 @@ class Lane:
             self._backend.head(ref.manifest)
             return True
         return False
+
+    def claim(self) -> None:
+        """Make the root ours. Raises ``RootInUse`` if another job has it."""
+        with self._turn, about(self.url):
+            self._take_over()
 
     def sweep(self, *, but_newest: bool = False) -> None:
         """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the leader."""
@@ -278,18 +286,22 @@ class Lane:
         try:
             if self._taken is not None:
                 self._retry.call(lambda: confirm(self._backend, self._owner))
-            else:
-                self._retry.call(lambda: claim(self._backend, self._owner))
-                done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
-                # what lies after the step that was restored is history given up: it may be lived again
-                self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
+            taken = self._take_over()
         except CkptError as error:
             return placed(error, self.url)
-        if ref.step in self._taken:
+        if ref.step in taken:
             return StepExists(ref.step, self.url)
-        if not self.in_memory and (newest := max(self._taken, default=-1)) > ref.step:
+        if not self.in_memory and (newest := max(taken, default=-1)) > ref.step:
             return HistoryHidden(ref.step, newest, self.url)
         return None
+
+    def _take_over(self) -> set[int]:
+        """Make the root ours, if it is not yet; returns the steps that were there then, but for history given up: it may be lived again."""
+        if self._taken is None:
+            self._retry.call(lambda: claim(self._backend, self._owner))
+            done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
+            self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
+        return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""

@@ -14,7 +14,8 @@ from typing import Any, Final, Self, Unpack
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import Collected, Memory, collect, walk_objects
+from ckpt.adapters.collect import Collected, collect, walk_objects
+from ckpt.adapters.memory import Memory
 from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
@@ -36,6 +37,7 @@ from ckpt.restorer import Restorer
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
+from ckpt.stop import STOP_SIGNALS, StopSignals
 from ckpt.storage.tiers import as_tiers, open_tiers
 
 _log = logging.getLogger("ckpt")
@@ -96,6 +98,7 @@ class CheckpointManager:
         self._trials: dict[int, int] = {}
         self._last_step: int | None = None
         self._restores = 0
+        self._stop: StopSignals | None = None
         # outlive a restore: a tier that does not answer must not hold it up
         self._listers = Workers("list", 4 * len(self._tiers))
         self._closed = False
@@ -160,13 +163,18 @@ class CheckpointManager:
         began = time.perf_counter()
         self._check_open()
         step = self._last_step = step_of(state, step, last=self._last_step)
+        if self._stop is not None and self._stop.requested(step):
+            self._background.saver.last_step = step
+            if step in self._saved:  # just now, since it was its turn
+                return self._pending[-1]
         trial = self._trials.get(step, 0)
         self._trials[step] = trial + 1
         # another try at a step has a folder of its own: nothing that may be committed is ever written again
         ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
         reason = UNHEARD
         try:
-            self._raise_unheard()
+            if step != self._background.saver.last_step:  # nothing may come before that one
+                self._raise_unheard()
             reason = ""
             if step in self._saved:
                 raise StepExists(step, self._tiers[0].url)
@@ -230,12 +238,13 @@ class CheckpointManager:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
                 serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
+                waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
         if report is not None:
             self._last_step = report.step
-            self._background.saver.set_restored(report.step)
+            self._background.saver.set_restored(StepRef(report.step, report.attempt))
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
@@ -253,6 +262,22 @@ class CheckpointManager:
 
     # -- the end ------------------------------------------------------------------------------------------------------------
 
+    def on_signals(self, *signals: int, grace_seconds: float = 25.0, reraise: bool = True) -> StopSignals:
+        """Hear SIGTERM and SIGUSR1 (or ``signals``) from now on: ``requested(step)`` of what is returned says, on all ranks alike, after which step to save once more and leave.
+
+        ``close`` then ends the process as the signal would have (with ``reraise=False`` it only returns), at the latest after ``grace_seconds``. That last save goes to every tier and waits for a slot.
+        All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.stop.StopSignals`.
+        """
+        self._check_open()
+        self._stop = StopSignals(
+            self._coordinator,
+            signals or STOP_SIGNALS,
+            grace_seconds=grace_seconds,
+            reraise=reraise,
+            owner=self,
+        )
+        return self._stop
+
     def close(self) -> None:
         """Finish every save, free memory and threads. Raises the first error that nobody has heard of; a second call does nothing."""
         if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
@@ -267,6 +292,8 @@ class CheckpointManager:
         self._listers.close()
         for tier in self._tiers:
             tier.backend.close()
+        if self._stop is not None:
+            self._stop.close()
         self._raise_unheard()
 
     def __enter__(self) -> Self:
@@ -295,16 +322,13 @@ class CheckpointManager:
             return pending
         collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
         prepared = self._plans.prepare(collected)
-        slot = self._background.acquire(prepared.plan.size, wait=self._config.on_busy == "wait")
+        wait = self._config.on_busy == "wait" or self._background.saver.last_step == ref.step
+        slot = self._background.acquire(prepared.plan.size, wait=wait)
         if slot is None:
             return self._skip(ref, trial)
         try:
-            snapshot = prepared.snapshot(
-                slot,
-                collected.parts,
-                ref.step,
-                overlap=self._config.overlap == "auto" and not self._fence.captured,
-            )
+            overlap = self._config.overlap == "auto" and not self._fence.captured
+            snapshot = prepared.snapshot(slot, collected.parts, ref.step, overlap=overlap)
             job = self._job(ref, trial, prepared, snapshot, collected, metrics)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
@@ -332,21 +356,12 @@ class CheckpointManager:
         collected: Collected,
         metrics: dict[str, float],
     ) -> SaveJob:
-        told = metrics and self._coordinator.rank == LEADER
+        told = {**self._metadata, METRICS: metrics} if metrics and self._coordinator.rank == LEADER else None
         return SaveJob(
-            ref=ref,
-            trial=trial,
-            plan=prepared.plan,
-            image=snapshot.window,
-            tied=collected.tied,
-            tree=dumps(collected.tree, "state"),
-            per_rank=dumps(collected.per_rank, "state"),
-            replicas=snapshot.replicas,
-            metadata=to_json("metadata", {**self._metadata, METRICS: metrics})
-            if told
-            else self._packed_metadata,
-            created_at=time.time(),
-        )
+            ref=ref, trial=trial, plan=prepared.plan, image=snapshot.window, tied=collected.tied,
+            tree=dumps(collected.tree, "state"), per_rank=dumps(collected.per_rank, "state"), replicas=snapshot.replicas,
+            metadata=to_json("metadata", told) if told else self._packed_metadata, created_at=time.time(),
+        )  # fmt: skip
 
     def _end(self, pending: PendingSave, error: CkptError | None) -> None:
         skipped = isinstance(error, SaveSkipped | TierBehind)

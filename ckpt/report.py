@@ -16,7 +16,7 @@ class RestoreReport:
         nbytes: Bytes that landed in this rank's state; ``read_bytes`` were read for it.
         seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
         skipped: Newer (step, reason) that were damaged.
-        repaired: What nearer tiers should have had intact, and came from farther ones; of this rank.
+        repaired: What nearer tiers should have had intact, and came from farther ones; of this rank. What could be written anew there is ``mended``.
         cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
         missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
     """

@@ -92,11 +92,12 @@ class Restorer:
         listers: Workers,
         read_through: bool = True,
         selection: Selection = ALL,
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
     ) -> None:
-        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended."""
+        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended. ``waiting``: steps that saves under way read from nearer tiers."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry, self._listers = RetryPolicy(), listers
-        self._read_through, self._selection = read_through, selection
+        self._read_through, self._selection, self._waiting = read_through, selection, waiting
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
 
@@ -201,7 +202,7 @@ class Restorer:
         cache = ReadThrough(
             tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
-            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry,
+            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
         )  # fmt: skip
         cache.look(plan)
         return _Fit(found, matched, plan, cache)
@@ -211,6 +212,7 @@ class Restorer:
         sink = TensorSink(fit.matched.wanted, fit.matched.targets)
         left = fit.cache.fill(fit.plan, sink)
         given = origin.read(left, sink, workers=self._workers)
+        fit.cache.mend()
         nbytes = Counter({fit.found.position: 0, **fit.cache.taken})
         for position, part in enumerate(given):
             for read in part.reads:

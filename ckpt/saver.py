@@ -13,8 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
+from ckpt.catchup import CatchUp, Way
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.committer import LEADER
 from ckpt.drain import Drain, Waiting
 from ckpt.errors import SaveSkipped, TensorChanged
 from ckpt.lane import Lane
@@ -65,8 +67,9 @@ class Saver:
                 tier,
                 coordinator.clone() if tier.index else coordinator,
                 config,
-                waiting=self._waiting,
+                waiting=self.waiting,
                 elsewhere=partial(self._elsewhere, tier),
+                needed=self._needed,
             )
             for tier in tiers
         ]
@@ -81,16 +84,19 @@ class Saver:
             )
             for lane in self._lanes[1:]
         }
+        self._catch_up = self._catching_up(coordinator, config)
         self._lock = threading.Lock()
         self._durable_step = -1
         self._leaving: set[StepRef] = set()
         self._swept = False
         self._untaken: int | None = None
+        self.last_step: int | None = None
+        """Goes to every tier: the job stops after it (`ckpt.stop`)."""
         self._on_room = on_room
 
     def lanes_of(self, step: int) -> list[Lane]:
         """The tiers that ``step`` goes to, nearest first."""
-        return [lane for lane in self._lanes if lane.tier.takes(step)]
+        return [lane for lane in self._lanes if lane.tier.takes(step) or step == self.last_step]
 
     def names_of(self, step: int) -> dict[str, str]:
         """Where ``step``, which is asked for now, goes, nearest first: URL -> what the user calls it."""
@@ -98,11 +104,13 @@ class Saver:
         self._untaken = None if names else step
         return names
 
-    def set_restored(self, step: int) -> None:
-        """The job goes on from ``step``. Older steps that an earlier job has left in memory are of no use any more."""
-        self._durable_step = min(self._durable_step, step)
+    def set_restored(self, ref: StepRef) -> None:
+        """The job goes on from ``ref``. Older steps that an earlier job has left in memory are of no use any more."""
+        self._durable_step = min(self._durable_step, ref.step)
+        if self._catch_up is not None:
+            self._catch_up.restored(ref)
         for lane in self._lanes:
-            lane.restored_step = step
+            lane.restored_step = ref.step
             lane.sweep(but_newest=True)
 
     def run(self, job: SaveJob, listener: Listener, *, intact: Callable[[], None]) -> None:
@@ -162,6 +170,8 @@ class Saver:
             lane.hurry()
         for drain in self._drains.values():
             drain.close()
+        if self._catch_up is not None:
+            self._catch_up.close()
         for lane in self._lanes:
             lane.close(self._durable_step)
 
@@ -216,6 +226,8 @@ class Saver:
         if not lane.in_memory:
             with self._lock:
                 self._durable_step = max(self._durable_step, ref.step)
+            if self._catch_up is not None:
+                self._catch_up.begin()
         if not self._swept:
             self._swept = True  # what an earlier job left in memory is outdated now
             for each in self._lanes:
@@ -223,10 +235,34 @@ class Saver:
             self._on_room()
         lane.prune_later()
 
-    def _waiting(self) -> frozenset[StepRef]:
+    def waiting(self) -> frozenset[StepRef]:
         """Steps that a nearer tier must keep for a farther one."""
         with self._lock:
             return frozenset(self._leaving).union(*(drain.waiting for drain in self._drains.values()))
+
+    def _catching_up(self, coordinator: Coordinator, config: SaveConfig) -> CatchUp | None:
+        """On the leader, where a durable tier has others behind it."""
+        durable = [lane for lane in self._lanes if not lane.in_memory]
+        if coordinator.rank != LEADER or len(durable) < 2:
+            return None
+        ways = [
+            Way(
+                tier=lane.tier,
+                claim=lane.claim,
+                is_busy=partial(self._is_busy, lane.url),
+                committed=lane.prune_later,
+            )
+            for lane in durable[1:]
+        ]
+        return CatchUp(durable[0].tier, ways, coordinator.attempt, config)
+
+    def _is_busy(self, url: str) -> bool:
+        return bool(self._drains[url].waiting)
+
+    def _needed(self) -> frozenset[StepRef]:
+        """Steps that no rule may take from a nearer tier yet."""
+        late = self._catch_up.needed() if self._catch_up is not None else frozenset[StepRef]()
+        return self.waiting() | late
 
     def _elsewhere(self, here: OpenTier, ref: StepRef) -> bool:
         """Whether a durable tier other than ``here`` has the step."""

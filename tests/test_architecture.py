@@ -7,7 +7,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -228,12 +227,13 @@ def test_the_command_line_does_not_import_torch(saved: Path, tmp_path: Path, com
     assert "torch imported: False" in done.stderr
 
 
-def test_help_answers_within_a_third_of_a_second(tmp_path: Path) -> None:
-    seconds: list[float] = []
+def test_help_takes_a_third_of_a_second_of_processor_time(tmp_path: Path) -> None:
+    seconds: list[float] = []  # not of the clock: other tests run beside this one
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         done = run_cli("--help", root=tmp_path)
-        seconds.append(time.perf_counter() - start)
+        after = os.times()
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
         assert done.returncode == 0, done.stderr
         assert "restore" in done.stdout
     assert statistics.median(seconds) < HELP_SECONDS, seconds

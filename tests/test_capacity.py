@@ -42,6 +42,58 @@ def test_the_oldest_go_before_a_save_that_would_exceed_it(tmp_path, caplog):
     assert "step 3 was evicted" in caplog.text
 
 
+def weights(step: int) -> dict[str, torch.Tensor]:
+    """Of 400 kB, which zstd makes about a seventh smaller."""
+    return {"x": torch.randn(100_000, generator=torch.Generator().manual_seed(step))}
+
+
+def test_behind_a_codec_counts_what_is_stored(tmp_path):
+    """Five raw images would not fit, five encoded ones do; also for a job that begins with them there."""
+    with CheckpointManager(Tier(str(tmp_path / "all"), codec="zstd")) as manager:
+        manager.save(weights(0), 0)
+    stored = size_of(tmp_path / "all")
+    assert stored < 0.9 * IMAGE
+    tier = Tier(str(tmp_path / "runs"), codec="zstd", capacity=5 * stored + stored // 3)
+    for steps in ((1, 2, 3), (4, 5, 6, 7)):
+        with CheckpointManager(tier) as manager:
+            manager.restore(weights(0))
+            for step in steps:
+                manager.save(weights(step), step)
+                assert size_of(tmp_path / "runs") <= tier.capacity_bytes
+    assert whole(tmp_path / "runs") == [3, 4, 5, 6, 7]
+
+
+def test_a_checkpoint_that_fits_only_behind_its_codec_is_saved(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    with CheckpointManager([Tier(str(near), codec="zstd", capacity=IMAGE - 20_000), far]) as manager:
+        for step in (1, 2):
+            manager.save(weights(step), step)
+    assert (whole(near), whole(far)) == ([2], [1, 2])
+
+
+def test_what_the_codec_did_not_shrink_as_before_goes_off_after_the_commit(tmp_path):
+    """Of zeros are those that lie there when one comes that is not: it was reckoned as small as they are."""
+    with CheckpointManager(Tier(str(tmp_path / "other"), codec="zstd")) as manager:
+        manager.save(weights(1), 1)
+    root, random_bytes = tmp_path / "runs", size_of(tmp_path / "other")
+    with CheckpointManager(Tier(str(root), codec="zstd", capacity=random_bytes)) as manager:
+        for step in (1, 2, 3):
+            manager.save({"x": torch.zeros(100_000)}, step)
+        assert whole(root) == [1, 2, 3]
+        manager.save(weights(4), 4)
+        assert size_of(root) <= random_bytes
+    assert whole(root) == [4]
+
+
+def test_what_is_larger_than_the_capacity_also_behind_its_codec_is_told(tmp_path, caplog):
+    with CheckpointManager(Tier(str(tmp_path), codec="zstd", capacity=IMAGE // 2)) as manager:
+        manager.save(weights(1), 1)
+        assert "more than the capacity" in caplog.text
+        with pytest.raises(OutOfSpace, match=r"before the codec.* is larger than the capacity"):
+            manager.save(weights(2), 2)
+    assert whole(tmp_path) == [1]
+
+
 def test_what_an_earlier_job_has_left_counts_too(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         for step in range(1, 5):

@@ -343,7 +343,7 @@ def test_a_slow_store_costs_the_caller_nothing_while_a_slot_is_free(memory: str,
     with CheckpointManager(memory) as manager:
         began = time.perf_counter()
         one, two = manager.save_async({"x": 1}, 1), manager.save_async({"x": 2}, 2)
-        assert time.perf_counter() - began < 0.2
+        assert time.perf_counter() - began < 0.35
         assert not one.done()
         assert not two.done()
 

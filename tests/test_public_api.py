@@ -12,6 +12,7 @@ import ckpt
 PUBLIC = {
     "CheckpointManager",
     "CkptError",
+    "LocalShards",
     "PendingSave",
     "PerRank",
     "RestoreReport",

@@ -115,7 +115,7 @@ def test_ten_saves_are_pruned_beside_the_saving_and_not_in_it(tmp_path, monkeypa
             return getattr(slow, name)
 
         def delete(self, key: str) -> None:
-            time.sleep(0.2)
+            time.sleep(0.4)  # 3.6 s in all, were it done within the saves
             slow.delete(key)
 
     monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: Slow())
@@ -123,7 +123,7 @@ def test_ten_saves_are_pruned_beside_the_saving_and_not_in_it(tmp_path, monkeypa
     began = time.perf_counter()
     for step in range(4):
         manager.save({"x": torch.ones(3)}, step)
-    assert time.perf_counter() - began < 0.55
+    assert time.perf_counter() - began < 2
     manager.close()
     assert whole(tmp_path) == [3]
 

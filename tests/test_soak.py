@@ -76,7 +76,7 @@ def train(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize("overlap", ["auto", pytest.param("off", marks=pytest.mark.torture)])
 def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -> None:
     state = job()
     train(state)

@@ -16,18 +16,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.memory import Memory
 from ckpt.adapters.modules import (
-    ModuleItems,
     Parameters,
     check_optimizer,
     items_of,
     name_groups,
-    raw_state,
     state_name,
     unwrapped,
 )
 from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, same_view
+from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, is_plain, same_view
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 
@@ -59,37 +59,6 @@ class Collected:
             else:
                 found.append(part)
         return found
-
-
-class Memory:
-    """What the last walk found, so that the next need not look at it twice.
-
-    Threads: the training thread.
-    """
-
-    def __init__(self) -> None:
-        self.segments: dict[str, Segment] = {}
-        self.tables: dict[str, Table] = {}
-        self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
-
-    def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
-        raw = raw_state(module)
-        keys, values = tuple(raw), tuple(raw.values())
-        known = self.modules.get(path)
-        if known is None or known[0] is not module or known[1] != keys or not _same_tensors(known[2], values):
-            known = self.modules[path] = (module, keys, values, items_of(path, module))
-        return known[3]
-
-    def forget(self) -> None:
-        """Let go of all tensors."""
-        self.segments.clear()
-        self.tables.clear()
-        self.modules.clear()
-
-
-def _same_tensors(known: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return all(one is two and isinstance(one, torch.Tensor) for one, two in zip(known, now, strict=True))
 
 
 def collect(
@@ -163,7 +132,7 @@ class _Walk:
     def other(self, value: object, path: str) -> Node:
         """The hook of ``encode`` for what is not plain."""
         match value:
-            case torch.Tensor():
+            case torch.Tensor() | LocalShards():
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # no subclass: those are not plain
                 return self._table(value, path)
@@ -191,31 +160,42 @@ class _Walk:
 
     # -- tensors alone ------------------------------------------------------------------------------------------------------
 
-    def _tensor(self, name: str, tensor: torch.Tensor) -> str:
+    def _tensor(self, name: str, tensor: Source) -> str:
         """Register a tensor that belongs to no module or optimizer; returns the name its bytes are stored under."""
-        if self._inside and isinstance(tensor, DTensor):
+        if self._inside and isinstance(tensor, DTensor | LocalShards):
             raise UnsupportedValue(
                 name,
-                "DTensor in a state_dict()",
-                "put the module or optimizer that it belongs to into the state itself",
+                f"{type(tensor).__name__} in a state_dict()",
+                "put it, or the module or optimizer that it belongs to, into the state itself",
             )
         if self._alone:  # its own bytes: what ranks share must not hang on what they do not
+            if isinstance(tensor, LocalShards):
+                raise UnsupportedValue(name, "LocalShards in a PerRank", "put it into the state itself")
             name = f"{name}@{self._rank}"
             self.out.parts.append(Held(name, tensor, late=False, replicas=()))
             return name
         stored = self._stored(name, tensor, self._seen, self._at)
         if stored == name:
-            self.out.parts.append(Held(name, tensor, late=False, replicas=()))
+            self.out.parts.append(Held(name, tensor, late=self._has_owner(tensor), replicas=()))
         else:
             self.out.tied[name] = stored
         return stored
 
-    def _stored(self, name: str, tensor: torch.Tensor, seen: dict[int, str], at: At) -> str:
+    def _has_owner(self, tensor: Source) -> bool:
+        """Whether a fenced optimizer is all that changes it."""
+        if not isinstance(tensor, LocalShards) or tensor.owner is None:
+            return False
+        owner = unwrapped(tensor.owner)
+        if not any(known is owner for known in self.out.optimizers):
+            self.out.optimizers.append(owner)
+        return True
+
+    def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
         """``name``, or that of an earlier tensor which is this one. All that were seen are kept: no identity comes twice."""
         stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
         if stored is None:
             stored = name
-            if type(tensor) in PLAIN and tensor.layout is torch.strided and (address := tensor.data_ptr()):
+            if is_plain(tensor) and tensor.layout is torch.strided and (address := tensor.data_ptr()):
                 others = (
                     [*self._at.get(address, ()), *at.get(address, ())]
                     if at is not self._at
@@ -241,9 +221,9 @@ class _Walk:
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
 
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
-        """A large dict of plain tensors: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
+        """A large dict of plain tensors or ``LocalShards``: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
         tensors = tuple(value.values())
-        if self._alone or not all(type(tensor) in PLAIN for tensor in tensors):
+        if self._alone or not all(type(tensor) in PLAIN or type(tensor) is LocalShards for tensor in tensors):
             return None
         if not all(type(key) is str and not key.startswith("$") for key in value):
             return None
@@ -254,11 +234,13 @@ class _Walk:
             if not self._lasting:
                 return None
 
-        def named() -> Iterator[Held]:
-            for key, tensor in value.items():
-                yield Held(join(path, key), tensor, late=False, replicas=())
+        late = list(map(self._has_owner, tensors))
 
-        self._segment(path, table.keys, tensors, named)
+        def named() -> Iterator[Held]:
+            for (key, tensor), is_late in zip(value.items(), late, strict=True):
+                yield Held(join(path, key), tensor, is_late, replicas=())
+
+        self._segment(path, (*table.keys, *late), tensors, named)
         segment = self._memory.segments[path]
         if table.node is None or table.segment is not segment:
             names = [join(path, key) for key in value]
@@ -275,7 +257,7 @@ class _Walk:
         self,
         path: str,
         key: Sequence[object],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Source],
         make: Callable[[], Iterator[Held]],
     ) -> None:
         """Register tensors together: as in the last walk if they are the same, else as ``make`` names them."""
@@ -293,9 +275,7 @@ class _Walk:
         self.out.tied.update(segment.tied)
         self.out.parts.append(segment)
 
-    def _build(
-        self, key: Sequence[object], tensors: Sequence[torch.Tensor], candidates: Iterator[Held]
-    ) -> Segment:
+    def _build(self, key: Sequence[object], tensors: Sequence[Source], candidates: Iterator[Held]) -> Segment:
         held: list[Held] = []
         tied: dict[str, str] = {}
         seen: dict[int, str] = {}

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
+from ckpt.model.cuts import Cut, cut_boxes, local_regions
 from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 
@@ -24,19 +25,39 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, held.wait() if hasattr(held, "wait") else held)  # an unfinished collective
 
 
-def signature(tensor: torch.Tensor) -> Hashable:
+def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+    """The memory of each of the ``boxes`` that ``leaf_of`` has found."""
+    if isinstance(source, LocalShards):
+        return source.tensors
+    memory = local(source)
+    if len(boxes) == 1:
+        return (memory,)
+    return [memory[region.slices()] for region in local_regions(boxes)]
+
+
+def signature(tensor: Source) -> Hashable:
     """Equal if and only if ``leaf_of`` and the memory format would be equal."""
+    if isinstance(tensor, LocalShards):
+        formats = tuple((part.device, part.layout) for part in tensor.tensors)
+        return (tensor.dtype, tensor.shape, tensor.boxes, tensor.replicas, formats)
     if isinstance(tensor, DTensor):
         return (tensor._spec, tensor._local_tensor.shape)
     return (tensor.dtype, tensor.shape, tensor.device, tensor.layout)
 
 
-def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
-    """The leaf of ``tensor``. ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor knows its own.
+def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
+    """The leaf of ``tensor``. ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor and ``LocalShards`` know their own.
 
     Raises:
         UnsupportedValue: A partial, sparse, quantized, nested or meta tensor, with the way out.
     """
+    if isinstance(tensor, LocalShards):
+        for part in tensor.tensors:
+            check(name, part)
+        dtype = dtype_name(name, tensor.dtype)
+        return Leaf(
+            name, dtype, tensor.shape, tensor.boxes, tensor.replicas if len(tensor.replicas) > 1 else ()
+        )
     dtype = check(name, tensor)
     if not isinstance(tensor, DTensor):
         return Leaf(
@@ -46,11 +67,15 @@ def leaf_of(name: str, tensor: torch.Tensor, replicas: tuple[int, ...]) -> Leaf:
             (Box.whole(tensor.shape),),
             replicas if len(replicas) > 1 else (),
         )
-    _check_placements(name, tensor)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    box = Box(tuple(offset), tuple(shape))
-    held = (box,) if box.numel or not tensor.numel() else ()
-    return Leaf(name, dtype, tuple(tensor.shape), held, replicas_of(tensor, replicas))
+    boxes = tuple(cut_boxes(tensor.shape, _cuts(name, tensor))) if tensor.device_mesh.get_coordinate() else ()
+    memory = local(tensor)
+    if sum(box.numel for box in boxes) != memory.numel() or (len(boxes) == 1 and boxes[0].shape != memory.shape):
+        raise UnsupportedValue(
+            name,
+            f"DTensor that holds {list(memory.shape)} of {list(tensor.shape)}, which {tensor.placements} on a mesh of {list(tensor.device_mesh.shape)} does not say",
+            "make it with distribute_tensor(), or give LocalShards in its place",
+        )
+    return Leaf(name, dtype, tuple(tensor.shape), boxes, replicas_of(tensor, replicas))
 
 
 def check(name: str, tensor: torch.Tensor) -> str:
@@ -65,12 +90,15 @@ def check(name: str, tensor: torch.Tensor) -> str:
         raise UnsupportedValue(
             name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()"
         )
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UnsupportedValue(
-            name, f"tensor of {tensor.dtype}", "view it as a dtype that safetensors can hold"
-        )
-    return dtype
+    return dtype_name(name, tensor.dtype)
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """As it is stored, if it can be."""
+    found = str(dtype).removeprefix("torch.")
+    if found not in DTYPES:
+        raise UnsupportedValue(name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold")
+    return found
 
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -108,25 +136,26 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
 
 
-def _check_placements(name: str, tensor: DTensor) -> None:
-    for at, placement in enumerate(tensor.placements):
-        if isinstance(placement, Partial):
-            raise UnsupportedValue(
-                name,
-                "DTensor with a partial placement",
-                "reduce it first, with redistribute() to Replicate or Shard",
-            )
-        if isinstance(placement, _StridedShard):
-            parts = 1
-            for dim in range(at + 1, len(tensor.placements)):
-                later = tensor.placements[dim]
-                if isinstance(later, Shard) and later.dim == placement.dim:
-                    parts *= tensor.device_mesh.size(dim)
-            if parts != placement.split_factor:
+def _cuts(name: str, tensor: DTensor) -> Iterator[Cut]:
+    here = tensor.device_mesh.get_coordinate() or ()
+    for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True)):
+        parts = tensor.device_mesh.size(dim)
+        match placement:
+            case Replicate():
+                pass
+            case _StridedShard():
+                yield Cut(placement.dim, parts, at, int(placement.split_factor))
+            case Shard():
+                yield Cut(placement.dim, parts, at)
+            case Partial():
                 raise UnsupportedValue(
-                    name, f"DTensor with placements {tensor.placements}", "redistribute() it to Shard first"
+                    name,
+                    "DTensor with a partial placement",
+                    "reduce it first, with redistribute() to Replicate or Shard",
                 )
-        elif not isinstance(placement, Shard | Replicate):
-            raise UnsupportedValue(
-                name, f"DTensor with placement {placement}", "redistribute() it to Shard or Replicate first"
-            )
+            case _:
+                raise UnsupportedValue(
+                    name,
+                    f"DTensor with placement {placement}",
+                    "redistribute() it to Shard or Replicate first",
+                )

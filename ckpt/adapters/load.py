@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.collect import find_parameters, is_stateful, walk_objects
 from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.modules import fits, items_of, name_groups, new_state, state_name, unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.remake import Remaker
@@ -46,7 +47,7 @@ class Matched:
     """
 
     wanted: list[Leaf] = field(default_factory=list)
-    targets: list[torch.Tensor] = field(default_factory=list)
+    targets: list[Source] = field(default_factory=list)
     actions: list[Callable[[], None]] = field(default_factory=list)
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -155,7 +156,7 @@ class _Match:
         if not self._takes(path) and not (holds_names(target) and self._selection.reaches(path)):
             return
         match target:
-            case torch.Tensor():
+            case torch.Tensor() | LocalShards():
                 self._expect(node, path, "tensor", "array")
                 self._want(node["n"], target)
             case np.ndarray():
@@ -340,7 +341,7 @@ class _Match:
         self._unused.difference_update(self._selection.fitting(name))
         return self._selection.takes(name)
 
-    def _want(self, name: str, target: torch.Tensor) -> None:
+    def _want(self, name: str, target: Source) -> None:
         if name not in self._tensors:
             self._missing.append(name)
             return

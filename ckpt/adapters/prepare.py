@@ -10,12 +10,12 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch.distributed.tensor import DTensor
 
 from ckpt.adapters.collect import Collected
-from ckpt.adapters.layout import leaf_of, local, replicas_of, signature
+from ckpt.adapters.layout import leaf_of, local, memories, replicas_of, signature
 from ckpt.adapters.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.leaf import Leaf
@@ -30,17 +30,25 @@ Part = Segment | Held
 _SMALL_STATE_BYTES: Final = 512  # a step counter, and its entries in the header
 
 
+class _Place(NamedTuple):
+    """Where an item of the plan comes from: ``region`` of the memory of box ``piece`` of its leaf; None if it is all of it."""
+
+    item: int
+    piece: int
+    region: tuple[slice, ...] | None
+
+
 @dataclass(slots=True)
 class Prepared:
     """A plan and the leaves it was made for.
 
     Attributes:
-        by_leaf: For each leaf the plan's items of it: (index of the item, where it lies in the local tensor; None if it is all of it).
+        by_leaf: For each leaf the plan's items of it.
     """
 
     leaves: tuple[Leaf, ...]
     plan: SavePlan
-    by_leaf: tuple[tuple[tuple[int, tuple[slice, ...] | None], ...], ...]
+    by_leaf: tuple[tuple[_Place, ...], ...]
     images: dict[int, tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]]] = field(
         default_factory=dict[int, Any]
     )
@@ -81,9 +89,11 @@ class Prepared:
         for offset, held in enumerate(part.held if isinstance(part, Segment) else (part,)):
             leaf = self.leaves[first + offset]
             # an alias: `parameter.data = other` within the window changes what the parameter is, not what is copied
-            memory = local(held.tensor).detach()
-            is_late = overlap and held.late and not memory.is_inference()  # those have no version to watch
-            for item, region in self.by_leaf[first + offset]:
+            parts = [memory.detach() for memory in memories(held.tensor, leaf.boxes)]
+            # those that were made in inference mode have no version to watch
+            is_late = overlap and held.late and not any(memory.is_inference() for memory in parts)
+            for item, piece, region in self.by_leaf[first + offset]:
+                memory = parts[piece]
                 source = copyable(memory, leaf.dtype)
                 source = source if region is None else source[region]
                 address = source.data_ptr()
@@ -93,7 +103,7 @@ class Prepared:
                 )
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
-                checks.append(Check(leaf.name, boxes, memory, is_late))
+                checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
         late.sort(key=attrgetter("end"))  # so that sorting all batches together is a merge
         return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks))
 
@@ -136,12 +146,14 @@ class PlanCache:
             names.add(item.name)
         leaves = tuple(leaf_of(item.name, item.tensor, item.replicas) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
-        by_leaf: list[list[tuple[int, tuple[slice, ...] | None]]] = [[] for _ in leaves]
+        by_leaf: list[list[_Place]] = [[] for _ in leaves]
         for index, write in enumerate(plan.items):
             if write.nbytes:
-                whole = leaves[write.leaf].boxes[0]
+                boxes = leaves[write.leaf].boxes
+                piece = next(i for i, box in enumerate(boxes) if box.contains(write.box))
+                whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
-                by_leaf[write.leaf].append((index, region))
+                by_leaf[write.leaf].append(_Place(index, piece, region))
         return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)))
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from operator import is_
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
+
+from ckpt.adapters.local_shards import LocalShards, Source
 
 PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
 
@@ -21,7 +23,7 @@ class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs fou
     """A tensor of the state. ``late``: only its optimizer's step changes it. ``replicas``: who holds the same, if it is a plain tensor and known."""
 
     name: str
-    tensor: torch.Tensor
+    tensor: Source
     late: bool
     replicas: tuple[int, ...]
 
@@ -46,7 +48,7 @@ class Segment:
     def __init__(
         self,
         key: Sequence[object],
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[Source],
         *,
         held: Sequence[Held],
         tied: Mapping[str, str],
@@ -58,7 +60,7 @@ class Segment:
         self._key, self._tensors = tuple(key), tuple(tensors)
         self._facts = tuple(map(facts, self._tensors))
 
-    def still(self, key: Sequence[object], tensors: Sequence[torch.Tensor]) -> bool:
+    def still(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
         """Whether ``tensors`` are those of this segment, unmoved and of the same form, and ``key`` is the same."""
         return (
             len(tensors) == len(self._tensors)
@@ -78,26 +80,33 @@ class Table:
 
     __slots__ = ("_refs", "keys", "node", "segment")
 
-    def __init__(self, value: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> None:
         self.keys = tuple(value)
         self._refs = tuple(map(weakref.ref, tensors))
         self.node: dict[str, Any] | None = None
         self.segment: Segment | None = None
 
-    def is_of(self, value: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    def is_of(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> bool:
         """Whether it is the same keys, and the very same tensors."""
         return self.keys == tuple(value) and all(
             ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True)
         )
 
 
-def facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor of torch's own kind, with a memory of its own."""
+    return type(tensor) in PLAIN
+
+
+def facts(tensor: Source) -> tuple[Any, ...]:
     """What must not change for views of a tensor's memory to stay good; equal to nothing for a kind that cannot be told."""
-    if type(tensor) in PLAIN:
+    if is_plain(tensor):
         if tensor.layout is torch.strided:
             return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+    elif type(tensor) is LocalShards:
+        return tuple(map(facts, tensor.tensors))
     elif type(inner := getattr(tensor, "_local_tensor", None)) is torch.Tensor:  # a DTensor
-        return (inner.data_ptr(), inner.shape, inner.stride(), inner.dtype, tensor._spec)  # type: ignore[attr-defined]
+        return (inner.data_ptr(), inner.shape, inner.stride(), inner.dtype, tensor._spec)  # type: ignore[union-attr]
     return (object(),)
 
 

@@ -7,7 +7,8 @@ from typing import Final
 
 import torch
 
-from ckpt.adapters.layout import local
+from ckpt.adapters.layout import memories
+from ckpt.adapters.local_shards import Source
 from ckpt.errors import RestoreError
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
@@ -22,10 +23,11 @@ class TensorSink:
     Threads: any; chunks do not overlap.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], targets: Sequence[torch.Tensor]) -> None:
+    def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
         self._leaves = leaves
         self._locals = [
-            copyable(local(target).detach(), leaf.dtype) for leaf, target in zip(leaves, targets, strict=True)
+            [copyable(memory.detach(), leaf.dtype) for memory in memories(target, leaf.boxes)]
+            for leaf, target in zip(leaves, targets, strict=True)
         ]
 
     def direct(self, read: ChunkRead) -> memoryview | None:
@@ -41,7 +43,10 @@ class TensorSink:
             or region.is_neg()
         ):
             return None
-        return memoryview(region.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # 3.11 has no Buffer
+        flat = region.as_strided(
+            (region.numel(),), (1,)
+        )  # one element is contiguous whatever its stride says
+        return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # 3.11 has no Buffer
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the wanted parts of a chunk."""
@@ -55,7 +60,8 @@ class TensorSink:
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         target = read.targets[index]
-        held, box = self._locals[target.leaf], self._leaves[target.leaf].boxes[target.piece]
+        held = self._locals[target.leaf][target.piece]
+        box = self._leaves[target.leaf].boxes[target.piece]
         return held if target.part == box else held[target.part.relative_to(box).slices()]
 
 

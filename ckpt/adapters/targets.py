@@ -12,11 +12,14 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.collect import is_stateful
 from ckpt.adapters.layout import local
+from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.per_rank import PerRank
 
 
-def memory_of(target: torch.Tensor) -> Hashable:
+def memory_of(target: Source) -> Hashable:
     """Equal for targets that share it."""
+    if isinstance(target, LocalShards):
+        return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)
     return (
         (memory.data_ptr(), memory.shape, memory.stride())
@@ -27,7 +30,7 @@ def memory_of(target: torch.Tensor) -> Hashable:
 
 def has_live(value: Any, depth: int = 0) -> bool:
     """Whether a container holds anything that is loaded in place."""
-    if isinstance(value, torch.Tensor | np.ndarray | nn.Module | Optimizer | PerRank) or (
+    if isinstance(value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank) or (
         depth and is_stateful(value)
     ):
         return True

@@ -12,19 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.origin import Found, Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
-from ckpt.catalog.verify import Meter, Span
+from ckpt.catalog.verify import Meter, Span, verify_files
+from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.owner import Owner
-from ckpt.errors import CkptError, IntegrityError, StorageError
+from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import CkptError, IntegrityError, OutOfSpace, StorageError
 from ckpt.model.checksum import checksum
-from ckpt.model.layout import fragment_name
+from ckpt.model.layout import StepRef, fragment_name
 from ckpt.model.manifest import File, FragmentRef, stored_size
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink
@@ -35,6 +37,7 @@ from ckpt.plan.sources import without
 from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import OpenTier
 
+_DONE: Final = b"done"
 _LOST: Final = b"lost"
 _REFUSED: Final = b"refused"
 
@@ -48,7 +51,8 @@ class ReadThrough:
         tiers: The sources of ``origin``, as tiers; none to go without.
         found: The step.
         subject: Tells this restore from others.
-        patience: Seconds to wait for another rank's fetch.
+        patience: Seconds to wait for other ranks, in all.
+        waiting: Steps that stay where a cache has a capacity, for farther tiers read them.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class ReadThrough:
         patience: float,
         workers: Workers,
         retry: RetryPolicy,
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
     ) -> None:
-        self._tiers, self._origin, self._found, self._coordinator = tiers, origin, found, coordinator
+        self._tiers, self.origin, self._found, self._coordinator = tiers, origin, found, coordinator
         self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
+        self._waiting, self._deadline = waiting, time.monotonic() + patience
         self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[File] = []
@@ -79,7 +85,7 @@ class ReadThrough:
         """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as far as their sizes tell. Before any rank fetches."""
         near = range(self._caches[0] + 1) if self._caches else ()
         needed = [self._files[rank] for rank in sorted({read.rank for read in plan.reads})]
-        self._missing = [file for file in needed if near and all(self._origin.fault(p, file) for p in near)]
+        self._missing = [file for file in needed if near and all(self.origin.fault(p, file) for p in near)]
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
         """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was not put into its place meanwhile.
@@ -87,13 +93,14 @@ class ReadThrough:
         Raises:
             CommitError: The other ranks cannot be reached.
         """
+        self._deadline = time.monotonic() + self._patience
         taster = _Taster(plan, sink)
         missing = self._missing
         for position in self._caches:
             # else its own files of the step are others than these
-            if not self._origin.gone(position, "") and self._origin.lies_alike(position):
+            if not self.origin.gone(position, "") and self.origin.lies_alike(position):
                 if position > self._caches[0]:
-                    missing = [file for file in missing if self._origin.fault(position, file)]
+                    missing = [file for file in missing if self.origin.fault(position, file)]
                 missing = self._fill(position, missing, taster)
                 if position < self._found.position:
                     self._list(position)
@@ -105,8 +112,9 @@ class ReadThrough:
 
     def _fill(self, position: int, files: Sequence[File], taster: _Taster) -> list[File]:
         """Returns those that it does not take."""
-        subject = partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
-        me = str(self._coordinator.rank).encode()
+        if files and not self._has_room(position, files):
+            return list(files)
+        subject, me = self._subjects(position), str(self._coordinator.rank).encode()
         mine: list[File] = []
         theirs: list[File] = []
         refused: list[File] = []
@@ -122,7 +130,7 @@ class ReadThrough:
             else:
                 mine.append(file)
         for file in theirs:
-            word = self._coordinator.verdict(f"{subject(file.rank)}/end", timeout=self._patience)
+            word = self._heard(f"{subject(file.rank)}/end")
             if word is None or not word.isdigit():
                 refused += [file] if word == _REFUSED else []
             else:
@@ -135,20 +143,20 @@ class ReadThrough:
         word = _LOST
         try:
             source = copy_files(
-                self._origin, [file], cache.backend, encodings=self._encodings,
+                self.origin, [file], cache.backend, encodings=self._encodings,
                 workers=self._workers, retry=self._retry, meter=Meter(size, None), on_span=taster.taste,
             )  # fmt: skip
-            self._origin.mended(position, file)
+            self.origin.mended(position, file)
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
             word = str(source).encode()
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
             _log.info(
                 "ckpt: %s was put into %s from %s: %.2f GB in %.2f s",
-                self._origin.ref.key(file.name), cache.url, self._tiers[source].url, size / 1e9, seconds,
+                self.origin.ref.key(file.name), cache.url, self._tiers[source].url, size / 1e9, seconds,
             )  # fmt: skip
         except (IntegrityError, StorageError) as error:
-            if self._origin.ref.key(file.name) not in self._origin.lost:
+            if self.origin.ref.key(file.name) not in self.origin.lost:
                 word = _REFUSED
                 _log.warning(
                     "ckpt: %s does not take what was fetched from farther tiers, it is read straight from there: %s",
@@ -165,33 +173,123 @@ class ReadThrough:
         named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
         with suppress(IntegrityError):
             copy_fragments(
-                self._origin, manifest, named, self._tiers[position].backend,
+                self.origin, manifest, named, self._tiers[position].backend,
                 workers=self._workers, retry=self._retry,
             )  # fmt: skip
 
     def _withdraw(self, position: int, files: Sequence[File]) -> None:
         """Leave no room taken on a disk that is full: the next save needs it more."""
         for file in files:
-            listed = position in self._origin.listing  # then the fragment was there before
+            listed = position in self.origin.listing  # then the fragment was there before
             # whoever finds all fragments may commit them
             for name in (file.name,) if listed else (fragment_name(file.rank), file.name):
                 with suppress(StorageError):
-                    self._tiers[position].backend.delete(self._origin.ref.key(name))
+                    self._tiers[position].backend.delete(self.origin.ref.key(name))
             self.cached_bytes -= self._size(file)
 
-    def _list(self, position: int) -> None:
-        """The step is one of the cache's if, and only if, everything of it is there."""
-        parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
-        if any(self._origin.fault(position, part) for part in parts):
-            return
+    def _has_room(self, position: int, files: Sequence[File]) -> bool:
+        """Where the cache has a capacity: whoever comes first makes room, for all who see the folder, each reckoned to need as much."""
         cache = self._tiers[position]
+        if cache.tier.capacity is None:
+            return True
+        subject, word = self._subjects(position)("room"), _REFUSED
+        me = str(self._coordinator.rank).encode()
+        if self._coordinator.decide(subject, me) != me:
+            return self._heard(f"{subject}/end") == _DONE
+        shared = cache.backend.capabilities.shared
+        ranks = self._coordinator.world_size if shared else ranks_on_this_node()
+        mine = sum(map(self._size, files))
+        evictor = Evictor(
+            cache,
+            self._coordinator.attempt,
+            waiting=self._waiting,
+            elsewhere=partial(self._elsewhere, position),
+        )
         try:
-            commit_copy(cache.backend, self._origin.ref, self._found.packed, self._retry)
+            nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
+            evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
+            word = _DONE
+        except (OutOfSpace, StorageError) as error:
+            _log.warning("ckpt: %s does not take what farther tiers have, it is read straight from there: %s", cache.url, error)  # fmt: skip
+        finally:
+            self._coordinator.decide(f"{subject}/end", word)
+        return word == _DONE
+
+    def _elsewhere(self, position: int, ref: StepRef) -> bool:
+        """Whether a durable tier other than the cache has a step."""
+        for place, tier in enumerate(self._tiers):
+            if place != position and not tier.in_memory and not self.origin.gone(place, ""):
+                with suppress(IntegrityError, StorageError):
+                    self._retry.call(partial(tier.backend.head, ref.manifest))
+                    return True
+        return False
+
+    def mend(self) -> None:
+        """After all was read: write files anew of which a cache had chunks damaged, once each. What is there is replaced at once by a file of which every byte was verified, never written into."""
+        for position in self._caches:
+            damaged = [file for file in self._files.values() if self.origin.is_damaged(position, file)]
+            if not damaged or self.origin.gone(position, "") or not self.origin.lies_alike(position):
+                continue
+            owner = read_owner(self._tiers[position].backend)
+            if owner is not None and owner.alive and owner.attempt != self._coordinator.attempt:
+                _log.warning("ckpt: %s is another job's, and is not mended", self._tiers[position].url)
+                continue
+            subject, me = self._subjects(position), str(self._coordinator.rank).encode()
+            for file in damaged:
+                mending = f"{subject(file.rank)}/mend"
+                if self._coordinator.decide(mending, me) == me:
+                    self._mend(position, file, f"{mending}/end")
+                elif self._heard(f"{mending}/end") == _DONE:
+                    self.origin.mended(position, file)
+
+    def _mend(self, position: int, file: File, subject: str) -> None:
+        cache, word, key = self._tiers[position], _LOST, self.origin.ref.key(file.name)
+        try:
+            with self.origin.unnoted():  # it is read again from there, but for the chunks that are bad
+                copy_files(
+                    self.origin, [file], cache.backend, encodings=self._encodings, workers=self._workers,
+                    retry=self._retry, meter=Meter(self._size(file), None),
+                )  # fmt: skip
+            self.origin.mended(position, file)
+            word = _DONE
+            _log.info("ckpt: %s was mended on %s", key, cache.url)
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: %s stays damaged on %s: %s", key, cache.url, error)
+        finally:
+            self._coordinator.decide(subject, word)
+
+    def _list(self, position: int) -> None:
+        """The step is one of the cache's if, and only if, everything of it is there. What this restore has not fetched is read: its size says little."""
+        parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
+        if any(self.origin.fault(position, part) for part in parts):
+            return
+        cache, me = self._tiers[position], str(self._coordinator.rank).encode()
+        if self._coordinator.decide(self._subjects(position)("list"), me) != me:
+            return
+        older = [file for file in self._files.values() if file.rank not in self.fetched]
+        faults, _ = verify_files(
+            cache.backend, self.origin.ref, older, workers=self._workers, on_progress=None,
+            retry=self._retry, encodings=self._encodings,
+        )  # fmt: skip
+        for fault in faults:
+            _log.warning("ckpt: step %d is not listed on %s: %s %s", self.origin.ref.step, cache.url, fault.key, fault.what)  # fmt: skip
+        if faults:
+            return
+        try:
+            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry)
         except CkptError as error:
-            _log.warning("ckpt: step %d is not listed on %s: %s", self._origin.ref.step, cache.url, error)
+            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
 
     def _size(self, file: File) -> int:
         return stored_size(file, self._encodings.get(file.rank))
+
+    def _heard(self, subject: str) -> bytes | None:
+        """The verdict, if it comes before all patience is gone."""
+        return self._coordinator.verdict(subject, timeout=max(0.0, self._deadline - time.monotonic()))
+
+    def _subjects(self, position: int) -> Callable[[object], str]:
+        """Of those who see the folder."""
+        return partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
 
     def _scope(self, position: int) -> str:
         """Who sees the folder: all, or this machine."""

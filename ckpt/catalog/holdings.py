@@ -40,6 +40,7 @@ class Held:
         objects: Files of ours in its folder.
         state: "whole" has a manifest and all files it names, of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
         metrics: As they were saved.
+        staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
         touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
     """
 
@@ -48,6 +49,7 @@ class Held:
     state: State
     metrics: Mapping[str, float]
     touched: float | None
+    staged_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +91,7 @@ class Holdings:
             state="whole" if whole else "broken" if there else "begun",
             metrics=metrics_of(outline.metadata) if outline else {},
             touched=self._touched(ref, objects),
+            staged_bytes=sum(file.size for file in outline.files) if outline else 0,
         )
 
     def _outline(self, ref: StepRef) -> _Outline | None:
@@ -132,6 +135,8 @@ class _NamedFile(msgspec.Struct, array_like=True):
     """The beginning of a ``File``."""
 
     name: str
+    rank: int
+    size: int
 
 
 class _Outline(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""What one source could not give of a plan: so that the next is asked for it."""
+"""The chunks of a plan that one source could not give, on the way to the next."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -44,12 +45,14 @@ class Repair:
         key: The file; empty if the store did not answer at all.
         reason: What was wrong first.
         nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
+        mended: Whether the file is whole there again.
     """
 
     tier: str
     key: str
     reason: str
     nbytes: int
+    mended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class Origin:
         self._parts: Parts | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
         self._repairs: dict[tuple[str, str], Repair] = {}
+        self._noting = True
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -358,13 +362,32 @@ class Origin:
             if reach is not Reach.CHUNK:
                 self._gone[position, what] = error
             never = isinstance(error, ObjectNotFound) and position not in self.listing
-            if not never and position + 1 < len(self.sources):
+            if self._noting and not never and position + 1 < len(self.sources):
                 self._note(self.sources[position].url, what, error, nbytes)
 
     def mended(self, position: int, file: File) -> None:
         """A source has got a good copy of a file."""
+        key = self.ref.key(file.name)
         with self._lock:
-            self._gone.pop((position, self.ref.key(file.name)), None)
+            self._gone.pop((position, key), None)
+            if known := self._repairs.get(place := (self.sources[position].url, key)):
+                self._repairs[place] = replace(known, mended=True)
+
+    def is_damaged(self, position: int, file: File) -> bool:
+        """Whether a source has the file, and chunks of it were not intact."""
+        key = self.ref.key(file.name)
+        with self._lock:
+            known = self._repairs.get((self.sources[position].url, key))
+            return known is not None and not known.mended and (position, key) not in self._gone
+
+    @contextmanager
+    def unnoted(self) -> Generator[None]:
+        """What fails meanwhile is known already, or of no interest to the caller."""
+        self._noting = False
+        try:
+            yield
+        finally:
+            self._noting = True
 
     def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
         known = self._repairs.get((url, key))

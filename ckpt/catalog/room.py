@@ -1,28 +1,25 @@
 """Room on a tier that has a capacity: the oldest steps go before a save that would exceed it.
 
-How much a save will write is known before its first byte: each rank says the size of its image, and the leader makes room for the sum. A disk that is full although
-the capacity is not reached is treated alike, by the rank that meets it.
+How much a save will write is known before its first byte, but for what a codec makes of it: each rank says the size of its image, and the leader makes room for the sum, or for the part of
+it that the newest step there took. What was reckoned too small goes off after the commit. A disk that is full although the capacity is not reached is treated alike, by the rank that meets it.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
-from ckpt.catalog.holdings import Held, Holdings
-from ckpt.catalog.prune import judge, remove
+from ckpt.catalog.evictor import Evictor
+from ckpt.config import NO_CODEC
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER, VERDICT_GRACE_SECONDS
-from ckpt.errors import CkptError, CommitTimeout, OutOfSpace, StorageError
+from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.layout import StepRef
-from ckpt.plan.retention import Retention, first_to_go, newest
 from ckpt.storage.tiers import OpenTier
 
-_log = logging.getLogger("ckpt")
 _OK: Final = b"ok"
 
 
@@ -44,9 +41,7 @@ class Room:
         elsewhere: Callable[[StepRef], bool],
     ) -> None:
         self._tier, self._coordinator, self._timeout = tier, coordinator, timeout
-        self._waiting, self._elsewhere = waiting, elsewhere
-        self._holdings = Holdings(tier.backend)
-        self._rule = Retention.of(tier.tier)
+        self._evictor = Evictor(tier, coordinator.attempt, waiting=waiting, elsewhere=elsewhere)
 
     def agree(
         self, ref: StepRef, trial: int, nbytes: int, *, restored: int | None, asked: bool = True
@@ -67,7 +62,7 @@ class Room:
             answer = _OK
             try:
                 if asked and (needed := self._sum(ref, subject)) is not None:
-                    self._make_room(ref, needed, restored)
+                    self._evictor.make_room(ref, needed, restored=restored)
             except OutOfSpace as full:
                 answer = full.detail.encode()
                 raise
@@ -95,10 +90,12 @@ class Room:
 
     def evict(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
         """The store was full: free ``nbytes`` or more. Returns whether something went."""
-        found = self._holdings.look()
-        going = list(self._going(found, ref, nbytes, restored))
-        self._remove(going, "the store is full")
-        return bool(going)
+        return self._evictor.free(ref, nbytes, restored=restored)
+
+    def settle(self, ref: StepRef, *, restored: int | None) -> None:
+        """After a commit: how large it is behind a codec is known only now. By the leader; for the others nothing."""
+        if self._coordinator.rank == LEADER and self._tier.tier.codec != NO_CODEC:
+            self._evictor.settle(ref, restored=restored)
 
     def _subject(self, ref: StepRef, trial: int) -> str:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"
@@ -118,75 +115,3 @@ class Room:
                 total += nbytes
                 missing.discard(rank)
         return total
-
-    def _make_room(self, ref: StepRef, needed: int, restored: int | None) -> None:
-        capacity = self._tier.tier.capacity_bytes or 0
-        if needed > capacity:
-            raise OutOfSpace(
-                ref.folder,
-                f"this checkpoint of {_size(needed)} (reckoned as it is staged, before any codec) is larger than the capacity of {_size(capacity)}: raise it, or take the tier out",
-            )
-        try:
-            found = self._holdings.look()
-        except StorageError as error:  # whether the store takes the save is the save's to find out
-            _log.warning("ckpt: what lies on %s cannot be seen: %s", self._tier.url, error)
-            return
-        over = sum(held.nbytes for held in found) + needed - capacity
-        going = list(self._going(found, ref, over, restored)) if over > 0 else []
-        if sum(held.nbytes for held in going) < over:
-            raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
-        self._remove(going, "its capacity is reached")
-
-    def _going(self, found: list[Held], ref: StepRef, over: int, restored: int | None) -> Iterator[Held]:
-        """What goes to free ``over`` bytes: remains, then steps as the rule ranks them, the newest last and only if it lies elsewhere too."""
-        own = self._coordinator.attempt
-        whole = {held.ref: held for held in found if held.state == "whole"}
-        metrics = {other: held.metrics for other, held in whole.items()}
-        last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
-        waiting = self._waiting()
-        order = [
-            one.held
-            for one in judge(found, self._rule, own=own)
-            if not one.kept and one.held.ref not in whole
-        ]
-        order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
-        # another job's can never be committed any more: this one has taken the root over
-        order += [
-            h for h in found if h.state == "begun" and not h.ref.attempt.startswith(own) and h not in order
-        ]
-        order += [whole[last]] if last is not None else []
-        for held in order:
-            if over <= 0:
-                return
-            if (
-                held.ref not in waiting
-                and held.ref != ref
-                and (held.ref != last or self._elsewhere(held.ref))
-            ):
-                over -= held.nbytes
-                yield held
-
-    def _counts(self, ref: StepRef, restored: int | None) -> bool:
-        """Whether a restarted job may want it: of what others have saved, nothing after the step that was restored."""
-        return restored is None or ref.step <= restored or ref.attempt.startswith(self._coordinator.attempt)
-
-    def _remove(self, going: list[Held], why: str) -> None:
-        for held in going:
-            try:
-                remove(self._tier.backend, held)
-            except CkptError as error:
-                _log.warning("ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error)
-            else:
-                _log.info("ckpt: step %d was evicted from %s: %s", held.ref.step, self._tier.url, why)
-
-    def _why(self, found: list[Held], needed: int, capacity: int) -> str:
-        waiting = self._waiting() & {held.ref for held in found}
-        held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
-        return (
-            f"this checkpoint needs {_size(needed)} of the capacity of {_size(capacity)}, and what lies there cannot go: the newest has no other copy, farther tiers wait for "
-            f"these steps: {held}. Give it room for two checkpoints, and one for each step that may wait (backlog)"
-        )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -126,7 +126,7 @@ def _cell(entry: Entry | None, known: Manifest | None) -> str:
     if entry is None:
         return "-"
     if entry.manifest:
-        return output.size(entry.nbytes)
+        return _size(entry.manifest)
     if entry.damage:
         return "damaged: its manifest cannot be read"
     of = f" of {known.world_size}" if known else ""
@@ -149,6 +149,8 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
             tier.url: {
                 "state": _state(entry)[0],
                 "bytes": entry.nbytes,
+                "stored_bytes": entry.manifest.stored_bytes if entry.manifest else entry.nbytes,
+                "codecs": list(entry.manifest.codecs) if entry.manifest else [],
                 "finished_ranks": None if entry.manifest else entry.finished_ranks,
             }
             for tier in tiers

@@ -52,6 +52,10 @@ class Box:
         """For indexing an array with this box."""
         return tuple(slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True))
 
+    def contains(self, other: Box) -> bool:
+        """Whether all of ``other`` lies in it."""
+        return other.relative_to(self).inside(self.shape)
+
     def inside(self, shape: Sequence[int]) -> bool:
         """Whether a tensor of ``shape`` contains all of it."""
         return len(shape) == len(self.shape) == len(self.offsets) and all(
@@ -83,6 +87,29 @@ def split_rows(box: Box, most: int) -> list[Box]:
                 *box.offsets[dim + 1 :],
             )
             parts.append(Box(offsets, (*(1 for _ in index), length, *box.shape[dim + 1 :])))
+    return parts
+
+
+def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` of a tensor of ``shape`` laid out flat (row-major), as boxes that follow each other there: at most ``2n - 1`` for ``n`` dimensions.
+
+    Raises:
+        ValueError: The tensor has no such elements.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
+    parts: list[Box] = []
+    while start < stop:
+        # the largest rows that begin here and end in time, as many as their dimension has left: they grow towards the middle of the range, then shrink
+        rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
+        inner = next(d for d, row in enumerate(rows) if start % row == 0 and start + row <= stop)
+        if inner == 0:
+            return [Box.whole(shape)]
+        dim, row = inner - 1, rows[inner]
+        at = tuple(int(i) for i in np.unravel_index(start, tuple(shape)))
+        count = min((stop - start) // row, shape[dim] - at[dim])
+        parts.append(Box(at, (*(1 for _ in range(dim)), count, *shape[inner:])))
+        start += count * row
     return parts
 
 

@@ -32,11 +32,11 @@ SPARE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A tensor whose digest is compared with that of its replicas. ``boxes`` tells which part of the global tensor it is."""
+    """A tensor whose digest is compared with that of its replicas. ``boxes`` tells which parts of the global tensor lie in ``sources``."""
 
     name: str
     boxes: str
-    source: torch.Tensor
+    sources: tuple[torch.Tensor, ...]
     late: bool
 
 
@@ -214,8 +214,9 @@ class Snapshot:
     def _digest(self, *, late: bool) -> None:
         for check in self._checks:
             if check.late is late:
-                with torch.no_grad(), self._cuda.beside(check.source) if self._cuda else nullcontext():
-                    self.digests[check.name] = f"{check.boxes}={digest(check.source)}"
+                with torch.no_grad(), self._cuda.beside(check.sources[0]) if self._cuda else nullcontext():
+                    told = "".join(map(digest, check.sources))
+                self.digests[check.name] = f"{check.boxes}={told}"
 
     def _changed(self) -> CkptError | None:
         for batch, versions in self._guards:

@@ -89,3 +89,10 @@ def test_a_chunk_wanted_twice_is_placed_twice() -> None:
     assert sink.direct(read) is None
     sink.place(read, data)
     assert all(torch.equal(target, torch.arange(24.0).view(4, 6)) for target in targets)
+
+
+def test_one_element_with_a_stride_is_filled() -> None:
+    target = torch.zeros(4, 3)[:1, 1]
+    sink = TensorSink([leaf_of("x", target, ())], [target])
+    sink.place(*chunk(torch.ones(1), "float32", Box((0,), (1,))))
+    assert target.item() == 1

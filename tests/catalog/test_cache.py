@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ class Node:
         self.tiers = [OpenTier(index, Tier(url), store) for index, (url, store) in enumerate(stores)]
 
     def rank(
-        self, ref: StepRef, coordinator: Coordinator, box: Box, *, subject: str = "r"
+        self, ref: StepRef, coordinator: Coordinator, box: Box, *, subject: str = "r", patience: float = 5
     ) -> tuple[np.ndarray[Any, Any], ReadThrough, RestorePlan, Sequence[RestorePlan]]:
         """What a rank that wants ``box`` gets: its array, its cache, what was left to read and which store gave it."""
         wanted = [Leaf("x", "float64", ARRAY.shape, (box,))]
@@ -58,13 +59,14 @@ class Node:
                 found,
                 coordinator=coordinator,
                 subject=subject,
-                patience=5,
+                patience=patience,
                 workers=workers,
                 retry=IMPATIENT,
             )
             cache.look(plan)
             left = cache.fill(plan, sink)
             given = origin.read(left, sink, workers=workers)
+            cache.mend()
         return sink.arrays[0], cache, left, given
 
 
@@ -213,6 +215,41 @@ def test_a_rank_that_dies_while_it_fetches_does_not_hold_up_the_others_for_good(
     assert np.array_equal(array, ARRAY)
     assert len(cache.fetched) == 2
     assert len(given[1].reads) == 6
+
+
+def test_the_waits_for_others_do_not_add_up(tmp_path: Path, far: FaultyBackend, written: Written) -> None:
+    """Another rank has begun all four files and is no more: that is waited out once, not four times."""
+    near = str(tmp_path / "near")
+    node = Node((near, open_backend(near)), ("far", far))
+    world = World(2, patience=5)
+    _, cache, _, _ = node.rank(written.ref, world.coordinator(1), ALL)  # learns the subjects
+    for path in Path(near).rglob("*.*"):
+        path.unlink() if path.is_file() else None
+    again = World(2, patience=5)
+    for subject in world.verdicts:
+        if not subject.endswith(("/end", "list")):
+            again.verdicts[subject] = b"0"
+    began = time.monotonic()
+    array, cache, _, given = node.rank(written.ref, again.coordinator(1), ALL, patience=0.5)
+    assert np.array_equal(array, ARRAY)
+    assert (len(cache.fetched), len(given[1].reads)) == (0, 12)
+    assert time.monotonic() - began < 1.5
+
+
+def test_replicas_mend_a_damaged_file_once(tmp_path: Path, far: FaultyBackend, written: Written) -> None:
+    near = FaultyBackend(open_backend(str(tmp_path / "near")))
+    node = Node((str(tmp_path / "near"), near), ("far", far))
+    write_checkpoint(near, 7, {"x": ARRAY}, world_size=4, chunk_bytes=128)
+    key = written.ref.key(written.manifest.files[1].name)
+    flip_byte(near, key, -9)
+    uploads = len([call for call in near.calls if call.verb == "upload"])
+    outcomes = World(3, patience=5).run(lambda mine: node.rank(written.ref, mine, ALL))
+    for array, cache, _, _ in outcomes.values():
+        assert np.array_equal(array, ARRAY)
+        assert [(repair.key, repair.mended) for repair in cache.origin.repairs] == [(key, True)]
+    assert len([call for call in near.calls if call.verb == "upload"]) == uploads + 1
+    with Workers("test", 2) as workers:
+        assert verify_step(near, written.ref, workers=workers).intact
 
 
 def test_a_source_that_falls_silent_is_not_taken_for_a_full_disk(

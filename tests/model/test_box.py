@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt.model import box as box_module
-from ckpt.model.box import Box, split_evenly, split_rows, tiling_fault
+from ckpt.model.box import Box, split_evenly, split_flat, split_rows, tiling_fault
 from tests.model.boxes import (
     boxes_in,
     mask,
@@ -259,3 +259,29 @@ def test_a_mesh_of_sixteen_thousand_shards_is_checked(path):
     shape = (192, boxes[-1].offsets[1] + 5)
     assert tiling_fault(shape, boxes) is None
     assert tiling_fault(shape, boxes[:-1]) is not None
+
+
+@given(st.data())
+def test_a_flat_range_is_few_boxes_that_follow_each_other(data):
+    shape = data.draw(shapes)
+    whole = numbered(shape)
+    start = data.draw(st.integers(0, whole.size))
+    stop = data.draw(st.integers(start, whole.size))
+    boxes = split_flat(shape, start, stop)
+    found = [whole[box.slices()].reshape(-1) for box in boxes]
+    assert np.array_equal(np.concatenate([np.empty(0, int), *found]), np.arange(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_flat_range_beyond_the_tensor_is_refused():
+    with pytest.raises(ValueError, match="elements 3 to 13 are not in a tensor of shape"):
+        split_flat((3, 4), 3, 13)
+
+
+@given(st.data())
+def test_a_box_contains_what_its_mask_covers(data):
+    shape = data.draw(solid_shapes)
+    one, two = data.draw(boxes_in(shape)), data.draw(boxes_in(shape))
+    if not two.numel:
+        two = Box(tuple(n - 1 for n in shape), (1,) * len(shape))
+    assert one.contains(two) == bool((mask(shape, one) >= mask(shape, two)).all())

@@ -111,7 +111,7 @@ def test_sources_are_let_go_when_all_has_landed():
     source = torch.ones(4)
     alive = weakref.ref(source)
     snapshot = snapshot_of(
-        late=[Copy("x", source, torch.zeros(4), source)], checks=[Check("x", "b", source, late=True)]
+        late=[Copy("x", source, torch.zeros(4), source)], checks=[Check("x", "b", (source,), late=True)]
     )
     snapshot.copy_eager()
     snapshot.copy_late()
@@ -141,7 +141,7 @@ def test_digests_are_taken_with_the_copies_they_belong_to():
     early, late = torch.ones(3), torch.ones(3)
     snapshot = snapshot_of(
         late=[copy_of("l", late)],
-        checks=[Check("e", "all", early, late=False), Check("l", "all", late, late=True)],
+        checks=[Check("e", "all", (early,), late=False), Check("l", "all", (late,), late=True)],
     )
     snapshot.copy_eager()
     assert snapshot.digests == {"e": f"all={digest(early)}"}
@@ -152,7 +152,7 @@ def test_digests_are_taken_with_the_copies_they_belong_to():
 def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
     """Another replica writes the tensor; this one must tell all the same whether it holds the same."""
     tensor = torch.ones(3)
-    snapshot = snapshot_of(checks=[Check("w", "all", tensor, late=True)])
+    snapshot = snapshot_of(checks=[Check("w", "all", (tensor,), late=True)])
     snapshot.copy_eager()
     snapshot.copy_late()
     snapshot.wait_landed(0)

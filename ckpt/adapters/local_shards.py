@@ -1,0 +1,85 @@
+"""A tensor of which this rank holds some boxes, each in a memory of its own: what every sharded layout comes down to.
+
+A DTensor, a tensor of FSDP1 or a parameter within a flat buffer is one of these. Whoever has a layout that ckpt does not know puts one into the state where its tensor would stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.errors import ConfigError
+from ckpt.model.box import Box, split_flat
+
+
+class LocalShards:
+    """A tensor of ``shape`` as this rank holds it. It is saved as an ordinary tensor, and restored in place into its parts, whatever layout it was saved under.
+
+    Args:
+        shape: Of the whole tensor, in elements.
+        shards: Offsets and memory of each part held here; a part has the shape of its memory, which may be a view of something larger. Together, the ranks must hold every element;
+            an element that several hold must be part of equal boxes. None at all is fine, if ``dtype`` is given.
+        replicas: Global ranks known to hold the same boxes with the same values, this one included: they share the writing.
+        dtype: Of the tensor; that of the parts if there are any.
+        owner: The optimizer whose ``step`` alone changes the memory, if there is one: then it is copied while training goes on, and that step waits for it.
+
+    Pass the same object to every save while its memory is the same: it is not looked at anew then.
+    """
+
+    __slots__ = ("__weakref__", "boxes", "dtype", "owner", "replicas", "shape", "tensors")
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        shards: Iterable[tuple[Sequence[int], torch.Tensor]],
+        replicas: Iterable[int] = (),
+        *,
+        dtype: torch.dtype | None = None,
+        owner: Optimizer | None = None,
+    ) -> None:
+        pairs = [(tuple(offsets), tensor) for offsets, tensor in shards]
+        self.shape = tuple(shape)
+        self.boxes = tuple(Box(offsets, tuple(tensor.shape)) for offsets, tensor in pairs)
+        self.tensors = tuple(tensor for _, tensor in pairs)
+        self.replicas = tuple(sorted(set(replicas)))
+        self.owner = owner
+        for box in self.boxes:
+            if not box.inside(self.shape):
+                raise ConfigError(
+                    f"LocalShards: {box} is not inside the shape {self.shape}: give offsets in elements of the whole tensor, one per dimension, "
+                    "and memory that has as many dimensions"
+                )
+        dtypes = {tensor.dtype for tensor in self.tensors} | ({dtype} if dtype else set())
+        if len(dtypes) != 1:
+            told = " and ".join(sorted(map(str, dtypes))) or "no dtype"
+            raise ConfigError(
+                f"LocalShards: {told}: give all parts one dtype, and say dtype= where there is no part"
+            )
+        (self.dtype,) = dtypes
+
+    @classmethod
+    def of_range(
+        cls,
+        shape: Sequence[int],
+        start: int,
+        memory: torch.Tensor,
+        replicas: Iterable[int] = (),
+        *,
+        owner: Optimizer | None = None,
+    ) -> LocalShards:
+        """Of a tensor laid out flat, the elements from ``start`` on that the 1-D ``memory`` holds."""
+        shards: list[tuple[Sequence[int], torch.Tensor]] = []
+        memory, at = memory.detach(), 0  # it shares its version counter
+        for box in split_flat(shape, start, start + memory.numel()):
+            shards.append((box.offsets, memory[at : at + box.numel].view(box.shape)))
+            at += box.numel
+        return cls(shape, shards, replicas, dtype=memory.dtype, owner=owner)
+
+    def __repr__(self) -> str:
+        return f"LocalShards({self.shape}, {len(self.boxes)} part(s))"
+
+
+Source = torch.Tensor | LocalShards
+"""What has a name and bytes of its own in a checkpoint."""

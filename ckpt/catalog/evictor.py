@@ -1,0 +1,161 @@
+"""What goes where there is no room: remains, then the oldest steps, the newest only if it lies elsewhere too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from ckpt.catalog.holdings import Held, Holdings
+from ckpt.catalog.prune import judge, remove
+from ckpt.config import NO_CODEC
+from ckpt.errors import CkptError, OutOfSpace, StorageError
+from ckpt.model.layout import StepRef
+from ckpt.plan.retention import Retention, first_to_go, newest
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+
+
+class Evictor:
+    """One tier's. Several at once on one tier, of ranks or threads, may take off more than is needed, never what must stay: each looks by itself, what farther tiers wait for waits on every rank
+    until all have it there, and who comes second finds a step gone.
+
+    Threads: one at a time.
+
+    Args:
+        own: The running attempt.
+        waiting: Steps that a farther tier still reads from here.
+        elsewhere: Whether another durable tier has a step. Asked only where nothing else can go.
+    """
+
+    def __init__(
+        self,
+        tier: OpenTier,
+        own: str,
+        *,
+        waiting: Callable[[], frozenset[StepRef]],
+        elsewhere: Callable[[StepRef], bool],
+    ) -> None:
+        self._tier, self._own, self._waiting, self._elsewhere = tier, own, waiting, elsewhere
+        self._holdings = Holdings(tier.backend)
+        self._rule = Retention.of(tier.tier)
+
+    def make_room(self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False) -> None:
+        """See that ``ref``, of ``staged`` bytes before any codec, fits into the capacity. Not where the store cannot be looked at: it will tell by itself.
+
+        With a codec it is reckoned by what the newest step here takes; before there is one, as it was staged, but no more than the capacity.
+
+        Args:
+            restored: What the job goes on from; stays until there is a newer step of its own.
+            stored: The size is that of files as they will lie there.
+
+        Raises:
+            OutOfSpace: It cannot fit.
+        """
+        capacity = self._tier.tier.capacity_bytes or 0
+        try:
+            found = self._holdings.look()
+        except StorageError as error:  # whether the store takes the save is the save's to find out
+            _log.warning("ckpt: what lies on %s cannot be seen: %s", self._tier.url, error)
+            return
+        needed, how = staged, ""
+        if self._tier.tier.codec != NO_CODEC and not stored:
+            if (ratio := _ratio(found)) is None:
+                needed = min(staged, capacity)
+            else:
+                needed, how = int(staged * ratio), f" ({_size(staged)} before the codec)"
+        if needed > capacity:
+            raise OutOfSpace(
+                ref.folder,
+                f"this checkpoint of {_size(needed)}{how} is larger than the capacity of {_size(capacity)}: raise it, or take the tier out",
+            )
+        over = sum(held.nbytes for held in found) + needed - capacity
+        going = list(self._going(found, ref, over, restored)) if over > 0 else []
+        if sum(held.nbytes for held in going) < over:
+            raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
+        self._remove(going, "its capacity is reached")
+
+    def settle(self, ref: StepRef, *, restored: int | None) -> None:
+        """After ``ref`` was encoded and committed, and its size is known: what is over the capacity goes. Never raises."""
+        capacity = self._tier.tier.capacity_bytes or 0
+        try:
+            found = self._holdings.look()
+            over = sum(held.nbytes for held in found) - capacity
+            going = list(self._going(found, ref, over, restored)) if over > 0 else []
+        except CkptError as error:
+            _log.warning("ckpt: what lies on %s cannot be seen: %s", self._tier.url, error)
+            return
+        self._remove(going, "its capacity is reached")
+        if (left := over - sum(held.nbytes for held in going)) > 0:
+            _log.warning("ckpt: step %d takes %s more than the capacity of %s", ref.step, _size(left), self._tier.url)  # fmt: skip
+
+    def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
+        """The store was full: free ``nbytes`` or more. Returns whether something went."""
+        going = list(self._going(self._holdings.look(), ref, nbytes, restored))
+        self._remove(going, "the store is full")
+        return bool(going)
+
+    def _going(self, found: list[Held], ref: StepRef, over: int, restored: int | None) -> Iterator[Held]:
+        """What goes to free ``over`` bytes: remains, then steps as the rule ranks them, the newest last and only if it lies elsewhere too."""
+        own = self._own
+        whole = {held.ref: held for held in found if held.state == "whole"}
+        metrics = {other: held.metrics for other, held in whole.items()}
+        last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
+        waiting = self._waiting()
+        order = [
+            one.held
+            for one in judge(found, self._rule, own=own)
+            if not one.kept and one.held.ref not in whole
+        ]
+        order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
+        # another job's can never be committed any more: this one has taken the root over
+        order += [
+            h for h in found if h.state == "begun" and not h.ref.attempt.startswith(own) and h not in order
+        ]
+        order += [whole[last]] if last is not None else []
+        for held in order:
+            if over <= 0:
+                return
+            if (
+                held.ref not in waiting
+                and held.ref != ref
+                and (held.ref != last or self._elsewhere(held.ref))
+            ):
+                over -= held.nbytes
+                yield held
+
+    def _counts(self, ref: StepRef, restored: int | None) -> bool:
+        """Whether a restarted job may want it: of what others have saved, nothing after the step that was restored."""
+        return restored is None or ref.step <= restored or ref.attempt.startswith(self._own)
+
+    def _remove(self, going: list[Held], why: str) -> None:
+        for held in going:
+            try:
+                remove(self._tier.backend, held)
+            except CkptError as error:
+                _log.warning("ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error)
+            else:
+                _log.info("ckpt: step %d was evicted from %s: %s", held.ref.step, self._tier.url, why)
+
+    def _why(self, found: list[Held], needed: int, capacity: int) -> str:
+        waiting = self._waiting() & {held.ref for held in found}
+        held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
+        return (
+            f"this checkpoint needs {_size(needed)} of the capacity of {_size(capacity)}, and what lies there cannot go: the newest has no other copy, farther tiers wait for "
+            f"these steps: {held}. Give it room for two checkpoints, and one for each step that may wait (backlog)"
+        )
+
+
+def _ratio(found: list[Held]) -> float | None:
+    """Bytes that lie there for each that was staged, of the newest step that a codec has shrunk; None if there is none."""
+    encoded = (
+        held
+        for held in found
+        if held.staged_bytes > 0 and any(info.key.endswith(".encoded") for info in held.objects)
+    )
+    newest_first = max(encoded, key=lambda held: held.ref, default=None)
+    return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

@@ -1,0 +1,80 @@
+"""Cuts along a mesh -> the boxes of a tensor that one place of the mesh holds.
+
+A dimension may be cut more than once, and each cut is of what the cuts before it have left. So what is left of a dimension is a list of runs, and of a tensor the product of those.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ckpt.model.box import Box
+
+Run = tuple[int, int]
+"""First index, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one mesh dimension does to one tensor dimension: it is chunked into ``pieces``, each of those into ``parts``, and of each the one at ``index`` stays.
+
+    A chunk has ``ceil(n / count)`` indices, the last ones fewer or none.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    pieces: int = 1
+
+
+def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
+    """What stays of a tensor of ``shape``, ascending; together the boxes are, in this order along every dimension, the local tensor. None if nothing stays of a tensor that has elements."""
+    left: list[list[Run]] = [[(0, size)] for size in shape]
+    for cut in cuts:
+        left[cut.dim] = _cut(left[cut.dim], cut)
+    boxes = [Box(tuple(at for at, _ in runs), tuple(n for _, n in runs)) for runs in itertools.product(*left)]
+    return [box for box in boxes if box.numel or not all(shape)]
+
+
+def local_regions(boxes: Sequence[Box]) -> list[Box]:
+    """Where the boxes of ``cut_boxes`` lie in the local tensor."""
+    starts: list[dict[int, int]] = []
+    for runs in zip(*(zip(box.offsets, box.shape, strict=True) for box in boxes), strict=True):
+        lengths = dict(sorted(runs))
+        ends = itertools.accumulate(lengths.values(), initial=0)
+        starts.append(dict(zip(lengths, ends, strict=False)))
+    return [
+        Box(tuple(known[at] for known, at in zip(starts, box.offsets, strict=True)), box.shape)
+        for box in boxes
+    ]
+
+
+def _cut(runs: Sequence[Run], cut: Cut) -> list[Run]:
+    kept: list[Run] = []
+    for piece in range(cut.pieces):
+        first, count = _chunk((0, sum(n for _, n in runs)), cut.pieces, piece)
+        for at, n in _taken(runs, _chunk((first, count), cut.parts, cut.index)):
+            if kept and sum(kept[-1]) == at:
+                kept[-1] = (kept[-1][0], kept[-1][1] + n)
+            else:
+                kept.append((at, n))
+    return kept or [(sum(runs[-1]), 0)]
+
+
+def _chunk(run: Run, count: int, index: int) -> Run:
+    start, n = run
+    size = -(-n // count)
+    first = min(n, size * index)
+    return start + first, min(size, n - first)
+
+
+def _taken(runs: Iterable[Run], positions: Run) -> Iterable[Run]:
+    """The indices at ``positions`` of those that ``runs`` list."""
+    first, count = positions
+    seen = 0
+    for at, n in runs:
+        low, high = max(first, seen), min(first + count, seen + n)
+        if low < high:
+            yield at + low - seen, high - low
+        seen += n

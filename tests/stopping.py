@@ -1,0 +1,270 @@
+"""Trainers that get signals, each a fork of this process: prints how each has ended and what it has left, as JSON. FOLDER [CASE ...]."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed
+from ckpt.errors import ConfigError, OutOfSpace
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
+
+CASES: dict[str, Callable[[Path], None]] = {}
+
+
+def case(work: Callable[[Path], None]) -> Callable[[Path], None]:
+    CASES[work.__name__] = work
+    return work
+
+
+def kill(signum: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def faults(*rules: Rule) -> None:
+    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(open_backend(url, options), rules)
+
+
+def train(
+    root: Path | Tier,
+    *signals: int,
+    at: dict[int, Callable[[], None]],
+    steps: int = 8,
+    every: int = 3,
+    settings: dict[str, Any] = {},  # noqa: B006 - read only
+    **options: Any,
+) -> SimpleNamespace:
+    """Saves each third step and the last; ``at``: what happens within a step."""
+    state = {"x": torch.zeros(50_000), "step": 0}
+    with CheckpointManager(root, **settings) as manager:
+        manager.restore(state)
+        stop = manager.on_signals(*signals, **options)
+        for step in range(state["step"] + 1, steps + 1):
+            at.get(step, int)()
+            time.sleep(0.03)
+            state["x"].fill_(step)
+            state["step"] = step
+            if step % every == 0:
+                manager.save_async(state, step)
+            if stop.requested(step):
+                manager.save_async(state, step)
+                print(f"stops after {step}")
+                break
+    print("returned")
+    return SimpleNamespace(signal=stop.signal, step=state["step"])
+
+
+@case
+def terminated(root: Path) -> None:
+    train(root, at={4: kill})
+
+
+@case
+def user_signal(root: Path) -> None:
+    train(root, at={4: lambda: kill(signal.SIGUSR1)})
+
+
+@case
+def nothing_happens(root: Path) -> None:
+    before = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)]
+    threads = threading.active_count()
+    train(root, at={})
+    assert [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGUSR1)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == threads, threading.enumerate()
+    kill()
+
+
+@case
+def at_a_step_that_is_saved_anyway(root: Path) -> None:
+    train(root, at={6: kill})
+
+
+@case
+def the_user_decides_how_it_ends(root: Path) -> None:
+    done = train(root, at={4: kill}, reraise=False)
+    sys.exit(0 if done.signal == signal.SIGTERM and done.step == 4 else 1)
+
+
+@case
+def an_earlier_handler_has_the_last_word(root: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(70 + signum))
+    train(root, at={4: kill})
+
+
+@case
+def what_was_ignored_is_ignored(root: Path) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    train(root, at={4: lambda: kill(signal.SIGUSR1)})
+
+
+@case
+def many_signals(root: Path) -> None:
+    faults(Rule(verb="put", key="manifest", fault=Delay(0.3)))
+    threading.Timer(0.25, kill).start()
+    train(root, at={4: lambda: [kill() for _ in range(200)] and None})
+
+
+@case
+def interrupted_once(root: Path) -> None:
+    train(root, signal.SIGINT, at={4: lambda: kill(signal.SIGINT)}, reraise=False)
+
+
+@case
+def interrupted_twice(root: Path) -> None:
+    def twice() -> None:
+        kill(signal.SIGINT)
+        try:
+            kill(signal.SIGINT)
+        except KeyboardInterrupt:
+            sys.exit(9)
+
+    train(root, signal.SIGINT, at={4: twice})
+
+
+@case
+def the_grace_time_runs_out_while_the_last_save_streams(root: Path) -> None:
+    faults(Rule(verb="put", key="step-0*4.*manifest", fault=Delay(30)))
+    train(root, at={4: kill}, grace_seconds=0.7)
+
+
+@case
+def the_training_thread_is_stuck_where_python_hears_nothing(root: Path) -> None:
+    libc = ctypes.CDLL(None)
+    threading.Timer(0.2, kill).start()
+    # as a collective is: sleep() itself would return at the signal
+    mutex = ctypes.create_string_buffer(64)
+    train(
+        root, at={4: lambda: [libc.pthread_mutex_lock(mutex) for _ in range(2)] and None}, grace_seconds=0.7
+    )
+
+
+@case
+def signals_to_a_fork_are_its_own(root: Path) -> None:
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+    train(root, at={4: fork})
+
+
+@case
+def an_error_ends_it_as_ever(root: Path) -> None:
+    def fail() -> None:
+        kill()
+        raise SystemExit(5)
+
+    train(root, at={4: fail})
+
+
+@case
+def tiers_that_would_not_take_the_step_take_the_last(root: Path) -> None:
+    train(Tier(str(root), every=100), at={4: kill})
+
+
+@case
+def a_save_that_would_be_skipped_waits(root: Path) -> None:
+    faults(Rule(verb="put", key="step-0*3.*manifest", fault=Delay(0.3)))
+    train(root, at={4: kill}, settings={"on_busy": "skip", "slots": 1})
+
+
+@case
+def an_earlier_error_does_not_come_before_it(root: Path) -> None:
+    faults(Rule(verb="put", key="step-0*3.*manifest", fault=Raise(OutOfSpace)))
+
+    def later() -> None:
+        time.sleep(0.3)
+        kill()
+
+    train(root, at={4: later})
+
+
+@case
+def the_manager_is_not_closed(root: Path) -> None:
+    def forgotten() -> None:
+        manager = CheckpointManager(root)
+        manager.on_signals()
+        manager.save_async({"x": torch.ones(10)}, 4)
+
+    forgotten()
+
+
+@case
+def wrong_calls(root: Path) -> None:
+    def refused(word: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except ConfigError as error:
+            assert word in str(error), error  # noqa: PT017 - no pytest here
+        else:
+            raise AssertionError(word)
+
+    with CheckpointManager(root) as manager:
+        refused("above 0", lambda: manager.on_signals(grace_seconds=0))
+        refused("no signal", lambda: manager.on_signals(signal.SIGKILL))
+        refused("no signal", lambda: manager.on_signals(4711))
+        thread = threading.Thread(target=lambda: refused("main thread", manager.on_signals))
+        thread.start()
+        thread.join()
+        manager.on_signals()
+        refused("already", manager.on_signals)
+    manager = CheckpointManager(root)
+    manager.on_signals()
+    manager.close()
+
+
+def live(work: Callable[[Path], None], root: Path) -> None:
+    """And die at once: a second of taking torch apart tells nothing. But for the one that forgets what the interpreter must end."""
+    code: Any = 0
+    try:
+        work(root)
+    except SystemExit as ended:
+        code = ended.code
+    if work is CASES["the_manager_is_not_closed"]:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, *chosen = sys.argv[1:]
+    told: dict[str, Any] = {}
+    for name in chosen or CASES:
+        root, output = Path(folder) / name, Path(folder) / f"{name}.txt"
+        began = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # kills what hangs
+            with open(output, "w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            live(CASES[name], root)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        steps = [ref.step for ref in committed(open_backend(str(root)))] if root.exists() else []
+        told[name] = [status, sorted(steps), round(time.monotonic() - began, 2), output.read_text()]
+    print(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
