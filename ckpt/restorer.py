@@ -23,7 +23,8 @@ from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
-from ckpt.catalog.origin import Found, Origin, Repair
+from ckpt.catalog.found import Found, Repair
+from ckpt.catalog.origin import Origin
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.committer import LEADER
 from ckpt.coordination.together import Damaged, Together

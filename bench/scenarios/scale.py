@@ -9,19 +9,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import resource
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
 
-from bench import plots, style
-from bench.result import Column, Line, Number, Result
-from bench.runner import Bench
 from bench.scenarios import told
 from ckpt.model import manifest as model
 from ckpt.model.box import Box

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from ckpt.catalog.fragments import filled, load_fragment, read_fragment
+from ckpt.catalog.found import Found, OnRepair, Repair
+from ckpt.catalog.fragments import filled, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.missed import Missed, Told
 from ckpt.catalog.parts import Parts
@@ -34,38 +35,6 @@ from ckpt.plan.sources import Reach, reach_of, verdict, without
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
-    """A store should have had this intact, and had not: it was asked of the next.
-
-    Attributes:
-        tier: URL of the store.
-        key: The file; empty if the store did not answer at all.
-        reason: What was wrong first.
-        nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
-        mended: Whether the file is whole there again.
-    """
-
-    tier: str
-    key: str
-    reason: str
-    nbytes: int
-    mended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A manifest, the very bytes it was read from, and the position of the source."""
-
-    position: int
-    manifest: Manifest
-    packed: bytes
-
-
-OnRepair = Callable[[Repair], None]
-"""Told once for each file and store, when it is met first; from several threads, one call at a time."""
 
 
 class Origin:
@@ -128,7 +97,7 @@ class Origin:
         position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
         self._here = self._manifests[position] = manifest
         self._packed = packed
-        self._parts = Parts(manifest, partial(self._read_part, position))
+        self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
         return Found(position, self._parts.outline, packed)
 
     def filled(self, found: Found, wanted: Iterable[tuple[str, Iterable[Box]]] | None) -> Found:
@@ -142,15 +111,6 @@ class Origin:
             return found
         self._here = self._manifests[found.position] = self._parts.filled(wanted, key=self.ref.manifest)
         return replace(found, manifest=self._here)
-
-    def _read_part(self, first: int, manifest: Manifest, named: FragmentRef, file: File | None) -> Fragment:
-        """A fragment of a manifest by reference: of the source that has the manifest, if it can."""
-
-        def work(position: int) -> Fragment:
-            load = partial(load_fragment, self.sources[position], self.ref, manifest, named, file)
-            return self._retry.call(load)[0]
-
-        return self._nearest(self.ref.key(named.name), 0, work, first=first)[1]
 
     def layout(self, position: int) -> Manifest:
         """How files lie on a source: as its own manifest says, else as that which was found. Asked when the source is needed."""
@@ -176,20 +136,27 @@ class Origin:
             return here
 
         def read(named: FragmentRef, file: File | None) -> Fragment:
-            return self._retry.call(
-                partial(load_fragment, self.sources[position], self.ref, manifest, named, file)
-            )[0]
+            return self._load(position, manifest, named, file)[0]
 
         return filled(manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest)
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
+        return self._fragment(manifest, named, file)[1]
 
-        def found(position: int) -> bytes:
-            source = self.sources[position]
-            return self._retry.call(partial(read_fragment, source, self.ref, manifest, named, file))
+    def _fragment(
+        self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
+    ) -> tuple[Fragment, bytes]:
+        def found(position: int) -> tuple[Fragment, bytes]:
+            return self._load(position, manifest, named, file)
 
-        return self._nearest(self.ref.key(named.name), 0, found)[1]
+        return self._nearest(self.ref.key(named.name), 0, found, first=first)[1]
+
+    def _load(
+        self, position: int, manifest: Manifest, named: FragmentRef, file: File | None
+    ) -> tuple[Fragment, bytes]:
+        source = self.sources[position]
+        return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def read_span(self, span: Span, data: memoryview) -> int:
         """Fill ``data`` with chunks that are intact; returns the position of the farthest source that was needed.

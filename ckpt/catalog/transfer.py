@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.origin import OnRepair, Origin
+from ckpt.catalog.found import OnRepair
+from ckpt.catalog.origin import Origin
 from ckpt.catalog.verify import (
     Meter,
     OnProgress,
