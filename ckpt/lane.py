@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from ckpt.catalog.index import committed, sweep
 from ckpt.catalog.pruner import Pruner
@@ -16,7 +17,7 @@ from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
-from ckpt.coordination.committer import LEADER, Committer, rebuild
+from ckpt.coordination.committer import LEADER, Committer, in_turn, rebuild
 from ckpt.coordination.owner import Owner, claim, confirm, release
 from ckpt.errors import (
     CkptError,
@@ -42,6 +43,10 @@ from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+_MANY: Final = 16
+"""Ranks; below, threads cost more than they save."""
+_READERS: Final = 8
+"""Threads that fetch fragments for the merge: what takes time is requests, of which there is one for each rank."""
 
 
 class Lane:
@@ -70,6 +75,8 @@ class Lane:
         self._backend = tier.backend
         self._coordinator, self._config = coordinator, config
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
+        readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))  # fragments, by the leader
+        self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
         self._pruner: Pruner | None = None
         if coordinator.rank == LEADER and not self.in_memory:
             self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
@@ -235,6 +242,7 @@ class Lane:
     def close(self, durable_step: int) -> None:
         """Stop the threads and give the root back. Steps up to ``durable_step`` need not stay in memory."""
         self._workers.close()
+        self._readers.close()
         if self._pruner is not None:
             self._pruner.close()
         for path, ref in list(self._lodgers.items()):
@@ -262,7 +270,7 @@ class Lane:
             retry=self._retry.call,
             known=self._known,
             before_put=self._confirm,
-            read_all=self._workers.stream,
+            read_all=self._readers.stream if self._coordinator.world_size >= _MANY else in_turn,
         )
 
     def _confirm(self) -> None:

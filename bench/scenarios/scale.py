@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 import numpy as np
+import zstandard
 
 from bench.scenarios import told
 from ckpt.model import manifest as model
@@ -38,6 +39,7 @@ CHUNK_BYTES: Final = 16 << 20
 HIDDEN: Final = 8192
 LAYERS: Final = 27
 _TP: Final = 8
+_NONE: Final = Box((), (0,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,9 @@ def model_of(tensors: int) -> list[Named]:
     del parameters[(tensors - 1) // 3 :]
     found = [Named(f"model/{each.name}", each.shape, each.stage, each.cut) for each in parameters]
     for key in ("exp_avg", "exp_avg_sq"):
-        found += [Named(f"optimizer/{each.name}/{key}", each.shape, each.stage, each.cut) for each in parameters]
+        found += [
+            Named(f"optimizer/{each.name}/{key}", each.shape, each.stage, each.cut) for each in parameters
+        ]
     return [*found, Named("optimizer/step", (), 0.0, None)]
 
 
@@ -99,7 +103,9 @@ class World:
         if self.layout == "3d":  # pipeline, data, tensor
             stages = min(16, max(1, self.ranks // (_TP * 2)))
             return stages, self.ranks // (stages * _TP), _TP
-        return (max(2, self.ranks // 256), min(256, self.ranks // 2)) if self.layout == "hsdp" else (self.ranks,)
+        return (
+            (max(2, self.ranks // 256), min(256, self.ranks // 2)) if self.layout == "hsdp" else (self.ranks,)
+        )
 
     def leaves(self, rank: int) -> list[Leaf]:
         """What ``rank`` holds."""
@@ -173,20 +179,31 @@ class Plans:
     """``plan.save`` of every rank: done once for ranks that differ in offsets only, which are then put in their place."""
 
     world: World
-    _known: dict[tuple[Any, ...], tuple[SavePlan, list[Leaf]]] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], tuple[SavePlan, list[Leaf]]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
-    def of(self, rank: int, leaves: list[Leaf]) -> tuple[SavePlan, tuple[model.Tensor, ...]]:
-        key = tuple(
-            (leaf.name, *(box.shape for box in leaf.boxes), leaf.replicas.index(rank) if len(leaf.replicas) > 1 and leaf.shape else rank == 0)
+    def key(self, rank: int, leaves: list[Leaf]) -> tuple[Any, ...]:
+        """The same for ranks whose plans differ in offsets only: boxes of the same shapes, of which they write the same share."""
+        shares = {
+            leaf.replicas: leaf.replicas.index(rank) if leaf.shape else rank == 0
             for leaf in leaves
-        )  # fmt: skip
-        if key not in self._known:
-            start = time.perf_counter()
+            if len(leaf.replicas) > 1
+        }
+        return (
+            len(leaves),
+            leaves[0].name,
+            *(box.shape for leaf in leaves for box in leaf.boxes or (_NONE,)),
+            *shares.values(),
+        )
+
+    def of(self, rank: int, leaves: list[Leaf]) -> tuple[SavePlan, tuple[model.Tensor, ...]]:
+        key = self.key(rank, leaves)
+        if key not in self.known:
+            start = time.process_time()
             plan = plan_save(leaves, rank=rank, chunk_bytes=CHUNK_BYTES)
-            self.seconds.append(time.perf_counter() - start)
-            self._known[key] = plan, leaves
-        plan, like = self._known[key]
+            self.seconds.append(time.process_time() - start)
+            self.known[key] = plan, leaves
+        plan, like = self.known[key]
         return plan, tuple(
             tensor if not tensor.shards else _moved(tensor, rank, mine, theirs)
             for tensor, mine, theirs in zip(plan.tensors, leaves, like, strict=True)
@@ -196,10 +213,14 @@ class Plans:
 def _moved(tensor: model.Tensor, rank: int, mine: Leaf, like: Leaf) -> model.Tensor:
     """The same tensor on another rank."""
     if not mine.shape:
-        return model.Tensor(tensor.name, tensor.dtype, tensor.shape, (model.Shard(rank, tensor.shards[0].offset, (), ()),))
+        return model.Tensor(
+            tensor.name, tensor.dtype, tensor.shape, (model.Shard(rank, tensor.shards[0].offset, (), ()),)
+        )
     by = [a - b for a, b in zip(mine.boxes[0].offsets, like.boxes[0].offsets, strict=True)]
     shards = tuple(
-        model.Shard(rank, shard.offset, tuple(o + d for o, d in zip(shard.offsets, by, strict=True)), shard.shape)
+        model.Shard(
+            rank, shard.offset, tuple(o + d for o, d in zip(shard.offsets, by, strict=True)), shard.shape
+        )
         for shard in tensor.shards
     )
     return model.Tensor(tensor.name, tensor.dtype, tensor.shape, shards)
@@ -211,18 +232,17 @@ class Job:
     def __init__(self, world: World, *, by_reference: bool) -> None:
         self.world, self.plans, self.by_reference = world, Plans(world), by_reference
         self._tree = _tree(world.model)
-        self._digests = {each.name: hashlib.blake2b(each.name.encode(), digest_size=8).hexdigest() for each in world.model}
-
-    def fragment(self, rank: int, step: int) -> Fragment:
-        leaves = self.world.leaves(rank)
-        plan, tensors = self.plans.of(rank, leaves)
-        random = np.random.default_rng((rank, step)).bytes(16 * len(plan.chunks)).hex()
-        chunks = tuple(Chunk(n, random[32 * i : 32 * i + 32]) for i, n in enumerate(plan.chunks))
-        marks = {
-            leaf.name: f"{leaf.boxes[0].offsets}+{leaf.boxes[0].shape}={self._digests[leaf.name]}{step}"
-            for leaf in leaves
-            if len(leaf.replicas) > 1 and leaf.boxes
+        self._kinds: dict[Any, tuple[Packed, Any, Any]] = {}
+        self._marks: dict[Any, bytes] = {}
+        self._digests = {
+            each.name: hashlib.blake2b(each.name.encode(), digest_size=8).hexdigest() for each in world.model
         }
+
+    def fragment(self, rank: int, step: int, leaves: list[Leaf]) -> Fragment:
+        plan, tensors = self.plans.of(rank, leaves)
+        random = _random(rank, step, 16 * len(plan.chunks)).hex()
+        chunks = tuple(Chunk(n, random[32 * i : 32 * i + 32]) for i, n in enumerate(plan.chunks))
+        marks = self._digests_of(leaves, step)
         return Fragment(
             format=model.FORMAT, step=step, attempt="abc123def456", rank=rank, world_size=self.world.ranks, created_at=float(step),
             chunk_bytes=CHUNK_BYTES, file=File(data_name(rank), rank, plan.size, chunks), tensors=tensors, tied={},
@@ -230,12 +250,56 @@ class Job:
             metadata=msgspec.Raw(b"{}"),
         )  # fmt: skip
 
-    def put(self, rank: int, step: int) -> tuple[bytes, float]:
-        """What a rank puts, and the seconds that encoding it has taken."""
-        fragment = self.fragment(rank, step)
-        start = time.perf_counter()
-        data = pack(pack_fragment(fragment) if self.by_reference else fragment)
-        return data, time.perf_counter() - start
+    def _digests_of(self, leaves: list[Leaf], step: int) -> dict[str, str]:
+        """Of the replicas that a rank holds: as a save tells them."""
+        return {
+            leaf.name: f"{leaf.boxes[0].offsets}{leaf.boxes[0].shape}={self._digests[leaf.name]}{step}"
+            for leaf in leaves
+            if len(leaf.replicas) > 1 and leaf.boxes
+        }
+
+    def packed(self, rank: int, step: int, leaves: list[Leaf]) -> Packed:
+        """As ``pack_fragment`` gives it: by itself on the first rank of a kind, which is compared with the shortcut taken for the others."""
+        key = self.plans.key(rank, leaves)
+        if key not in self._kinds:
+            whole = pack_fragment(self.fragment(rank, step, leaves))
+            plan, like = self.plans.known[key]
+            index = np.array([item.leaf for item in _in_form(plan, like)], dtype=np.int64)
+            starts = _starts(like)
+            within = (
+                np.frombuffer(zstandard.decompress(whole.offsets), "<i8").reshape(len(index), -1)
+                - starts[index]
+            )
+            self._kinds[key] = whole, index, within
+            assert self.packed(rank, step, leaves) == whole
+        like_that, index, within = self._kinds[key]
+        starts = _starts(leaves)
+        offsets = starts[index] + within
+        marks = self._marks.get(mark := (key, starts.tobytes(), step))
+        if marks is None:
+            told = self._digests_of(leaves, step)
+            marks = zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3) if told else b""
+            self._marks[mark] = marks
+        file = like_that.file
+        return msgspec.structs.replace(
+            like_that, rank=rank, step=step, created_at=float(step), offsets=zstandard.compress(offsets.tobytes(), 3), replicas=marks,
+            file=File(data_name(rank), rank, file.size, ()) if file else None, checksums=_random(rank, step, len(like_that.checksums)),
+        )  # fmt: skip
+
+
+def _in_form(plan: SavePlan, leaves: Sequence[Leaf]) -> list[Any]:
+    """Items in the order of the form's rows: by leaf."""
+    del leaves
+    return sorted(plan.items, key=lambda item: item.leaf)
+
+
+def _starts(leaves: Sequence[Leaf]) -> Any:
+    rows = [(*leaf.boxes[0].offsets, 0, 0)[:2] if leaf.boxes else (0, 0) for leaf in leaves]
+    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+
+
+def _random(rank: int, step: int, nbytes: int) -> bytes:
+    return np.random.default_rng((rank, step)).bytes(nbytes)
 
 
 def _tree(named: Sequence[Named]) -> msgspec.Raw:
@@ -259,12 +323,17 @@ def _write(world: World, by_reference: bool, folder: str, ranks: range) -> dict[
     refs: list[list[FragmentRef]] = [[], []]
     packing: list[float] = []
     for rank in ranks:
-        first = job.fragment(rank, 1)
+        leaves = world.leaves(rank)
         for step in (1, 2):
-            fragment = first if step == 1 else job.fragment(rank, 2)
-            start = time.perf_counter()
-            data = pack(pack_fragment(fragment) if by_reference else fragment)
-            packing.append(time.perf_counter() - start)
+            if not by_reference:
+                data = pack(job.fragment(rank, step, leaves))
+            else:
+                data = pack(job.packed(rank, step, leaves))
+            if rank == ranks[len(ranks) // 2]:  # the real thing, for the clock
+                fragment = job.fragment(rank, step, leaves)
+                start = time.process_time()
+                pack(pack_fragment(fragment) if by_reference else fragment)
+                packing.append(time.process_time() - start)
             with open(f"{folder}/{step}-{rank}", "wb") as file:
                 file.write(data)
             refs[step - 1].append(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
@@ -277,14 +346,15 @@ def _read(folder: str, step: int, ref: FragmentRef, known: Known) -> Any:
         data = file.read()
     assert checksum(data) == ref.checksum
     part = read_part(data, key=ref.name)
-    return part if isinstance(part, Packed) else check_fragment(part, key=ref.name, known=known.parts.get(ref.rank))
+    return (
+        part
+        if isinstance(part, Packed)
+        else check_fragment(part, key=ref.name, known=known.parts.get(ref.rank))
+    )
 
 
 def _commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
     """The leader's work of two saves. In a process of its own, whose memory is told."""
-    import zstandard  # not what is measured
-
-    del zstandard
     found: dict[str, float] = {"base": _peak()}
     known = Known()
     gc.disable()  # as collection is on the save path: fragments have no cycles
@@ -301,9 +371,6 @@ def _commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
 
 def _restore(folder: str, world: World, rank: int) -> dict[str, float]:
     """A rank of ``world`` restores save 2: from the bytes of the manifest to its plan. In a process of its own."""
-    import zstandard
-
-    del zstandard
     with open(f"{folder}/manifest", "rb") as file:
         data = file.read()
     wanted = world.leaves(rank)

@@ -69,7 +69,8 @@ ReadAll = Callable[[Iterable[Callable[[], Part]]], Iterator[Part]]
 """Calls all of it, perhaps on several threads; results come in order, and few of them wait."""
 
 
-def _in_turn(reads: Iterable[Callable[[], Part]]) -> Iterator[Part]:
+def in_turn(reads: Iterable[Callable[[], Part]]) -> Iterator[Part]:
+    """On this thread, one after the other."""
     return (read() for read in reads)
 
 
@@ -95,7 +96,7 @@ class Committer:
         retry: Retry = _at_once,
         known: Known | None = None,
         before_put: Callable[[], None] = lambda: None,
-        read_all: ReadAll = _in_turn,
+        read_all: ReadAll = in_turn,
     ) -> None:
         self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
         self._read_all = read_all
