@@ -30,6 +30,7 @@ ALL: Final[dict[str, str]] = {
     "soak": "200 saves: memory, descriptors, threads",
     "codec": "a trained model's weights and moments through a codec: how much shorter, how fast",
     "every": "a save every step: how much slower training is",
+    "scale": "simulated worlds of up to 16,384 ranks: plans, fragments, merge, manifest, words",
     "objects": "a real S3 server: our client and others, and a far tier in trouble",
 }
 

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import resource
+import multiprocessing
+import shutil
+import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import zstandard
 
+from bench import plots, style
+from bench.result import Column, Line, Number, Result
+from bench.runner import Bench
 from bench.scenarios import told
+from ckpt.coordination.commit import Durable, encode
 from ckpt.model import manifest as model
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
@@ -33,12 +41,11 @@ from ckpt.plan.merge import Known, merge
 from ckpt.plan.restore import plan_restore
 from ckpt.plan.save import SavePlan, plan_save
 
-T = TypeVar("T")
-
 CHUNK_BYTES: Final = 16 << 20
 HIDDEN: Final = 8192
 LAYERS: Final = 27
 _TP: Final = 8
+_WRITERS: Final = 2  # processes that play the ranks
 _NONE: Final = Box((), (0,))
 
 
@@ -47,11 +54,152 @@ class Options:
     ranks: tuple[int, ...] = told((64, 256, 1024, 4096, 16384), "sizes of the worlds")
     layouts: tuple[str, ...] = told(("fsdp2", "hsdp", "3d"), "fsdp2, hsdp, 3d")
     tensors: int = told(1000, "of the model and its optimizer")
-    plain_to: int = told(1024, "the largest world that is also committed with everything in one manifest")
-    budget_seconds: float = told(900.0, "not kept to: each world is simulated to its end")
+    plain_to: int = told(
+        256, "the largest world of the first layout that is also committed with everything in one manifest"
+    )
+    budget_seconds: float = told(1800.0, "after which no further world is begun")
 
 
-QUICK = Options(ranks=(64, 128), plain_to=64)
+QUICK = Options(ranks=(8, 16), layouts=("fsdp2",), tensors=100, plain_to=8)
+
+
+_COLUMNS: Final = (
+    Column("plan_seconds", "plan.save of a rank", "seconds"),
+    Column("pack_seconds", "its fragment", "seconds"),
+    Column("fragment_kib", "KiB of it", "count"),
+    Column("first_seconds", "merge, first save", "seconds"),
+    Column("known_seconds", "merge, every later one", "seconds"),
+    Column("memory_mib", "MiB of the committer", "count"),
+    Column("manifest_kib", "KiB of the manifest", "count"),
+    Column("same_seconds", "restore plan, as saved", "seconds"),
+    Column("same_fragments", "fragments read", "count"),
+    Column("other_seconds", "on 3/4 of the ranks", "seconds"),
+    Column("other_fragments", "fragments read for it", "count"),
+    Column("hear_seconds", "leader's words, TCPStore", "seconds"),
+)
+_NOTES: Final = (
+    "Seconds are processor time of the one process that does the work (the wall-clock seconds are in the JSON): the machine is shared. The merge reads all fragments from files, checks and merges them, and packs the manifest.",
+    "`merge, every later one`: the layout is as in the save before; checksums, digests of replicas and plain values are compared all the same.",
+    "A restore plan goes from the bytes of the manifest to what is read where, the fragments that it needs read and checked on the way; one rank's, in a process of its own.",
+    "`all in one`: the manifest of small worlds (formats 1 and 2), with everything in it, which is what a world of that size had before.",
+    "A rank asks a TCPStore 4 things for each save (its word, wait, verdict, forget), the leader one more for each rank and one for each 256; of storage a rank asks 2 (data, fragment), the leader two more for each rank, and the manifest.",
+)
+_LABELS: Final = {"fsdp2": "FSDP2", "hsdp": "HSDP", "3d": "3-D"}
+
+
+def run(bench: Bench, options: Options) -> Result:
+    lines: list[Line] = []
+    named = model_of(options.tensors)
+    for ranks in options.ranks:
+        for layout in options.layouts:
+            for by_reference in (True, False):
+                if not by_reference and (ranks > options.plain_to or layout != options.layouts[0]):
+                    continue
+                case, name = _LABELS[layout], f"{'ckpt' if by_reference else 'plain'}.{ranks}"
+                if lines and bench.left() < 0:
+                    bench.skip(case, name, "no time was left")
+                    continue
+                label = f"{ranks:,} ranks" + ("" if by_reference else ", all in one")
+                line = Line(case, name, label)
+                line.numbers.update(_measured(World(layout, ranks, named), by_reference, bench.folder))
+                lines.append(line)
+                print(f"{case}, {label}: {line.numbers}", flush=True)
+    lines.sort(key=lambda line: list(_LABELS.values()).index(line.case))
+    return bench.result(
+        f"Worlds of up to {max(options.ranks):,} ranks × {options.tensors:,} tensors", _COLUMNS, _NOTES, lines
+    )
+
+
+def _measured(world: World, by_reference: bool, parent: str) -> dict[str, Number]:
+    folder = tempfile.mkdtemp(dir=parent)
+    begin = time.perf_counter()
+    try:
+        blocks = [
+            range(k * world.ranks // _WRITERS, (k + 1) * world.ranks // _WRITERS) for k in range(_WRITERS)
+        ]
+        parts = _apart(_WRITERS, _write, [(world, by_reference, folder, block) for block in blocks])
+        refs = [[ref for part in parts for ref in part["refs"][step]] for step in range(2)]
+        (commit,) = _apart(1, _commit, [(folder, refs)])
+        other = World("fsdp2", world.ranks * 3 // 4, world.model)
+        (same,) = _apart(1, _restore, [(folder, world, world.ranks // 3)])
+        (moved,) = _apart(1, _restore, [(folder, other, other.ranks // 3)])
+        (store,) = _apart(1, _words, [(world.ranks,)])
+    finally:
+        shutil.rmtree(folder)
+    sizes = [float(ref.size) for ref in refs[0]]
+    return {
+        "plan_seconds": max(second for part in parts for second in part["plan"]),
+        "pack_seconds": statistics.median(second for part in parts for second in part["pack"]),
+        "fragment_kib": round(statistics.mean(sizes) / 1024, 1),
+        "first_seconds": commit["merge_first_cpu"], "first_wall_seconds": commit["merge_first"],
+        "known_seconds": commit["merge_known_cpu"], "known_wall_seconds": commit["merge_known"],
+        "memory_mib": round(commit["memory"] / 2**20), "base_memory_mib": round(commit["base"] / 2**20),
+        "manifest_kib": round(commit["manifest"] / 1024),
+        "same_seconds": same["cpu"], "same_wall_seconds": same["seconds"], "same_fragments": same["fragments"],
+        "other_seconds": moved["cpu"], "other_wall_seconds": moved["seconds"], "other_fragments": moved["fragments"],
+        "other_reads": moved["reads"], "other_read_bytes_over_wanted": moved["over"],
+        "hear_seconds": store["hear_cpu"], "hear_wall_seconds": store["hear"], "look_wall_seconds": store["look"],
+        "store_requests_of_the_leader": store["requests"], "store_requests_of_a_rank": 4.0, "word_bytes": store["word"],
+        "simulation_seconds": time.perf_counter() - begin,
+    }  # fmt: skip
+
+
+def _apart(
+    count: int, work: Callable[..., dict[str, Any]], told: Sequence[tuple[Any, ...]]
+) -> list[dict[str, Any]]:
+    """Each in a fresh process: nobody's memory is another's."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context) as pool:
+        return [future.result() for future in [pool.submit(work, *each) for each in told]]
+
+
+def plot(result: Result, path: str) -> None:
+    reading = "Processor seconds and memory of one process; both axes are logarithmic. Dashed: what is proportional to the ranks."
+    panels = (
+        (
+            "known_seconds",
+            "the committer, each save",
+            "reads, checks and merges every rank's fragment",
+            "seconds",
+        ),
+        ("first_seconds", "its first save", "layouts are checked for holes and overlaps", "seconds"),
+        ("memory_mib", "its memory", "MiB, peak of the process", "count"),
+        ("same_seconds", "a rank's restore plan", "as saved", "seconds"),
+        ("other_seconds", "on 3/4 of the ranks", "another layout", "seconds"),
+        ("manifest_kib", "the manifest", "KiB", "count"),
+    )
+    with style.figure(result, path, (15, 9), reading) as (drawn, plt):
+        for axis, (key, title, subtitle, kind) in zip(drawn.subplots(2, 3).flat, panels, strict=True):
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            series = _series(result, key)
+            for each in series:
+                axis.plot(each.x, each.y, alpha=0)  # sets the limits, which the names need
+            xs = sorted({x for each in series for x in each.x})
+            axis.set_xticks(xs, [f"{x:,.0f}" for x in xs], rotation=0)
+            axis.minorticks_off()
+            if kind == "seconds":
+                axis.yaxis.set_major_formatter(lambda value, _: style.tick(value, "seconds"))
+            else:
+                axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            style.bare(axis, grid="both")
+            plots.lines(axis, series)
+            style.head(axis, title, subtitle)
+        del plt
+
+
+def _series(result: Result, key: str) -> list[plots.Series]:
+    found: list[plots.Series] = []
+    for case in result.cases():
+        for kind, name, more in (("ckpt", "ckpt", ""), ("plain", "plain", ", all in one")):
+            points = [
+                (float(line.name.split(".")[1]), value)
+                for line in result.of(case)
+                if line.name.startswith(f"{kind}.") and (value := line.median(key))
+            ]
+            if points and (kind == "ckpt" or case == _LABELS["fsdp2"]):
+                found.append(plots.Series(name, case + more, *map(list, zip(*points, strict=True))))
+    return found
 
 
 # -- the model -----------------------------------------------------------------------------------------------------------------
@@ -273,17 +421,24 @@ class Job:
             self._kinds[key] = whole, index, within
             assert self.packed(rank, step, leaves) == whole
         like_that, index, within = self._kinds[key]
-        starts = _starts(leaves)
-        offsets = starts[index] + within
-        marks = self._marks.get(mark := (key, starts.tobytes(), step))
-        if marks is None:
+        file, offsets = like_that.file, _starts(leaves)[index] + within
+        return self.again(
+            msgspec.structs.replace(
+                like_that, rank=rank, offsets=zstandard.compress(offsets.tobytes(), 3),
+                file=File(data_name(rank), rank, file.size, ()) if file else None,
+            ), rank, step, leaves,
+        )  # fmt: skip
+
+    def again(self, packed: Packed, rank: int, step: int, leaves: list[Leaf]) -> Packed:
+        """The next save of a rank: other bytes in the same places."""
+        mark = step, *(leaf.boxes for leaf in leaves if len(leaf.replicas) > 1)
+        if mark not in self._marks:
             told = self._digests_of(leaves, step)
-            marks = zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3) if told else b""
-            self._marks[mark] = marks
-        file = like_that.file
+            self._marks[mark] = (
+                zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3) if told else b""
+            )
         return msgspec.structs.replace(
-            like_that, rank=rank, step=step, created_at=float(step), offsets=zstandard.compress(offsets.tobytes(), 3), replicas=marks,
-            file=File(data_name(rank), rank, file.size, ()) if file else None, checksums=_random(rank, step, len(like_that.checksums)),
+            packed, step=step, created_at=float(step), replicas=self._marks[mark], checksums=_random(rank, step, len(packed.checksums)),
         )  # fmt: skip
 
 
@@ -324,11 +479,13 @@ def _write(world: World, by_reference: bool, folder: str, ranks: range) -> dict[
     packing: list[float] = []
     for rank in ranks:
         leaves = world.leaves(rank)
+        packed: Packed | None = None
         for step in (1, 2):
-            if not by_reference:
-                data = pack(job.fragment(rank, step, leaves))
+            if by_reference:
+                packed = job.again(packed, rank, step, leaves) if packed else job.packed(rank, step, leaves)
+                data = pack(packed)
             else:
-                data = pack(job.packed(rank, step, leaves))
+                data = pack(job.fragment(rank, step, leaves))
             if rank == ranks[len(ranks) // 2]:  # the real thing, for the clock
                 fragment = job.fragment(rank, step, leaves)
                 start = time.process_time()
@@ -400,4 +557,50 @@ def _restore(folder: str, world: World, rank: int) -> dict[str, float]:
 
 
 def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    """Of this process. What ``getrusage`` tells begins with its parent's."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024.0
+
+
+def _words(ranks: int) -> dict[str, float]:
+    """The leader hears the words of all ranks, through a TCPStore of this process; and looks once when only half of them have come."""
+    import torch.distributed as dist
+
+    from ckpt.adapters.torch_store import TorchStoreCoordinator
+
+    make: Any = dist  # torch's stub does not export it
+    store = make.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    count = [0]
+
+    class Counting(TorchStoreCoordinator):
+        def __init__(self) -> None:
+            self.rank, self.world_size, self.attempt = 0, ranks, "abc123def456"
+            self._store = store
+
+        def _get(self, key: str) -> bytes:
+            count[0] += 1
+            return super()._get(key)
+
+        def _are_there(self, keys: list[str]) -> bool:
+            count[0] += 1
+            return super()._are_there(keys)
+
+        def _wait(self, keys: list[str], seconds: float) -> bool:
+            count[0] += 1
+            return super()._wait(keys, seconds)
+
+    leader, word = Counting(), encode(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32)))
+    subject = "save/0/0/step-000001200.abc123def456"
+    for rank in range(ranks // 2):
+        store.set(f"{subject}/{rank}", word.decode())
+    begin = time.perf_counter()
+    leader.hear(subject, set(range(ranks // 2, ranks)), timeout=0.001)
+    look = time.perf_counter() - begin
+    for rank in range(ranks // 2, ranks):
+        store.set(f"{subject}/{rank}", word.decode())
+    count[0] = 0
+    begin, cpu = time.perf_counter(), time.process_time()
+    assert len(leader.hear(subject, set(range(ranks)), timeout=60)) == ranks
+    return {
+        "hear": time.perf_counter() - begin, "hear_cpu": time.process_time() - cpu, "look": look, "requests": float(count[0]), "word": float(len(word)),
+    }  # fmt: skip

@@ -24,7 +24,7 @@ ENCODED_FORMAT = 2
 """Written only where a file is encoded: readers of version 1 can read all else."""
 REFERENCE_FORMAT = 3
 """The newest that is understood. Written by worlds of at least ``REFERENCE_FROM`` ranks: their manifest leaves to the fragments what only some rank needs."""
-REFERENCE_FROM = 64
+REFERENCE_FROM = 16
 """Ranks. A smaller world's manifest is read faster with everything in it than with one more request for each fragment."""
 HEADER_ALIGNMENT = 4096
 

@@ -41,20 +41,21 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
     Raises:
         ManifestCorrupt: They do not say what it was merged from. Those of all ranks are still to be checked together (``check_manifest``).
     """
-    files, encoded = list[File](), list[Encoding]()
+    files, encoded, known = list[File](), list[Encoding](), manifest.file_map()
+    for rank, part in fragments.items():
+        if (replace(part.file, chunks=()) if part.file else None) != known.get(rank):
+            raise ManifestCorrupt(key, f"the fragment of rank {rank} tells of another file")
     for file in manifest.files:
-        part = fragments.get(file.rank)
-        if part is not None and (part.file is None or replace(part.file, chunks=()) != file):
-            raise ManifestCorrupt(key, f"the fragment of rank {file.rank} tells of another file")
-        files.append(file if part is None or part.file is None else part.file)
+        own = fragments.get(file.rank)
+        files.append(file if own is None or own.file is None else own.file)
     for encoding in manifest.encoded:
-        part = fragments.get(encoding.rank)
-        if part is not None:
-            (own,) = part.encoded or (Encoding(-1, "", ()),)
-            if replace(own, lengths=(own.size,)) != encoding:
-                raise ManifestCorrupt(key, f"the fragment of rank {encoding.rank} is encoded otherwise")
-            encoding = own
-        encoded.append(encoding)
+        mine = fragments.get(encoding.rank)
+        if mine is None:
+            encoded.append(encoding)
+            continue
+        if [replace(each, lengths=(each.size,)) for each in mine.encoded] != [encoding]:
+            raise ManifestCorrupt(key, f"the fragment of rank {encoding.rank} is encoded otherwise")
+        encoded += mine.encoded
     whole = len(fragments) == manifest.world_size
     return replace(
         manifest,
