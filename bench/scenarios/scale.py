@@ -431,7 +431,7 @@ class Job:
 
     def again(self, packed: Packed, rank: int, step: int, leaves: list[Leaf]) -> Packed:
         """The next save of a rank: other bytes in the same places."""
-        mark = step, *(leaf.boxes for leaf in leaves if len(leaf.replicas) > 1)
+        mark = step, leaves[0].name, *(leaf.boxes for leaf in leaves if len(leaf.replicas) > 1)
         if mark not in self._marks:
             told = self._digests_of(leaves, step)
             self._marks[mark] = (

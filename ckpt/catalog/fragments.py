@@ -12,7 +12,7 @@ from ckpt.errors import ChecksumMismatch, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
-from ckpt.model.packed import read_fragment as unpack_fragment
+from ckpt.model.packed import read_fragment
 from ckpt.model.reference import fill
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.workers import Workers
@@ -22,22 +22,15 @@ _THREADS: Final = 16
 """Requests are what takes time: fragments are small, and there may be thousands."""
 
 
-def read_fragment(
+def load_fragment(
     backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
-) -> bytes:
-    """The bytes of a fragment that is the one the manifest was merged from.
+) -> tuple[Fragment, bytes]:
+    """A fragment that is the one the manifest was merged from, and its bytes.
 
     Raises:
         ObjectNotFound: It is missing.
         ChecksumMismatch, ManifestCorrupt: It is another, or damaged.
     """
-    return load_fragment(backend, ref, manifest, named, file)[1]
-
-
-def load_fragment(
-    backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
-) -> tuple[Fragment, bytes]:
-    """What it says, and its bytes. Raises as ``read_fragment`` does."""
     key = ref.key(named.name)
     size = backend.head(key).size
     if size != named.size:
@@ -45,7 +38,7 @@ def load_fragment(
     data = read_object(backend, key, limit=named.size)
     if checksum(data) != named.checksum:
         raise ChecksumMismatch(key, 0, len(data))
-    fragment = unpack_fragment(data, key=key)
+    fragment = read_fragment(data, key=key)
     mine = (fragment.step, fragment.attempt, fragment.rank, fragment.world_size, fragment.chunk_bytes)
     if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
         raise ManifestCorrupt(key, "belongs to another save")
