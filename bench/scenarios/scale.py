@@ -47,6 +47,7 @@ LAYERS: Final = 27
 _TP: Final = 8
 _WRITERS: Final = 2  # processes that play the ranks
 _NONE: Final = Box((), (0,))
+_DIMS: Final = 2  # of the matrices, which nearly all ranks hold some of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -408,6 +409,8 @@ class Job:
 
     def packed(self, rank: int, step: int, leaves: list[Leaf]) -> Packed:
         """As ``pack_fragment`` gives it: by itself on the first rank of a kind, which is compared with the shortcut taken for the others."""
+        if max(len(leaf.shape) for leaf in leaves) != _DIMS:
+            return pack_fragment(self.fragment(rank, step, leaves))
         key = self.plans.key(rank, leaves)
         if key not in self._kinds:
             whole = pack_fragment(self.fragment(rank, step, leaves))
@@ -449,8 +452,8 @@ def _in_form(plan: SavePlan, leaves: Sequence[Leaf]) -> list[Any]:
 
 
 def _starts(leaves: Sequence[Leaf]) -> Any:
-    rows = [(*leaf.boxes[0].offsets, 0, 0)[:2] if leaf.boxes else (0, 0) for leaf in leaves]
-    return np.array(rows, dtype=np.int64).reshape(-1, 2)
+    rows = [(*leaf.boxes[0].offsets, 0, 0)[:_DIMS] if leaf.boxes else (0,) * _DIMS for leaf in leaves]
+    return np.array(rows, dtype=np.int64).reshape(-1, _DIMS)
 
 
 def _random(rank: int, step: int, nbytes: int) -> bytes:
