@@ -23,7 +23,9 @@
     │   ├── CommitTimeout
     │   ├── ReplicasDiverged
     │   ├── TensorIncomplete                boxes leave holes or overlap
-    │   └── RootInUse                       another job writes to this root
+    │   ├── RootInUse                       another job writes to this root
+    │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   written to behind our back while it was copied
@@ -34,14 +36,15 @@
     │   ├── EntryUnexpected
     │   ├── ShapeMismatch
     │   ├── DtypeMismatch
-    │   └── KindMismatch                    a tensor here, a plain value there
+    │   ├── KindMismatch                    a tensor here, a plain value there
+    │   └── OptimizerMismatch               the state of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
     └── ManagerClosed              exit 9
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, TypeVar
 
@@ -205,10 +208,10 @@ class CommitTimeout(CommitError):
 class ReplicasDiverged(CommitError):
     """Ranks that should hold the same value do not."""
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        self.name, self.ranks = name, tuple(ranks)
+    def __init__(self, name: str, ranks: Sequence[int], detail: str = "") -> None:
+        self.name, self.ranks, self.detail = name, tuple(ranks), detail
         super().__init__(
-            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}: if that is meant, wrap it in PerRank(...)"
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: if that is meant, wrap it in PerRank(...)"
         )
 
 
@@ -227,6 +230,27 @@ class RootInUse(CommitError):
         self.root, self.owner = root, owner
         super().__init__(
             f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        )
+
+
+class TierNotShared(CommitError):
+    """Ranks see different files in one tier, which nobody has said is local."""
+
+    def __init__(self, root: str, ranks: Sequence[int]) -> None:
+        self.root, self.ranks = root, tuple(ranks)
+        super().__init__(
+            f"rank(s) {', '.join(map(str, self.ranks))} have made their part durable in {root}, where the leader does not see it: "
+            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else let all nodes see one folder"
+        )
+
+
+class JobUnseen(CommitError):
+    """An unfinished save's job ran where nobody here can see whether it still does."""
+
+    def __init__(self, step: int, owner: str) -> None:
+        self.step, self.owner = step, owner
+        super().__init__(
+            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
         )
 
 
@@ -286,12 +310,13 @@ class NoCheckpoint(RestoreError):
 
 
 class EntryMissing(RestoreError):
-    """The target wants names that the checkpoint has not."""
+    """The target wants names that the checkpoint has not. ``sources`` are what renamed ones were looked for as."""
 
-    def __init__(self, names: Sequence[str], step: int) -> None:
-        self.names, self.step = tuple(names), step
+    def __init__(self, names: Sequence[str], step: int, sources: Mapping[str, str] | None = None) -> None:
+        self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
+        told = [_both(name, self.sources.get(name, name)) for name in self.names]
         super().__init__(
-            f"step {step} has no {_few(names)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
+            f"step {step} has no {_few(told, quote=False)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
         )
 
 
@@ -309,17 +334,19 @@ class EntryUnexpected(RestoreError):
 class ShapeMismatch(RestoreError):
     """Same name, another shape."""
 
-    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int]) -> None:
-        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
-        super().__init__(f"{name!r} is saved with shape {list(saved)}, the target has {list(wanted)}")
+    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = "") -> None:
+        self.name, self.saved, self.wanted, self.source = name, tuple(saved), tuple(wanted), source or name
+        told = _both(name, self.source)
+        super().__init__(f"{told} is saved with shape {list(saved)}, the target has {list(wanted)}")
 
 
 class DtypeMismatch(RestoreError):
     """Same name, another dtype."""
 
-    def __init__(self, name: str, saved: str, wanted: str) -> None:
-        self.name, self.saved, self.wanted = name, saved, wanted
-        super().__init__(f"{name!r} is saved as {saved}, the target is {wanted}")
+    def __init__(self, name: str, saved: str, wanted: str, source: str = "", way: str = "") -> None:
+        self.name, self.saved, self.wanted, self.source = name, saved, wanted, source or name
+        told = _both(name, self.source)
+        super().__init__(f"{told} is saved as {saved}, the target is {wanted}{way and ': '}{way}")
 
 
 class KindMismatch(RestoreError):
@@ -328,6 +355,17 @@ class KindMismatch(RestoreError):
     def __init__(self, name: str, saved: str, wanted: str) -> None:
         self.name, self.saved, self.wanted = name, saved, wanted
         super().__init__(f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target")
+
+
+class OptimizerMismatch(RestoreError):
+    """What was saved is the state of another kind of optimizer."""
+
+    def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
+        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
+        super().__init__(
+            f"{name!r} was saved by another kind of optimizer: it has the {what} {_few(saved)}, the target has {_few(wanted)} instead: "
+            'take the optimizer out of the state, say what you want (only="model/*"), or let it keep what it has (strict=False)'
+        )
 
 
 class UnsupportedValue(CkptError):
@@ -372,6 +410,11 @@ class ManagerClosed(CkptError):
         super().__init__("this CheckpointManager is closed: build a new one")
 
 
-def _few(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(repr(name) for name in list(names)[:most])
+def _both(name: str, source: str) -> str:
+    """A name of the state, and what it is called in the checkpoint."""
+    return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
+
+
+def _few(names: Sequence[str], most: int = 5, *, quote: bool = True) -> str:
+    shown = ", ".join(repr(name) if quote else name for name in list(names)[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

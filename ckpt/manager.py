@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.collect import Collected, collect, walk_objects
 from ckpt.adapters.memory import Memory
-from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
+from ckpt.adapters.prepare import PlanCache, Prepared
+from ckpt.adapters.renaming import Rename
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.background import Background
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.nodes import agree
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.model.layout import StepRef, step_of
@@ -33,7 +35,7 @@ from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.rank_files import SaveJob
 from ckpt.report import RestoreReport
-from ckpt.restorer import Restorer
+from ckpt.restorer import Replicas, Restorer
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
@@ -82,14 +84,14 @@ class CheckpointManager:
         self._metadata = dict(metadata or {})
         self._packed_metadata = to_json("metadata", self._metadata)
         if METRICS in self._metadata:
-            raise ConfigError(
-                f"metadata: {METRICS!r} is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
-            )
+            way = "is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
+            raise ConfigError(f"metadata: {METRICS!r} {way}")
         self._tiers = open_tiers(as_tiers(tiers))
         self._coordinator = coordinator or find_coordinator()
+        self._tiers = agree(self._tiers, self._coordinator)
         self._fence = Fence()
         self._memory = Memory()
-        self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
+        self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._background = Background(
             self._tiers, self._coordinator, self._config, observers=observers, on_end=self._end
         )
@@ -127,7 +129,7 @@ class CheckpointManager:
         self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
 
     def _prepare(self, collected: Collected) -> None:
-        prepared, growth = self._plans.prepare(collected), expected_growth(collected)
+        prepared, growth = self._plans.prepare(collected), self._plans.growth(collected)
         nbytes = prepared.plan.size + growth
         self._background.slots.plan(nbytes)
         warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=self._config.overlap == "auto")
@@ -211,10 +213,9 @@ class CheckpointManager:
         state: MutableMapping[str, Any],
         step: int | None = None,
         *,
-        only: str | Sequence[str] | None = None,
-        strict: bool = True,
-        read_through: bool = True,
-    ) -> RestoreReport | None:
+        only: str | Sequence[str] | None = None, rename: Rename | None = None, cast: bool = False,
+        strict: bool = True, read_through: bool = True, replicas: Replicas = "read",
+    ) -> RestoreReport | None:  # fmt: skip
         """Fill ``state`` with ``step``, or with the newest step that is intact; None if there is none at all.
 
         Each chunk comes from the nearest tier that has it intact. A step of which some chunk is intact nowhere is skipped for the one before. Both leave a log line and an entry in the report. All ranks
@@ -224,21 +225,24 @@ class CheckpointManager:
             state: As it was saved: nested dict of tensors, modules, optimizers, ...
             step: This one or none.
             only: Names (with all below them), or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
+            rename: Names in the state -> names in the checkpoint: a dict such as ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. An optimizer's state follows its parameters.
+            cast: Whether floats of one dtype may become floats of another on the way, and integers wider ones. Else a dtype that differs is an error.
             strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
             read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local. Not with ``only``, which reads nothing else.
+            replicas: Whether ranks that want the same bytes each read them, or one does and broadcasts them over gloo (``"broadcast"``: for a store that is slower than the network).
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
-            ConfigError: ``only`` fits nothing.
+            ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
         """
         self._check_open()
-        selection = Selection.of(only, strict=strict)
+        selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
             restorer = Restorer(
                 self._tiers, self._coordinator, workers, self._background.notify,
                 serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
-                waiting=self._background.saver.waiting,
+                replicas=replicas, waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
             report = restorer.restore(state, step)
@@ -269,13 +273,8 @@ class CheckpointManager:
         All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.stop.StopSignals`.
         """
         self._check_open()
-        self._stop = StopSignals(
-            self._coordinator,
-            signals or STOP_SIGNALS,
-            grace_seconds=grace_seconds,
-            reraise=reraise,
-            owner=self,
-        )
+        heard = signals or STOP_SIGNALS
+        self._stop = StopSignals(self._coordinator, heard, grace_seconds, reraise=reraise, owner=self)
         return self._stop
 
     def close(self) -> None:

@@ -13,20 +13,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from ckpt.adapters.load import Matched, match
+from ckpt.adapters.broadcast import Broadcast, can_broadcast
+from ckpt.adapters.load import match
+from ckpt.adapters.matching import Matched
 from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
+from ckpt.catalog.finishing import Finisher
 from ckpt.catalog.found import Found, Repair
+from ckpt.catalog.neighbours import Neighbours, Sources
 from ckpt.catalog.origin import Origin
+from ckpt.catalog.peers import Peer
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import (
     CkptError,
@@ -35,16 +41,21 @@ from ckpt.errors import (
     NoCheckpoint,
     RestoreError,
 )
-from ckpt.events import Event, Repaired, Restored, StepDamaged
+from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
+from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.copies import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.report import RestoreReport
 from ckpt.storage.tiers import OpenTier
 
 _PATIENCE_SECONDS: Final = 3600.0
 """How long ranks wait for each other in a restore: reading may take that long on slow storage."""
+
+Replicas = Literal["read", "broadcast"]
+"""Whether ranks that want the same each read it, or one does and gives it to the others."""
 
 _PATTERN: Final = "\0"
 """Before what is no name, but a pattern that fits none."""
@@ -53,17 +64,25 @@ _log = logging.getLogger("ckpt")
 
 
 class _Proposal(msgspec.Struct, frozen=True):
-    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices."""
+    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices.
+
+    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
+    """
 
     folder: str
     nearest: int
     answering: tuple[int, ...]
+    peers: tuple[Peer, ...] = ()
+    passed: tuple[tuple[int, str], ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
     matched: Matched
-    plan: RestorePlan
+    nbytes: int
+    read_bytes: int
+    received_bytes: int
     tier: str
     world_size: int
     repaired: tuple[Repair, ...]
@@ -93,14 +112,17 @@ class Restorer:
         listers: Workers,
         read_through: bool = True,
         selection: Selection = ALL,
+        replicas: Replicas = "read",
         waiting: Callable[[], frozenset[StepRef]] = frozenset,
     ) -> None:
         """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended. ``waiting``: steps that saves under way read from nearer tiers."""
         self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
         self._retry, self._listers = RetryPolicy(), listers
         self._read_through, self._selection, self._waiting = read_through, selection, waiting
+        self._shared = _is_shared(replicas, coordinator)
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
+        self._finished: tuple[tuple[int, str], ...] = ()
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state``. None if there is no checkpoint and none was asked for by number.
@@ -111,11 +133,36 @@ class Restorer:
         """
         began = time.perf_counter()
         skipped: list[tuple[int, str]] = []
-        proposals = self._proposals(step) if self._coordinator.rank == LEADER else iter(())
+        subject = f"{self._together.subject}/nodes"
+        with Neighbours(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
+            found = self._first(state, step, skipped, neighbours)
+        if found is not None:
+            ref, landed = found
+            _apply(landed.matched, ref)
+            return self._report(ref, landed, time.perf_counter() - began, skipped)
+        if not skipped and step is None:
+            return None
+        raise NoCheckpoint(
+            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
+        )
+
+    def _first(
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None,
+        skipped: list[tuple[int, str]],
+        neighbours: Neighbours,
+    ) -> tuple[StepRef, _Landed] | None:
+        """The first proposal that lands. Appends to ``skipped`` those before it."""
+        proposals = self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
         while (proposal := self._together.next(proposals, _Proposal)) is not None:
+            skipped += proposal.passed
+            if not proposal.folder:
+                break
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
+            self._finished = proposal.finished
             try:
-                landed = self._land(state, [self._tiers[index] for index in proposal.answering], ref)
+                return ref, self._land(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skipped and self._overwritten:
                     raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
@@ -126,25 +173,23 @@ class Restorer:
                 )
                 self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
                 skipped.append((ref.step, str(damage)))
-                continue
-            _apply(landed.matched, ref)
-            return self._report(ref, landed, time.perf_counter() - began, skipped)
-        if not skipped and step is None:
-            return None
-        raise NoCheckpoint(
-            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
-        )
+        return None
 
     def _report(
         self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
     ) -> RestoreReport:
         report = RestoreReport(
-            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.plan.wanted_bytes,
-            read_bytes=landed.plan.read_bytes, seconds=seconds, saved_world_size=landed.world_size,
+            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.nbytes,
+            read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
-            missing=landed.matched.missing, unexpected=landed.unexpected,
+            missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised, finished=self._finished,
         )  # fmt: skip
+        if report.uninitialised:
+            _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
         _log.info("ckpt: restored %s", report)
+        for finished, tier in report.finished:
+            self._notify(CommitFinished(step=finished, tier=tier))
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
         self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
@@ -152,73 +197,162 @@ class Restorer:
 
     # -- the leader's choice ------------------------------------------------------------------------------------------------
 
-    def _proposals(self, step: int | None) -> Iterator[_Proposal]:
+    def _proposals(self, step: int | None, neighbours: Neighbours) -> Iterator[_Proposal]:
         """Listed once more when none would do: another job may have pruned what there was, and saved newer ones."""
-        stores = [tier.backend for tier in self._tiers]
+        stores = neighbours.stores()
         seen: set[StepRef] = set()
+        passed: list[tuple[int, str]] = []
+        finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
         for again in (False, True):
             if again and not seen:
-                return
-            for found in candidates(stores, step, workers=self._listers):
-                if found.ref not in seen:
-                    seen.add(found.ref)
-                    yield _Proposal(found.ref.folder, found.nearest, found.answering)
+                break
+            for found in candidates(
+                stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
+            ):
+                if found.ref in seen:
+                    continue
+                seen.add(found.ref)
+                if fault := neighbours.fault(found, stores):
+                    _log.warning(
+                        "ckpt: step %d is not whole, looking for the next best: %s", found.ref.step, fault
+                    )
+                    passed.append((found.ref.step, fault))
+                    continue
+                peers = neighbours.peers(found.ref)
+                yield _Proposal(
+                    found.ref.folder,
+                    found.nearest,
+                    found.answering,
+                    peers,
+                    tuple(passed),
+                    tuple(finisher.finished),
+                )
+                passed.clear()
+        if passed:
+            yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
-    def _land(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], ref: StepRef) -> _Landed:
+    def _land(self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: Neighbours) -> _Landed:
         """Match on all ranks, and only then read on all.
 
         Raises:
             Damaged: Some rank met damage that no tier mends; all shall take the next best.
             RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
         """
-        origin = Origin([tier.backend for tier in tiers], ref, retry=self._retry, on_repair=_warn(ref))
+        ref = _ref(proposal)
+        sources = neighbours.sources(
+            [self._tiers[index] for index in proposal.answering], ref, proposal.peers
+        )
+        origin = Origin(
+            [tier.backend for tier in sources.tiers], ref,
+            retry=self._retry, on_repair=_warn(ref), partial=sources.partial,
+        )  # fmt: skip
         fit, nowhere = self._together.do(
             "match",
             ref.step,
-            lambda: self._fit(state, tiers, origin),
+            lambda: self._fit(state, sources, origin),
             lambda fit: (*fit.matched.unexpected, *(_PATTERN + each for each in fit.matched.unused)),
         )
         unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
             patterns = ", ".join(repr(name.removeprefix(_PATTERN)) for name in unused)
             raise ConfigError(
-                f"no name of the state fits {patterns}: `ckpt show` prints those of the checkpoint"
+                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, and in a model parted by dots"
             )
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True
-        tier, _ = self._together.do("read", ref.step, lambda: self._read(fit, origin), lambda _: ())
-        world = fit.found.manifest.world_size
-        return _Landed(fit.matched, fit.plan, tier, world, origin.repairs, fit.cache.cached_bytes, unexpected)
+        taking = _Taking(fit, origin, self._workers)
+        read_bytes, received_bytes = self._take(taking, fit, ref.step)
+        return _Landed(
+            fit.matched, fit.plan.wanted_bytes, read_bytes, received_bytes, taking.from_most,
+            fit.found.manifest.world_size, origin.repairs, fit.cache.cached_bytes, unexpected,
+        )  # fmt: skip
 
-    def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
+    def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
+        """Read everything into place, on all ranks; returns the bytes that this one has read, and those it got from others."""
+
+        def agree(what: str, work: Callable[[], object]) -> None:
+            self._together.do(what, step, lambda: (work(),), lambda _: ())
+
+        if not self._shared:
+            agree("read", lambda: taking.all_of(fit.plan))
+            return fit.plan.read_bytes, 0
+        agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
+        spread = Broadcast(fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers)
+        spread.run(agree)
+        agree("mend", fit.cache.mend)
+        return spread.read_bytes, spread.received_bytes
+
+    def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: Origin) -> _Fit:
         with _uncollected():
             found = origin.manifest()
             rank, world = self._coordinator.rank, self._coordinator.world_size
             matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
-            found = origin.filled(found, [(leaf.name, leaf.boxes) for leaf in matched.wanted])
+            near = [(leaf.name, leaf.boxes) for leaf in matched.wanted]
+            found = origin.filled(
+                found, None if sources.distance else near
+            )  # a copy may lie in any rank's file
             plan = plan_restore(found.manifest, matched.wanted)
+            if sources.distance:
+                far = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+                plan = nearest_copies(plan, found.manifest, far)
         cache = ReadThrough(
-            tiers if self._read_through and self._selection.only is None else (), origin, found,
+            sources.tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
             patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
         )  # fmt: skip
         cache.look(plan)
         return _Fit(found, matched, plan, cache)
 
-    def _read(self, fit: _Fit, origin: Origin) -> str:
-        """Returns where most of it came from."""
-        sink = TensorSink(fit.matched.wanted, fit.matched.targets)
-        left = fit.cache.fill(fit.plan, sink)
-        given = origin.read(left, sink, workers=self._workers)
-        fit.cache.mend()
-        nbytes = Counter({fit.found.position: 0, **fit.cache.taken})
+
+class _Taking:
+    """What one rank reads of a step. Threads: one at a time."""
+
+    def __init__(self, fit: _Fit, origin: Origin, workers: Workers) -> None:
+        self._fit, self._origin, self._workers = fit, origin, workers
+        self._nbytes = Counter({fit.found.position: 0})
+        self.sink = TensorSink(fit.matched.wanted, fit.matched.targets)
+
+    def cached(self, plan: RestorePlan) -> RestorePlan:
+        """Fill the caches; returns what of ``plan`` was not put into its place meanwhile."""
+        left = self._fit.cache.fill(plan, self.sink)
+        self._nbytes.update(self._fit.cache.taken)
+        return left
+
+    def all_of(self, plan: RestorePlan) -> None:
+        self.read(self.cached(plan), self.sink)
+        self._fit.cache.mend()
+
+    def read(self, plan: RestorePlan, sink: Sink) -> None:
+        given = self._origin.read(plan, sink, workers=self._workers)
         for position, part in enumerate(given):
             for read in part.reads:
-                nbytes[max(position, fit.cache.fetched.get(read.rank, 0))] += read.nbytes
-        return origin.sources[max(nbytes, key=lambda position: (nbytes[position], -position))].url
+                self._nbytes[max(position, self._fit.cache.fetched.get(read.rank, 0))] += read.nbytes
+
+    @property
+    def from_most(self) -> str:
+        """Where most of it came from."""
+        nbytes = self._nbytes
+        nearest = max(
+            nbytes,
+            key=lambda position: (nbytes[position], -position),
+        )
+        return self._origin.sources[nearest].url
+
+
+def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
+    """Raises ``ConfigError`` for what is no way to restore replicas, or none here."""
+    if replicas not in get_args(Replicas):
+        raise ConfigError(f'replicas={replicas!r}: give "read" or "broadcast"')
+    if replicas == "read" or coordinator.world_size == 1:
+        return False
+    if not can_broadcast(coordinator.world_size):
+        raise ConfigError(
+            'replicas="broadcast" needs torch.distributed with all ranks of this manager: call init_process_group() first'
+        )
+    return True
 
 
 @contextmanager

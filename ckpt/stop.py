@@ -44,8 +44,8 @@ class StopSignals:
         self,
         coordinator: Coordinator,
         signals: tuple[int, ...],
-        *,
         grace_seconds: float,
+        *,
         reraise: bool = True,
         owner: object = None,
     ) -> None:
@@ -68,7 +68,7 @@ class StopSignals:
     def requested(self, step: int) -> bool:
         """Whether ``step``, which is over, is the last: the same answer on all ranks, if all ask after the same steps, in rising order.
 
-        Costs a fraction of a microsecond until there is a signal; then, once, the wait for the other ranks' word.
+        Costs about a microsecond until there is a signal; then, once, the wait for the other ranks' word.
         """
         return self._last.requested(step)
 
@@ -79,12 +79,16 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError("a manager with on_signals() is closed in the main thread, as handlers are")
         self._closed = True
-        self._uninstall()
-        self._last.part()
-        os.write(self._mouth, bytes([_CLOSE]))
-        self._workers.close()
-        os.close(self._mouth)
-        os.close(self._ear)
+        try:
+            self._last.part()
+        finally:
+            os.write(self._mouth, bytes([_CLOSE]))
+            self._workers.close()
+            self._uninstall()  # not before: an earlier handler may raise
+            while self.signal is None and (late := self._next(0)) != -1:
+                self.signal = signal.Signals(late) if late in self._signals else None
+            os.close(self._mouth)
+            os.close(self._ear)
         if self.signal is not None and self._reraise and sys.exception() is None:
             for stream in (sys.stdout, sys.stderr):  # the default action throws away what is in them
                 with contextlib.suppress(Exception):

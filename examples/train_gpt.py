@@ -151,6 +151,7 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
     with CheckpointManager(
         args.root, observers=told
     ) as manager:  # ckpt: on leaving, all is durable, or it raises
+        stop = manager.on_signals()  # ckpt: SIGTERM and SIGUSR1, as torchrun and Slurm send them
         report = manager.restore(state)  # ckpt: None if there is nothing to go on from
         if report is not None:
             print(f"resumed from {report}", flush=True)
@@ -169,12 +170,15 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
             if step % args.print_every == 0:
                 print(f"step {step:5d}  loss {mean.item():.4f}", flush=True)
 
-            if step % args.save_every == 0 or step == args.steps:
+            last = step == args.steps or stop.requested(step)  # ckpt: on all ranks the same
+            if last or step % args.save_every == 0:
                 state["step"] = step  # ckpt
                 save = manager.save_async(state, step=step)  # ckpt: training goes on, the bytes follow
                 saves.append(save)
                 print(f"step {step:5d}  saving, stall {save.stall_seconds * 1e3:.1f} ms", flush=True)
             report_commits(saves, log)
+            if last:
+                break
     report_commits(saves, log)
 
 

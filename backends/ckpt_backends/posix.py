@@ -36,6 +36,7 @@ from ckpt_backends.direct_io import (
 )
 from ckpt_backends.direct_read import read_at
 from ckpt_backends.oserrors import mapped
+from ckpt_backends.rooted import RootedFolder
 
 _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # a live upload touches its file with every part
@@ -93,7 +94,7 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     )
 
 
-class PosixBackend:
+class PosixBackend(RootedFolder):
     """A folder as a store. Threads: every method from any thread, at once. No descriptor stays open between calls; a thread that reads keeps a buffer of 2 MiB until it ends."""
 
     def __init__(self, root: str, *, shared: bool, put_if_absent: bool = True, direct: bool = True) -> None:

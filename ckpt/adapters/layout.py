@@ -69,7 +69,9 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
         )
     boxes = tuple(cut_boxes(tensor.shape, _cuts(name, tensor))) if tensor.device_mesh.get_coordinate() else ()
     memory = local(tensor)
-    if sum(box.numel for box in boxes) != memory.numel() or (len(boxes) == 1 and boxes[0].shape != memory.shape):
+    if sum(box.numel for box in boxes) != memory.numel() or (
+        len(boxes) == 1 and boxes[0].shape != memory.shape
+    ):
         raise UnsupportedValue(
             name,
             f"DTensor that holds {list(memory.shape)} of {list(tensor.shape)}, which {tensor.placements} on a mesh of {list(tensor.device_mesh.shape)} does not say",

@@ -9,6 +9,7 @@ from torch import nn
 
 from ckpt.adapters.modules import ModuleItems, items_of, raw_state
 from ckpt.adapters.segments import Segment, Table
+from ckpt.adapters.stand_in import ModuleStandIn
 
 
 class Memory:
@@ -24,6 +25,8 @@ class Memory:
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
         """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
+        if isinstance(module, ModuleStandIn):
+            return module.items(path)
         raw = raw_state(module)
         keys, values = tuple(raw), tuple(raw.values())
         known = self.modules.get(path)

@@ -22,7 +22,7 @@ class Remaker:
         want: Told the name and the memory of each tensor that is to be read.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], object]) -> None:
         self._tensors, self._want = tensors, want
         self._made: dict[str, torch.Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""Which names a restore is about."""
+"""Which names a restore is about, and how it takes them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
+from ckpt.adapters.renaming import SAME, Rename, Renaming
 from ckpt.errors import ConfigError
 
 _MAGIC: Final = re.compile(r"[*?\[]")
@@ -20,20 +21,35 @@ class Selection:
     Attributes:
         only: Names, each with all below it, or patterns of the shell, whose ``*`` takes slashes and dots too; what none of them fits keeps what it has. None: everything.
         strict: Whether names must be on both sides. If not, a target that the checkpoint has no value for keeps what it has, and what has no target is left.
+        renaming: What names of the state are called in the checkpoint.
+        cast: Whether a dtype may be converted to that of the target.
     """
 
     only: tuple[str, ...] | None = None
     strict: bool = True
+    renaming: Renaming = SAME
+    cast: bool = False
 
     @classmethod
-    def of(cls, only: str | Sequence[str] | None, *, strict: bool = True) -> Selection:
-        """What a user gave. Raises ``ConfigError`` for what is no pattern."""
+    def of(
+        cls,
+        only: str | Sequence[str] | None,
+        *,
+        strict: bool = True,
+        rename: Rename | None = None,
+        cast: bool = False,
+    ) -> Selection:
+        """What a user gave. Raises ``ConfigError`` for what is no pattern, or nothing of the kind."""
+        for setting, value in (("strict", strict), ("cast", cast)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{setting}={value!r}: give True or False")
+        renaming = Renaming.of(rename)
         if only is None:
-            return cls(None, strict)
+            return cls(None, strict, renaming, cast)
         patterns = (only,) if isinstance(only, str) else tuple(only)
         if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise ConfigError(f'only={only!r}: give names or patterns such as "model/*", or leave it out')
-        return cls(patterns, strict)
+        return cls(patterns, strict, renaming, cast)
 
     def takes(self, name: str) -> bool:
         """Whether it is about this one, or about all below it."""

@@ -18,21 +18,29 @@ _LARGE_BYTES: Final = 256 << 10
 
 
 class TensorSink:
-    """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its place.
+    """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its place. A leaf has the dtype of what is read: a target of another one gets it converted, chunk by chunk.
 
     Threads: any; chunks do not overlap.
     """
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
         self._leaves = leaves
+        self._converted = [
+            str(target.dtype) != f"torch.{leaf.dtype}" for leaf, target in zip(leaves, targets, strict=True)
+        ]
         self._locals = [
-            [copyable(memory.detach(), leaf.dtype) for memory in memories(target, leaf.boxes)]
-            for leaf, target in zip(leaves, targets, strict=True)
+            [
+                memory.detach() if converted else copyable(memory.detach(), leaf.dtype)
+                for memory in memories(target, leaf.boxes)
+            ]
+            for leaf, target, converted in zip(leaves, targets, self._converted, strict=True)
         ]
 
     def direct(self, read: ChunkRead) -> memoryview | None:
         """Memory of exactly this chunk in a target, if it is one piece of CPU memory."""
         if len(read.targets) != 1 or read.targets[0].part != read.box:
+            return None
+        if self._converted[read.targets[0].leaf]:
             return None
         region = self._region(read, 0)
         if (
@@ -53,8 +61,13 @@ class TensorSink:
         if read.nbytes < _LARGE_BYTES and (memory := self.direct(read)) is not None:
             memory[:] = data  # thousands of small tensors: a tenth of what torch asks for a copy
             return
-        chunk = over(torch.frombuffer(data, dtype=torch.uint8), read.dtype, read.box.shape)
+        raw = torch.frombuffer(data, dtype=torch.uint8)
+        plain = over(raw, read.dtype, read.box.shape)
         for index, target in enumerate(read.targets):
+            converted = self._converted[
+                target.leaf
+            ]  # from the dtype itself, not from integers that stand for it
+            chunk = raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
             part = chunk[target.part.relative_to(read.box).slices()]
             _fill(self._region(read, index), part, self._leaves[target.leaf].name)
 
@@ -76,7 +89,7 @@ def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
         return
     first = part[tuple(slice(0, n) for n in once.shape)]
     once.copy_(first)
-    if not torch.equal(region, part.to(region.device)):
+    if not torch.equal(region, part.to(region.device, region.dtype)):
         raise RestoreError(
             f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a target of its own memory"
         )

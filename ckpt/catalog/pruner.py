@@ -31,7 +31,7 @@ class Pruner:
     ) -> None:
         self._tier, self._own, self._protected = tier, own, protected
         self._rule = Retention.of(tier.tier)
-        self._holdings = Holdings(tier.backend)
+        self._holdings = Holdings(tier.backend, part=tier.tier.local is True)
         self._workers = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         self._queued = self._done = False
 

@@ -68,7 +68,7 @@ def prune(
     backend = open_backend(tier.url, tier.options)
     owner = read_owner(backend)
     judged = judge(
-        Holdings(backend).look(),
+        Holdings(backend, part=tier.local is True).look(),
         rule,
         own=owner.attempt if owner else "",
         alive=owner is not None and owner.alive,

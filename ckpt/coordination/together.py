@@ -12,12 +12,16 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, CommitTimeout, RestoreError, StorageError
 from ckpt.plan.sources import is_damage
 
 _GRACE_SECONDS: Final = 60.0
 """How much longer than the leader the others wait: what it says of a rank that is late must reach them."""
+
+_PARTED_SECONDS: Final = 10.0
+"""How long a rank that others have lost is given to say why."""
+_GRAVITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
 
 T = TypeVar("T")
 
@@ -26,8 +30,12 @@ class Damaged(Exception):
     """Some rank met damage: all of them know."""
 
 
+class Parted(Exception):
+    """This rank has lost touch with others: what went wrong did so on one of them, or on the way."""
+
+
 class _Answer(msgspec.Struct, frozen=True):
-    """``ok``, ``damaged`` (try the next) or ``stop``. ``names`` are what a rank's ``work`` is known by to the others."""
+    """``ok``, ``damaged`` (try the next), ``parted`` (lost touch with some rank, which may know why) or ``stop``. ``names`` are what a rank's ``work`` is known by to the others."""
 
     outcome: str
     reason: str = ""
@@ -71,7 +79,7 @@ class Together:
         node: Any = msgspec.json.decode(heard)
         if node and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
-        return msgspec.convert(node, kind) if node else None
+        return msgspec.convert(node, kind, str_keys=True) if node else None
 
     def _choose(self, subject: str, choices: Iterator[T]) -> T | None:
         try:
@@ -100,12 +108,12 @@ class Together:
             mine = _Answer("ok", names=names(result))
         except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
             error = failed
-            outcome = "damaged" if is_damage(failed) else "stop"
+            outcome = "damaged" if is_damage(failed) else "parted" if isinstance(failed, Parted) else "stop"
             mine = _Answer(outcome, str(failed) or repr(failed))
         answer = self._poll(f"{self.subject}/{what}", step, mine)
         if answer.outcome == "damaged":
             raise Damaged(answer.reason) from error
-        if answer.outcome == "stop" or result is None:
+        if answer.outcome != "ok" or result is None:
             raise error if isinstance(error, CkptError) else RestoreError(answer.reason) from error
         return result, answer.names
 
@@ -127,19 +135,23 @@ class Together:
         deadline = time.monotonic() + self._patience
         worst = _Answer("ok")
         shared: set[str] | None = None
-        while missing:
+        while (
+            missing and worst.outcome != "stop"
+        ):  # nobody shall wait for more: one of the others may be dead
             words = self._coordinator.hear(subject, missing, timeout=max(0.0, deadline - time.monotonic()))
             if not words:
                 ranks = ", ".join(map(str, sorted(missing)[:16]))
-                return _Answer(
-                    "stop",
-                    f"step {step}: rank(s) {ranks} did not finish the restore in {self._patience:.0f} s",
-                )
+                if worst.outcome == "parted":
+                    return _Answer("stop", f"step {step}: rank(s) {ranks} are gone; {worst.reason}")
+                late = f"rank(s) {ranks} did not finish the restore in {self._patience:.0f} s"
+                return _Answer("stop", f"step {step}: {late}")
             for rank, data in words.items():
                 missing.discard(rank)
                 answer = msgspec.json.decode(data, type=_Answer)
                 shared = set(answer.names) if shared is None else shared & set(answer.names)
-                if answer.outcome == "stop" or (answer.outcome == "damaged" and worst.outcome == "ok"):
+                if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, where + answer.reason)
+            if worst.outcome == "parted":  # whose fault it was is about to be told, or that one is dead
+                deadline = min(deadline, time.monotonic() + _PARTED_SECONDS)
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))

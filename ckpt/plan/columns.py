@@ -7,18 +7,21 @@ looked at once, a layout once however many tensors lie so, and what is as it was
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from ckpt.errors import ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Encoding, File, FragmentRef, Tensor
+from ckpt.model.manifest import Encoding, File, FragmentRef, Shard, Tensor
 from ckpt.model.packed import Columns, Heading, Packed, check_packed, columns_of, offsets_of, replicas_of
 from ckpt.model.runs import Ints, Runs, compress
+from ckpt.plan.faults import forms_told, ranks_told
 
 _MOST_CELLS = 1 << 26
 
@@ -139,12 +142,19 @@ def marks_of(ranks: Sequence[Light]) -> Iterable[tuple[int, Mapping[str, str]]]:
         yield rank, replicas_of(raw, key="replicas")
 
 
+def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
+    """For each tensor the last rank that names it."""
+    last = {rank.form: rank.rank for rank in ranks}
+    order = sorted(last.items(), key=lambda item: item[1])
+    return {name: rank for form, rank in order for name, _, _ in gathered.forms[form].headings}
+
+
 class _World:
     """All shards as columns, ordered by tensor (their names in order), then rank."""
 
     def __init__(self, gathered: Gathered, ranks: Sequence[Light]) -> None:
         self._ranks = ranks
-        forms = [gathered.forms[rank.form] for rank in ranks]
+        forms = self._forms = [gathered.forms[rank.form] for rank in ranks]
         self._headings, self._disputed = _headings(gathered, ranks)
         self._names = sorted(self._headings)
         number = {name: index for index, name in enumerate(self._names)}
@@ -179,8 +189,8 @@ class _World:
         layout_of: list[int] = []
         copies: list[Copies] = []
         for index, name in enumerate(self._names):
-            if name in self._disputed:
-                raise TensorIncomplete(name, self._disputed[name])
+            if name in self._disputed and (disputed := forms_told(self._parts(name))):
+                raise TensorIncomplete(name, disputed)
             dtype, shape = self._headings[name]
             rows = self._order[self._edges[index] : self._edges[index + 1]]
             layout, found = self._layout(name, shape, rows)
@@ -216,11 +226,30 @@ class _World:
                 Box(tuple(o), tuple(n)) for o, n in zip(*map(np.ndarray.tolist, boxes), strict=True)
             )
             if fault := tiling_fault(shape, listed):
-                raise TensorIncomplete(name, fault)
+                raise TensorIncomplete(name, f"{fault}: {ranks_told(self._parts(name))}")
         ids = np.array([rank.rank for rank in self._ranks], dtype=np.int64)
         layout = self._layouts.setdefault(compress(ids[position[kept]], *boxes), len(self._layouts))
         self._seen[key] = layout, others
         return layout, found
+
+    def _parts(self, name: str) -> list[tuple[int, Tensor]]:
+        """What each rank has of a tensor that is refused."""
+        index = self._names.index(name)
+        rows = self._order[self._edges[index] : self._edges[index + 1]]
+        held: dict[int, list[Shard]] = defaultdict(list)
+        for position, offsets, shape in zip(
+            self._rank[rows].tolist(), self._offsets[rows].tolist(), self._shape[rows].tolist(), strict=True
+        ):
+            held[position].append(Shard(self._ranks[position].rank, 0, tuple(offsets), tuple(shape)))
+        found: list[tuple[int, Tensor]] = []
+        for position, rank in enumerate(self._ranks):
+            for _, dtype, whole in (each for each in self._forms[position].headings if each[0] == name):
+                cut = [
+                    replace(s, offsets=s.offsets[: len(whole)], shape=s.shape[: len(whole)])
+                    for s in held[position]
+                ]
+                found.append((rank.rank, Tensor(name, dtype, whole, tuple(cut))))
+        return found
 
     def _copies(self, name: str, rows: Ints, others: Ints) -> Copies | None:
         """Compared, and what to compare next time. ``others``: pairs of rows, the first of which is kept."""
@@ -245,10 +274,10 @@ class _World:
 
 def _headings(
     gathered: Gathered, ranks: Sequence[Light]
-) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, str]]:
-    """Dtype and shape by name; and what ranks disagree about."""
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], set[str]]:
+    """Dtype and shape by name; and the names about which ranks disagree."""
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    disputed: dict[str, str] = {}
+    disputed: set[str] = set()
     done: set[tuple[Heading, ...]] = set()
     for form in dict.fromkeys(rank.form for rank in ranks):
         headings = gathered.forms[form].headings
@@ -258,8 +287,7 @@ def _headings(
         for name, dtype, shape in headings:
             first = found.setdefault(name, (dtype, shape))
             if first != (dtype, shape):
-                told = f"ranks disagree: {first[0]}{list(first[1])} and {dtype}{list(shape)}"
-                disputed.setdefault(name, told)
+                disputed.add(name)
     return found, disputed
 
 

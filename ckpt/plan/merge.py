@@ -7,7 +7,7 @@ box are kept once (lowest rank); copies that differ, holes and overlaps are refu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -17,7 +17,8 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
 from ckpt.model.packed import Packed, Part
 from ckpt.model.values import Node, join
-from ckpt.plan.columns import Gathered, Layouts, Light, first_of, marks_of, merge_layouts
+from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, marks_of, merge_layouts
+from ckpt.plan.faults import forms_told, kind_of, mixed, ranks_told
 
 _sorted = msgspec.json.Encoder(order="deterministic")
 
@@ -78,6 +79,7 @@ def _merge_large(gathered: Gathered, known: Known) -> Manifest:
     _check_same_save(ranks)
     first = ranks[0]
     _check_replicas(marks_of(ranks))
+    _check_kinds(first_of(ranks, "tree"), lambda: holders_of(gathered, ranks))
     found = known.layouts = merge_layouts(gathered, ranks, known.layouts)
     return Manifest(
         format=max(rank.format for rank in ranks),
@@ -108,6 +110,10 @@ def _merge_small(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known) ->
     first = fragments[0]
     _check_same_save(fragments)
     _check_replicas((fragment.rank, fragment.replicas) for fragment in fragments)
+    _check_kinds(
+        [(fragment.rank, bytes(fragment.tree)) for fragment in fragments],
+        lambda: {tensor.name: fragment.rank for fragment in fragments for tensor in fragment.tensors},
+    )
     tensors = known.tensors(fragments)
     known.parts = {fragment.rank: fragment for fragment in fragments}
     return Manifest(
@@ -148,25 +154,34 @@ def _check_replicas(marks: Iterable[tuple[int, Mapping[str, str]]]) -> None:
                 raise ReplicasDiverged(name, [rank, mine])
 
 
+def _check_kinds(trees: Iterable[tuple[int, bytes]], tensors: Callable[[], Mapping[str, int]]) -> None:
+    """What a module or optimizer has as a tensor on one rank must not be a plain value of it on another: where trees are equal it is not. ``tensors``: name -> a rank that has it."""
+    unique: dict[bytes, int] = {}
+    for rank, tree in trees:
+        unique.setdefault(tree, rank)
+    if len(unique) > 1 and (
+        found := mixed([(rank, msgspec.json.decode(tree)) for tree, rank in unique.items()], tensors())
+    ):
+        name, one, two = found
+        raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
+
+
 def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
-    by_name: dict[str, list[Tensor]] = defaultdict(list)
+    by_name: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for fragment in fragments:
         for tensor in fragment.tensors:
-            by_name[tensor.name].append(tensor)
+            by_name[tensor.name].append((fragment.rank, tensor))
     checksums = _Checksums(fragments)
     merged: list[Tensor] = []
     for name in sorted(by_name):
         parts = by_name[name]
-        first = parts[0]
-        for part in parts:
-            if (part.dtype, part.shape) != (first.dtype, first.shape):
-                raise TensorIncomplete(
-                    name,
-                    f"ranks disagree: {first.dtype}{list(first.shape)} and {part.dtype}{list(part.shape)}",
-                )
-        shards = _unique(name, [shard for part in parts for shard in part.shards], checksums, first.dtype)
+        first = parts[0][1]
+        form = (first.dtype, first.shape)
+        if any((part.dtype, part.shape) != form for _, part in parts) and (told := forms_told(parts)):
+            raise TensorIncomplete(name, told)
+        shards = _unique(name, [shard for _, part in parts for shard in part.shards], checksums, first.dtype)
         if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
-            raise TensorIncomplete(name, fault)
+            raise TensorIncomplete(name, f"{fault}: {ranks_told(parts)}")
         merged.append(Tensor(name, first.dtype, first.shape, tuple(shards)))
     return tuple(merged)
 
@@ -229,7 +244,10 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
     """Names may live on some ranks only (pipeline stages); what lives on two must be equal."""
     if _same(one, two):
         return one
-    if not (isinstance(one, dict) and isinstance(two, dict)) or one.get("$") != two.get("$"):
+    if (kinds := (kind_of(one), kind_of(two)))[0] != kinds[1]:
+        told = " and ".join(f"{kind} on rank {rank}" for kind, rank in zip(kinds, ranks, strict=True))
+        raise ReplicasDiverged(path, ranks, f" ({told})")
+    if not (isinstance(one, dict) and isinstance(two, dict)):
         raise ReplicasDiverged(path, ranks)
     match one.get("$"):
         case None | "module" | "object":

@@ -6,8 +6,9 @@ import uuid
 import numpy as np
 import pytest
 
-from ckpt.coordination.commit import Committed, Durable, Failed, Refused
-from ckpt.coordination.committer import Committer, put_once, rebuild, refusal
+from ckpt.coordination.commit import Committed, Durable, Failed
+from ckpt.coordination.committer import Committer, OneTier, put_once
+from ckpt.coordination.refusal import Refused, rebuild, refusal
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
     CkptError,
@@ -19,6 +20,7 @@ from ckpt.errors import (
     RootInUse,
     StepExists,
     TensorIncomplete,
+    TierNotShared,
     TransientStorageError,
 )
 from ckpt.model.box import Box, split_evenly
@@ -68,8 +70,8 @@ def make_durable(
     return Durable(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
 
 
-def committer(coordinator, store, timeout: float = TIMEOUT) -> Committer:
-    return Committer(coordinator, store, name="tier0", timeout=timeout)
+def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.1) -> Committer:
+    return Committer(coordinator, OneTier(store), name="tier0", timeout=timeout, takeover=takeover)
 
 
 def commit_all(world: World, store, words, *, ranks=None, veto: CkptError | None = None):
@@ -192,7 +194,7 @@ def test_a_fragment_that_is_gone_is_refused_everywhere(store):
     words = {rank: make_durable(store, rank, 2) for rank in range(2)}
     store.delete(REF.key(fragment_name(1)))
     heard = commit_all(World(2), store, words)
-    assert all(isinstance(error, CommitError) and "rank-00001.json" in str(error) for error in heard.values())
+    assert all(isinstance(error, TierNotShared) and error.ranks == (1,) for error in heard.values())
 
 
 def test_a_word_that_is_nonsense_is_a_verdict_too(store):
@@ -201,7 +203,7 @@ def test_a_word_that_is_nonsense_is_a_verdict_too(store):
     world.coordinator(1).tell(f"tier0/{REF.folder}", b"garbage")
     heard = commit_all(world, store, {0: make_durable(store, 0, 2)}, ranks=[0])
     assert isinstance(heard[0], CommitError)
-    assert "leader failed" in str(heard[0])
+    assert "rank 1: what it told cannot be read" in str(heard[0])
 
 
 # -- put_once ---------------------------------------------------------------------------------------------------------

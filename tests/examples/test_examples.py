@@ -74,6 +74,35 @@ def test_gpt_killed_while_a_save_streams_loses_nothing(tmp_path: Path, mode: str
         assert outcome["resumed_step"] <= outcome["killed_step"]
 
 
+@pytest.mark.torture
+def test_gpt_told_to_stop_saves_that_step_and_goes_on_from_it(tmp_path: Path) -> None:
+    options = [
+        "--root",
+        str(tmp_path / "run"),
+        "--steps",
+        "1000",
+        "--save-every",
+        "1000",
+        "--print-every",
+        "1",
+    ]
+    options += ["--layers", "1", "--width", "64"]
+    with start("train_gpt.py", *options) as process:
+        assert process.stdout is not None
+        told = next(line for line in process.stdout if line.startswith("step     5"))
+        process.send_signal(signal.SIGTERM)
+        told += process.stdout.read()
+    assert process.returncode == -signal.SIGTERM, told
+    (manifest,) = (tmp_path / "run").glob("step-*/manifest.json")
+    step = int(manifest.parent.name[5:14])
+    assert f"step {step:5d}  saving" in told
+    with start("train_gpt.py", *options) as process:
+        assert process.stdout is not None
+        resumed = process.stdout.readline()
+        process.kill()
+    assert resumed.startswith(f"resumed from step {step} ")
+
+
 def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Path) -> None:
     options = [
         "--json",

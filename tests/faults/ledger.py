@@ -31,6 +31,7 @@ NOTHING = "nothing"
 FAULTS: Final[Mapping[str, Fault]] = {
     "killed-steps": Fault("SIGKILL of a trainer with three tiers, before and after each call to each store", "deaths", "nothing; the save under way is finished or not listed", "tests/crash/test_kill_tiers.py"),
     "killed-random": Fault("SIGKILL of it at random moments", "deaths", "nothing; the save under way is finished or not listed", "tests/crash/test_kill_tiers.py"),
+    "ranks": Fault("SIGKILL or SIGSTOP of one, two or all of four ranks under torchrun, or of its agent, at random moments of saves, restores and steps", "runs", "the steps since the last commit; nothing after SIGTERM", "tests/faults/test_ranks.py"),
     "server-killed": Fault("SIGKILL of the S3 server in mid-upload, and its return", "kills", NOTHING, "tests/faults/test_object_server.py"),
     "network": Fault("a proxy before S3 that delays, throttles, resets, answers 500, 503 and SlowDown, cuts bodies, loses replies", "requests harmed", NOTHING, "tests/faults/test_network.py"),
     "network-stall": Fault("a proxy that swallows requests and never answers", "requests harmed", "nothing, or that save, with our error in the stated time", "tests/faults/test_network.py"),

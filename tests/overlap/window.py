@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -27,6 +28,8 @@ def content(value: Any) -> Any:
         return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
     if isinstance(value, PerRank):
         return content(value.value)
+    if isinstance(value, ZeroRedundancyOptimizer):  # what this rank has of it
+        return content(value.optim)
     if isinstance(value, Mapping):
         return {key: content(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +41,9 @@ def content(value: Any) -> Any:
 
 def owned(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that the optimizers of a state own: those that may be copied late."""
-    if isinstance(value, Optimizer):
+    if isinstance(value, ZeroRedundancyOptimizer):
+        yield from owned(value.optim)
+    elif isinstance(value, Optimizer):
         for group in value.param_groups:
             for parameter in group["params"]:
                 yield parameter
@@ -77,10 +82,17 @@ class Window:
 
         return workers._pool.submit(held if workers.name == COPIER else work, *args, **kwargs)
 
-    def save(self, manager: CheckpointManager, state: Mapping[str, Any], step: int = 1) -> PendingSave:
-        """Save with the window open: on return nothing late has been copied."""
-        self.reference = content(state)
-        self._owned = [(tensor, _now(tensor)) for tensor in owned(state)]
+    def save(
+        self,
+        manager: CheckpointManager,
+        state: Mapping[str, Any],
+        step: int = 1,
+        *,
+        of: Sequence[torch.Tensor] | None = None,
+    ) -> PendingSave:
+        """Save with the window open: on return nothing late has been copied. ``of``: what is owned, where the state itself cannot tell."""
+        self.reference = content(state) if of is None else None
+        self._owned = [(tensor, _now(tensor)) for tensor in (owned(state) if of is None else of)]
         self._gate.clear()
         self._entered.clear()
         pending = manager.save_async(state, step)

@@ -1,0 +1,287 @@
+"""Ranks that want the same chunks: one reads and verifies each, the others get it from there, over gloo.
+
+In rounds: in one a rank reads its next parcel while those of the round before travel, all ranks agree that all went well, and only then the next begins. So a rank that meets damage leaves nobody waiting in a
+collective; whatever fails in one is bounded by its time limit. What arrives is verified by the same checksum as what is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ckpt.coordination.together import Parted
+from ckpt.errors import CkptError, RestoreError
+from ckpt.model.checksum import checksum
+from ckpt.model.manifest import Manifest
+from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import ChunkRead, RestorePlan, Target
+from ckpt.plan.share import Group, Keys, Parcel, keyed, share
+from ckpt.storage.api import aligned_memory
+
+PARCEL_BYTES: Final = 32 << 20
+"""Of what travels as one, but for a chunk that is larger."""
+FLIGHT_BYTES: Final = 128 << 20
+"""Of parcels that travel at once: memory that a rank needs beside its state, with two parcels of its own."""
+WORTH_BYTES: Final = 1 << 20
+TIMEOUT: Final = timedelta(seconds=600)
+"""Of a collective."""
+
+Agree = Callable[[str, Callable[[], object]], None]
+"""Does work on all ranks, and raises on all what failed on one."""
+
+
+def can_broadcast(world_size: int) -> bool:
+    """Whether there is a default process group, of that size."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
+
+
+class Broadcast:
+    """One restore's reading, shared by all ranks of the default process group, which make and use it alike.
+
+    Args:
+        plan: What this rank wants of the files of ``manifest``.
+        sink: Where it goes.
+        read: Reads a part of the plan. Called from one other thread.
+        workers: Place what has arrived.
+    """
+
+    def __init__(
+        self,
+        plan: RestorePlan,
+        manifest: Manifest,
+        sink: Sink,
+        read: Callable[[RestorePlan, Sink], None],
+        *,
+        workers: Workers,
+    ) -> None:
+        self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
+        self._reads = keyed(plan.reads, manifest)
+        self._rank = dist.get_rank()
+        self._groups: list[Any] = []  # torch's stubs call a group an int too
+        self._loads: list[tuple[Group, Any]] = []
+        self._alone: frozenset[int] = frozenset()
+        self._rounds = 0
+        self._full: dict[Parcel, _Load] = {}
+        self._free: list[memoryview] = []
+        self._lock = threading.Lock()
+        self.read_bytes = 0
+        """Read from storage by this rank."""
+        self.received_bytes = 0
+        """Read by others for it, in memory."""
+
+    def run(self, agree: Agree) -> None:
+        """Read everything into place.
+
+        Raises:
+            What ``agree`` raises. Targets may have been overwritten in part.
+        """
+        try:
+            agree("meet", self._meet)
+            with Workers("share", 1) as reader:
+                for number in range(self._rounds + 1):
+                    agree(f"round/{number}", partial(self._round, number, reader))
+        finally:
+            self._part()
+
+    def _meet(self) -> None:
+        """Learn what the others want, and with whom to share what."""
+        with self._collective():
+            world = dist.new_group(backend="gloo", timeout=TIMEOUT)
+            self._groups.append(world)
+            wanted = _gather(np.array(list(self._reads), dtype=np.int64), world)
+            sizes = {key: read.nbytes for key, read in self._reads.items()}
+            shares = share(sizes, wanted, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
+            most = torch.tensor([max(shares.rounds, 1)])
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
+            for group in shares.groups:
+                everybody = len(group.ranks) == dist.get_world_size()
+                self._loads.append((group, world if everybody else self._group(group.ranks)))
+        self._alone, self._rounds = shares.alone, int(most.item())
+
+    def _group(self, ranks: Sequence[int]) -> Any:
+        group = dist.new_group(list(ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
+        self._groups.append(group)
+        return group
+
+    def _round(self, number: int, reader: Workers) -> None:
+        reading = reader.submit(self._fill, number) if number < self._rounds else None
+        if number:
+            with self._collective():
+                for group, process_group in self._loads:
+                    if number <= len(group.rounds):
+                        self._exchange(group.rounds[number - 1], process_group)
+        if reading is not None:
+            reading.result()
+
+    # -- reading ------------------------------------------------------------------------------------------------------------
+
+    def _fill(self, number: int) -> None:
+        """Read this rank's parcels of a round, and in the first what nobody shares."""
+        if not number and self._alone:
+            self._take([self._reads[key] for key in self._reads if key in self._alone], self._sink)
+        mine = [
+            _Load(parcel, self)
+            for group, _ in self._loads
+            if number < len(group.rounds)
+            for parcel in group.rounds[number]
+            if parcel.reader == self._rank
+        ]
+        if mine:
+            self._take([read for load in mine for read in load.reads], _LoadSink(mine))
+        self._full.update({load.parcel: load for load in mine})
+
+    def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
+        part = replace(self._plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset))))
+        self._read(part, sink)
+        self.read_bytes += part.read_bytes
+
+    # -- sending ------------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, parcels: Sequence[Parcel], process_group: Any) -> None:
+        for flight in self._flights(parcels):
+            loads = [
+                self._full.pop(parcel) if parcel in self._full else _Load(parcel, self) for parcel in flight
+            ]
+            works = [
+                dist.broadcast(load.tensor, load.parcel.reader, group=process_group, async_op=True)
+                for load in loads
+            ]
+            for load, work in zip(loads, works, strict=True):
+                assert work is not None
+                work.wait()
+                self._workers.run_all(partial(self._place, load, read) for read in load.reads)
+                if load.parcel.reader != self._rank:
+                    self.received_bytes += sum(read.nbytes for read in load.reads)
+                load.give_back()
+
+    def _flights(self, parcels: Sequence[Parcel]) -> Generator[list[Parcel]]:
+        flight: list[Parcel] = []
+        nbytes = 0
+        for parcel in parcels:
+            size = sum(self._reads[key].nbytes for key in parcel.keys)
+            if flight and nbytes + size > FLIGHT_BYTES:
+                yield flight
+                flight, nbytes = [], 0
+            flight.append(parcel)
+            nbytes += size
+        yield flight
+
+    def _place(self, load: _Load, read: ChunkRead) -> None:
+        data = load.data(read)
+        if load.parcel.reader != self._rank and checksum(data) != read.checksum:
+            raise RestoreError(
+                f'what rank {load.parcel.reader} read of the file of rank {read.rank} has not arrived as it was sent: restore again, or with replicas="read"'
+            )
+        if not load.in_place:
+            self._sink.place(read, data)
+
+    # -- memory -------------------------------------------------------------------------------------------------------------
+
+    def reads_of(self, parcel: Parcel) -> list[ChunkRead]:
+        return [self._reads[key] for key in parcel.keys]
+
+    def place_of(self, reads: Sequence[ChunkRead]) -> memoryview | None:
+        """The target's own memory, for a single chunk that has such."""
+        return self._sink.direct(reads[0]) if len(reads) == 1 else None
+
+    def lend(self, nbytes: int) -> memoryview:
+        with self._lock:
+            for index, memory in enumerate(self._free):
+                if memory.nbytes >= nbytes:
+                    return self._free.pop(index)
+        return aligned_memory(max(nbytes, PARCEL_BYTES))
+
+    def take_back(self, memory: memoryview) -> None:
+        with self._lock:
+            self._free.append(memory)
+
+    # -- the end ------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _collective(self) -> Generator[None]:
+        """What fails inside ends the groups, so that nobody waits for this rank in them."""
+        try:
+            yield
+        except CkptError:
+            self._part()
+            raise
+        except RuntimeError as error:
+            self._part()
+            first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+            raise Parted(f"it could not share with others what it read: {first}") from error
+
+    def _part(self) -> None:
+        self._loads.clear()
+        self._full.clear()
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+
+class _Load:
+    """A parcel and its memory: the target's own, or a buffer in which its chunks lie one after the other."""
+
+    def __init__(self, parcel: Parcel, owner: Broadcast) -> None:
+        self.parcel, self._owner = parcel, owner
+        self.reads = owner.reads_of(parcel)
+        self._offsets: dict[Target, int] = {}
+        nbytes = 0
+        for read in self.reads:
+            self._offsets[_mark(read)] = nbytes
+            nbytes += read.nbytes
+        place = owner.place_of(self.reads)
+        self.in_place = place is not None
+        self._lent = owner.lend(nbytes) if place is None else place
+        self._memory = self._lent[:nbytes]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def data(self, read: ChunkRead) -> memoryview:
+        start = self._offsets[_mark(read)]
+        return self._memory[start : start + read.nbytes]
+
+    def give_back(self) -> None:
+        if not self.in_place:
+            self._owner.take_back(self._lent)
+
+
+class _LoadSink:
+    """Chunks -> the parcels they travel in."""
+
+    def __init__(self, loads: Sequence[_Load]) -> None:
+        self._at = {_mark(read): load for load in loads for read in load.reads}
+
+    def direct(self, read: ChunkRead) -> memoryview | None:
+        return self._at[_mark(read)].data(read)
+
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        self._at[_mark(read)].data(read)[:] = data
+
+
+def _mark(read: ChunkRead) -> Target:
+    """Known by where it goes: its place in a file is another one on a tier that is encoded."""
+    return read.targets[0]
+
+
+def _gather(keys: Keys, group: Any) -> list[Keys]:
+    """Of all ranks."""
+    count = torch.tensor([len(keys)])
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count, group=group)
+    most = max(int(each.item()) for each in counts)
+    mine = torch.zeros(most, dtype=torch.int64)
+    mine[: len(keys)] = torch.from_numpy(keys)
+    tables = [torch.empty_like(mine) for _ in counts]
+    dist.all_gather(tables, mine, group=group)
+    return [table[: int(each.item())].numpy() for table, each in zip(tables, counts, strict=True)]

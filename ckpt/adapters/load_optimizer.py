@@ -1,0 +1,214 @@
+"""An optimizer of the state, matched with what a checkpoint holds of one.
+
+State is found by the names of parameters. Where a parameter was renamed its state follows it, from whichever optimizer holds it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from ckpt.adapters.local_shards import Source
+from ckpt.adapters.matching import Matching
+from ckpt.adapters.materialise import is_meta
+from ckpt.adapters.modules import Part, fits, new_state, part_groups, state_name
+from ckpt.adapters.saved import ABSENT, SavedParameter
+from ckpt.adapters.stand_in import OptimizerStandIn
+from ckpt.adapters.zero import keeper_of
+from ckpt.errors import OptimizerMismatch, RestoreError
+from ckpt.model.manifest import Tensor
+from ckpt.model.values import Node, below, unescape
+
+_HOW: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize"))
+"""Settings that say how a step is computed, not what it is."""
+_OF_SCHEDULERS: Final = frozenset(
+    ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+)
+_PLACELESS: Final = "~param/"
+
+
+def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str, source: str) -> None:
+    """State is filled in place where it is, made where it is not, dropped where it was not saved; settings are those of the saved groups.
+
+    Raises:
+        OptimizerMismatch: Another kind of optimizer has saved it, and the restore is strict.
+        RestoreError: Its groups cannot be told apart as they were saved, or it owns parameters that nothing can make real.
+    """
+    if node is not ABSENT:
+        match.expect(node, path, "optimizer")
+    loader = _Loader(match, optimizer, path, source)
+    if loader.found and (strangers := loader.strangers()) is not None:
+        if match.selection.strict:
+            raise OptimizerMismatch(path, *strangers)
+        return  # it keeps what it has; nothing is claimed, so the report tells
+    match.opened.add(source)
+    loader.load()
+    if (
+        isinstance(optimizer, OptimizerStandIn)
+        and node is not ABSENT
+        and "extra" in node
+        and match.takes(f"{path}/extra")
+    ):
+        extra = match.values.order(node["extra"])
+        match.actions.append(lambda: optimizer.load_extra(extra()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """A parameter of the optimizer, or a part of it. ``name``, ``source`` are those of its state here and there, ``weight`` its own name there. ``is_here``: whether this rank keeps any state of it."""
+
+    group: dict[str, Any]
+    parameter: torch.Tensor
+    part: Part
+    is_here: bool
+    name: str
+    source: str
+    weight: str
+    saved: SavedParameter | None
+
+
+class _Loader:
+    def __init__(self, match: Matching, optimizer: Optimizer, path: str, source: str) -> None:
+        self._match, self._optimizer, self._path = match, optimizer, path
+        self._keeper = keeper_of(path, optimizer)
+        self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
+        self._all = list(self._look(source))
+        settings = match.takes(f"{path}/param_groups")
+        self.found = [each for each in self._all if each.saved and (match.takes(each.name) or settings)]
+
+    def _look(self, source: str) -> Iterator[_Found]:
+        groups = part_groups(self._optimizer, self._match.parameters)
+        for group, group_parts in zip(self._optimizer.param_groups, groups, strict=True):
+            pairs = zip(group["params"], group_parts, strict=True)
+            for parameter, part in ((parameter, part) for parameter, parts in pairs for part in parts):
+                short, is_here = part.path, part.is_here and self._keeper.keeps(parameter)
+                if short.startswith(_PLACELESS) and is_meta(parameter):
+                    raise RestoreError(
+                        f"{self._path!r} owns a parameter on the meta device that no module of the state has: build the optimizer after its model was made real, or give the model too"
+                    )
+                name = f"{self._path}/{short}"
+                weight = self._match.source(short)
+                there = self._match.source(name)
+                if there in (name, f"{source}/{short}"):  # no rule speaks of it: it follows its parameter
+                    there = f"{source}/{weight}"
+                saved = self._match.saved.parameter(there)
+                yield _Found(group, parameter, part, is_here, name, there, weight, saved)
+
+    def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
+        """What tells that another kind of optimizer has saved this: both sides have what the other has not. One side alone may be a matter of options and versions."""
+        saved: set[str] = set()
+        settings: set[str] = set()
+        for each in self.found:
+            saved |= self._keys(each)
+            settings |= set(each.saved.settings) if each.saved else set()
+        held = {_part(key) for state in self._keeper.state.values() for key in state}
+        if held and saved and held - saved and saved - held:
+            return "state", sorted(saved - held), sorted(held - saved)
+        there = settings - _HOW - _OF_SCHEDULERS
+        here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
+        known = {key for group in self._optimizer.param_groups for key in group}
+        # two on each side: a new default of a later torch and a key of a user's own are not another optimizer
+        if len(here - there) > 1 and len(there - known) > 1:
+            return "settings", sorted(there - known), sorted(here - there)
+        return None
+
+    def load(self) -> None:
+        match = self._match
+        for each in self._all:
+            if not match.takes(each.name):
+                match.claim(each.name, each.source, silent=True)
+            elif each.saved is None:
+                match.lack(each.name, each.source)
+            else:
+                match.claim(each.name, each.source)
+                if each.is_here:
+                    self._state(each, each.saved)
+        if match.takes(f"{self._path}/param_groups"):
+            for group in self._optimizer.param_groups:
+                self._group(
+                    group, [each.saved.settings for each in self._all if each.group is group and each.saved]
+                )
+
+    def _group(self, group: dict[str, Any], values: list[Node]) -> None:
+        if not values:
+            return
+        if any(other != values[0] for other in values[1:]):
+            raise RestoreError(
+                f"{self._path}/param_groups: parameters with different settings in the checkpoint share a group here: group them as they were saved"
+            )
+        made = self._match.values.order(values[0])
+
+        def apply() -> None:
+            for key, value in made().items():
+                if isinstance(current := group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                    current.copy_(value)  # a capturable optimizer's learning rate keeps its address
+                else:
+                    group[key] = value
+
+        self._match.actions.append(apply)
+
+    def _keys(self, each: _Found) -> set[str]:
+        names = [*below(self._match.saved.names, each.source), *(each.saved.values if each.saved else ())]
+        return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
+
+    def _state(self, each: _Found, saved: SavedParameter) -> None:
+        """State of one parameter, or of one part of it."""
+        match, start = self._match, len(each.source) + 1
+        fresh = self._fresh[id(each.parameter)]
+        makers: dict[Any, Callable[[], Any]] = {}
+        current: Mapping[Any, Any] = self._keeper.state.get(each.parameter, {})
+        keys = {_part(key): key for key in current}
+        for source in below(match.saved.names, each.source):
+            part = source[start:]
+            if "/" in part:
+                continue  # inside a container, which has a node of its own
+            key = keys.get(part, unescape(part))
+            if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
+                continue  # one step counter for all parts
+            held = self._held(each, key, fresh.get(key, current.get(key)), match.saved.tensors[source])
+            fresh[key] = held
+            match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
+        for source, node in saved.values.items():
+            part = source[start:]
+            makers[keys.get(part, unescape(part))] = match.values.order(node)
+
+        def apply() -> None:
+            fresh.update({key: made() for key, made in makers.items()})
+            if fresh:
+                self._keeper.state[each.parameter] = fresh
+            else:
+                self._keeper.state.pop(each.parameter, None)
+
+        match.actions.append(apply)
+
+    def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
+        """Memory for one value: that which is there, if it can hold it."""
+        parameter = self._match.real.of(each.name, each.parameter)
+        here = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
+        if fits(held, here, each.part.piece) and not is_meta(held):
+            kept: Source = held
+            return kept
+        if isinstance(self._optimizer, OptimizerStandIn):
+            return self._optimizer.new_state(parameter, key, getattr(torch, here.dtype), here.shape)
+        return new_state(parameter, each.group, key, here, each.part.piece)
+
+    def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
+        """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
+        if not self._match.selection.cast:
+            return saved.dtype
+        if isinstance(held, torch.Tensor):
+            return str(held.dtype).removeprefix("torch.")
+        weight = self._match.saved.tensors.get(each.weight)
+        alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)
+        return str(each.parameter.dtype).removeprefix("torch.") if alike else saved.dtype
+
+
+def _part(key: object) -> str:
+    """How a key of the state stands in names."""
+    return state_name("", "", key)[2:]

@@ -1,0 +1,165 @@
+"""What is known while a state is matched with a checkpoint: which name is which, what is to be read into which memory, what one side lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+
+from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.local_shards import Source
+from ckpt.adapters.materialise import StandIns
+from ckpt.adapters.modules import Parameters
+from ckpt.adapters.remake import Remaker
+from ckpt.adapters.saved import Saved, kind, tag
+from ckpt.adapters.selection import Selection
+from ckpt.adapters.targets import memory_of
+from ckpt.errors import DtypeMismatch, EntryMissing, KindMismatch, RestoreError, ShapeMismatch
+from ckpt.model.casts import converts
+from ckpt.model.values import Node
+from ckpt.plan.leaf import Leaf
+
+_ASK: Final = "convert it on the way with restore(cast=True)"
+
+
+@dataclass(slots=True)
+class Matched:
+    """What a restore will do: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the rest.
+
+    Attributes:
+        wanted: As they are in the checkpoint: by its names, in its dtypes.
+        missing: Names that are not in the checkpoint.
+        unexpected: Names of the checkpoint that have no place in this rank's state; whether they have one on another rank (a pipeline's other stages)
+            only all can tell; so it is with ``unused``, the patterns of the selection and of renamings that fit nothing here.
+        renamed: (name in the state, name in the checkpoint).
+        converted: (name in the state, dtype in the checkpoint, dtype here).
+        uninitialised: Names of tensors of modules that are on the meta device and stay there.
+    """
+
+    wanted: list[Leaf] = field(default_factory=list[Leaf])
+    targets: list[Source] = field(default_factory=list[Source])
+    actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    converted: tuple[tuple[str, str, str], ...] = ()
+    uninitialised: tuple[str, ...] = ()
+
+    def apply(self) -> None:
+        """Set plain values and load objects. Call once all bytes are in place."""
+        for action in self.actions:
+            action()
+
+
+class Matching:
+    """Threads: one."""
+
+    def __init__(self, saved: Saved, selection: Selection, parameters: Parameters) -> None:
+        """``parameters`` are those of the modules in the state."""
+        self.saved, self.selection, self.parameters = saved, selection, parameters
+        self.values = Remaker(saved.tensors, self._want)
+        self.real = StandIns()
+        self.actions: list[Callable[[], None]] = []
+        self.opened: set[str] = set()
+        self._taken: set[str] = set()
+        self._missing: dict[str, str] = {}
+        self._unused = {*(selection.only or ()), *selection.renaming.patterns}
+        self._filled: dict[Hashable, str] = {}
+        self._wanted: list[Leaf] = []
+        self._targets: list[Source] = []
+        self._renamed: dict[str, str] = {}
+        self._converted: list[tuple[str, str, str]] = []
+
+    def source(self, name: str) -> str:
+        """What a name of the state is called in the checkpoint."""
+        source, pattern = self.selection.renaming.source(name)
+        if pattern is not None:
+            self._unused.discard(pattern)
+        return source
+
+    def takes(self, name: str) -> bool:
+        """Whether the restore is about it."""
+        self._unused.difference_update(self.selection.fitting(name))
+        return self.selection.takes(name)
+
+    def claim(self, name: str, source: str, *, silent: bool = False) -> None:
+        """``source`` has a place in the state. ``silent``: whether or not it is filled."""
+        self._taken.add(source)
+        if source != name and not silent:
+            self._renamed[name] = source
+
+    def lack(self, name: str, source: str) -> None:
+        """The checkpoint has not what it should be filled with."""
+        if self.takes(name):
+            self._missing[name] = source
+
+    @contextmanager
+    def one(self, name: str, source: str) -> Generator[None]:
+        """If nothing of what is looked for inside is there, the whole of it is missing."""
+        known, taken = dict(self._missing), len(self._taken)
+        yield
+        if len(self._missing) > len(known) and len(self._taken) == taken:
+            self._missing = known
+            self.lack(name, source)
+
+    def expect(self, node: Node, path: str, *tags: str) -> None:
+        """Raises ``KindMismatch`` if ``node`` is of none of these kinds."""
+        if tag(node) not in tags:
+            raise KindMismatch(path, kind(node), tags[0])
+
+    def want(self, name: str, source: str, target: Source, stored_as: str = "") -> None:
+        """Fill ``target``, which is ``name`` in the state and ``source`` in the checkpoint. Its bytes may lie under a name of their own there.
+
+        Raises:
+            ShapeMismatch, DtypeMismatch: It cannot hold it.
+            RestoreError: Its memory is already to be filled with another.
+        """
+        bytes_of = stored_as or source
+        if (tensor := self.saved.tensors.get(bytes_of)) is None:
+            self.lack(name, source)
+            return
+        if isinstance(target, torch.Tensor):
+            target = self.real.of(name, target)
+        stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
+        known = self._filled.setdefault(memory_of(target), stored)
+        if known != stored:
+            raise RestoreError(
+                f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their memory in the target, but were saved apart: untie them first"
+            )
+        leaf = leaf_of(bytes_of, target, ())
+        if leaf.shape != tensor.shape:
+            raise ShapeMismatch(name, tensor.shape, leaf.shape, source)
+        if leaf.dtype != tensor.dtype:
+            if not (self.selection.cast and converts(tensor.dtype, leaf.dtype)):
+                way = (
+                    _ASK if converts(tensor.dtype, leaf.dtype) else "one cannot become the other without loss"
+                )
+                raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
+            self._converted.append((name, tensor.dtype, leaf.dtype))
+            leaf = replace(leaf, dtype=tensor.dtype)
+        self._wanted.append(leaf)
+        self._targets.append(target)
+
+    def _want(self, name: str, target: torch.Tensor) -> None:
+        """Of a value that is made anew."""
+        self.want(name, name, target)
+
+    def done(self) -> Matched:
+        """The end of it. Raises ``EntryMissing`` if something is, and must not be."""
+        if self._missing and self.selection.strict:
+            raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
+        unexpected = self.saved.unexpected(self._taken, self.opened)
+        return Matched(
+            wanted=self._wanted,
+            targets=self._targets,
+            actions=self.actions,
+            missing=tuple(self._missing),
+            unexpected=tuple(filter(self.takes, unexpected)),
+            unused=tuple(sorted(self._unused)),
+            renamed=tuple(self._renamed.items()),
+            converted=tuple(self._converted),
+        )

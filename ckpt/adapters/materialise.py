@@ -1,0 +1,86 @@
+"""Tensors on the meta device -> real ones, that are still the same objects.
+
+Whoever holds such a tensor (a module, one tied to it, an optimizer built over it) holds the real one afterwards. Until then nothing has changed: what is read goes into a stand-in, and both change places
+when everything is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckpt.adapters.layout import local
+from ckpt.adapters.modules import canonical
+from ckpt.errors import RestoreError
+
+_WAY = "materialise the module first, with to_empty(device=...), and build its optimizer after that"
+
+
+def is_meta(value: object) -> bool:
+    """Whether it is a tensor without memory."""
+    return isinstance(value, torch.Tensor) and (value.is_meta or local(value).is_meta)
+
+
+class StandIns:
+    """Real tensors for those of a match that are on the meta device; one for each, however often it is named.
+
+    They are made on the device of a DTensor's mesh, else on torch's default device.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._made
+
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it is real.
+
+        Raises:
+            RestoreError: Something else than Python holds on to the tensor that is to be replaced.
+        """
+        if not is_meta(tensor):
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, _real(name, tensor))
+        return self._made[id(tensor)][1]
+
+    def change_places(self) -> None:
+        """Make the tensors real. ``fully_shard`` looks at its shards anew before the first forward, which none can have had yet."""
+        for tensor, real in self._made.values():
+            torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+
+    def left_out(self, path: str, module: nn.Module) -> list[str]:
+        """Names of the module's tensors that stay without memory."""
+        names = canonical(module)
+        named = (*module.named_parameters(), *module.named_buffers())
+        return [f"{path}/{names(key)}" for key, tensor in named if is_meta(tensor) and tensor not in self]
+
+
+def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    hooked: Any = tensor  # torch's stubs do not know its hooks
+    if weakref.getweakrefs(tensor) or hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+        raise RestoreError(
+            f"{name!r} is on the meta device and has hooks or weak references, which a real tensor would not take over: {_WAY}"
+        )
+    device = (
+        torch.device(tensor.device_mesh.device_type)
+        if isinstance(tensor, DTensor)
+        else torch.get_default_device()
+    )
+    if device.type == "meta":
+        raise RestoreError(
+            f"{name!r} is on the meta device, and so is all that is made here: call restore() outside of torch.device('meta')"
+        )
+    with torch.no_grad():
+        made = torch.empty_like(tensor.detach(), device=device)
+    if isinstance(tensor, nn.Parameter):
+        plain = type(tensor) in (nn.Parameter, DTensor)
+        kept = tensor.requires_grad
+        made = nn.Parameter(made, kept) if plain else torch.Tensor._make_subclass(type(tensor), made, kept)
+    vars(made).update(vars(tensor))
+    return made

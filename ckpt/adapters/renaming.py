@@ -1,0 +1,100 @@
+"""What the names of a state are called in the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ckpt.errors import ConfigError
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""Names in the state -> names in the checkpoint, as `Renaming` reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    pattern: str
+    expression: re.Pattern[str]
+    parts: tuple[str, ...]
+
+    def apply(self, name: str) -> str | None:
+        if (found := self.expression.fullmatch(name)) is None:
+            return None
+        *stars, rest = found.groups(default="")
+        if len(self.parts) == 1:  # many names, one source
+            return self.parts[0] + rest
+        taken = zip(self.parts, [*stars, rest], strict=True)
+        return "".join(part + text for part, text in taken)
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Of the rules the first that fits counts; a name that none fits is the same on both sides.
+
+    A rule ``{"model/encoder.*": "model/backbone.*"}`` is a name of the state, with all below it, and the name of that in the checkpoint; a ``*`` takes any text (dots and slashes too, as little as it can) and stands
+    for the same text on the other side. The state of an optimizer follows its parameters, unless a rule speaks of it.
+    """
+
+    rules: tuple[_Rule, ...] = ()
+    function: Callable[[str], str] | None = None
+
+    @classmethod
+    def of(cls, rename: Rename | None) -> Renaming:
+        """What a user gave. Raises ``ConfigError`` for what is no renaming."""
+        if rename is None:
+            return cls()
+        if isinstance(rename, Mapping):
+            if not rename:
+                raise ConfigError(
+                    'rename={}: give {"name in the state": "name in the checkpoint"}, or leave it out'
+                )
+            return cls(tuple(_rule(here, there) for here, there in rename.items()))
+        if callable(rename):
+            return cls(function=rename)
+        raise ConfigError(
+            f"rename={rename!r}: give a dict of names in the state to names in the checkpoint, or a function from one to the other"
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.rules) or self.function is not None
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Of the rules."""
+        return tuple(rule.pattern for rule in self.rules)
+
+    def source(self, name: str) -> tuple[str, str | None]:
+        """The name in the checkpoint, and the pattern of the rule that says so."""
+        for rule in self.rules:
+            if (renamed := rule.apply(name)) is not None:
+                return renamed, rule.pattern
+        return (name if self.function is None else _called(self.function, name)), None
+
+
+SAME: Final = Renaming()
+
+
+def _rule(here: Any, there: Any) -> _Rule:
+    if not (isinstance(here, str) and isinstance(there, str) and here.strip("/") and there.strip("/")):
+        raise ConfigError(f"rename={{{here!r}: {there!r}}}: both must be names, such as 'model/encoder.*'")
+    stars, others = here.count("*"), there.count("*")
+    if others not in (0, stars):
+        raise ConfigError(
+            f"rename={{{here!r}: {there!r}}}: each * stands for the same text on both sides, so both need as many (or the second none)"
+        )
+    text = "(.*?)".join(map(re.escape, here.rstrip("/").split("*")))
+    return _Rule(here, re.compile(f"{text}(/.*)?", re.DOTALL), tuple(there.rstrip("/").split("*")))
+
+
+def _called(function: Callable[[str], str], name: str) -> str:
+    try:
+        renamed = function(name)
+    except Exception as error:
+        raise ConfigError(f"rename({name!r}) failed: {error!r}") from error
+    if not isinstance(renamed, str) or not renamed:
+        raise ConfigError(
+            f"rename({name!r}) gave {renamed!r}: give the name in the checkpoint, the same if nothing changes"
+        )
+    return renamed

@@ -1,0 +1,185 @@
+"""A checkpoint by name: what its tree holds at a path, and what of it nobody asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from ckpt.adapters.remake import torch_value
+from ckpt.errors import ManifestCorrupt
+from ckpt.model.manifest import Manifest
+from ckpt.model.values import Node, below, decode, join
+
+ABSENT: Final = object()
+"""No node: None is a value."""
+
+_MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParameter:
+    """What an optimizer holds of one parameter: ``settings`` of its group, and ``values`` of its state that are no tensors, by full name."""
+
+    settings: Node
+    values: Mapping[str, Node]
+
+
+class Saved:
+    """The tree and the tensors of a manifest. Threads: one at a time.
+
+    Raises (any method):
+        ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: The tree is none that we write.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.tensors = manifest.tensor_map()
+        self.names = sorted(self.tensors)
+        self._tree: Node = msgspec.json.decode(manifest.tree)
+        if not isinstance(self._tree, dict):
+            raise ManifestCorrupt("tree", "it is not an object")
+        self._nodes: dict[str, Node] = {"": self._tree}
+        self._children: dict[str, Mapping[str, Node]] = {}
+        self._own: dict[str, Node] = {}
+        self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
+
+    def node(self, path: str) -> Node:
+        """What lies at a path: a node of the tree, or one for a tensor of a module or optimizer; ``ABSENT`` if nothing does."""
+        if (found := self._nodes.get(path, ABSENT)) is ABSENT:
+            found = self._find(path)
+            if found is ABSENT and path in self.tensors:
+                found = {"$": "tensor", "n": path}
+            self._nodes[path] = found
+        return found
+
+    def _find(self, path: str) -> Node:
+        """In the innermost container that has it: a key that is no string may have slashes in it."""
+        end = len(path)
+        while end > 0:
+            end = max(path.rfind("/", 0, end), 0)
+            if (found := self._of(path[:end]).get(path, ABSENT)) is not ABSENT:
+                return found
+        return ABSENT
+
+    def adopt(self, path: str, node: Node) -> None:
+        """From now on ``node`` is what lies in the ``PerRank`` value at ``path``."""
+        self._own[path] = node
+        self._children.pop(path, None)
+        self._nodes = {known: each for known, each in self._nodes.items() if each is not ABSENT}
+
+    def per_rank(self, source: int) -> Mapping[str, Node]:
+        """Path -> node of the values that one of the ranks saved for itself."""
+        values: Mapping[str, Node] = msgspec.json.decode(self.manifest.per_rank[str(source)])
+        return values
+
+    def parameter(self, name: str) -> SavedParameter | None:
+        """What the optimizer in its path holds of the parameter ``optimizer/model/layer.weight``; None if there is no such."""
+        end = name.find("/")
+        while end >= 0:
+            node = self.node(name[:end])
+            if tag(node) == "optimizer":
+                return self._held(name[:end], node).get(name)
+            end = name.find("/", end + 1)
+        return None
+
+    def parameters(self, path: str) -> Collection[str]:
+        """Full names of the parameters of the optimizer at ``path``."""
+        return self._held(path, self.node(path)).keys()
+
+    def entries(self, path: str) -> list[str]:
+        """Full names of the entries of the module at ``path``. Tensors inside an extra state are none."""
+        node = self.node(path)
+        values = (
+            [f"{path}/{fqn}" for fqn in node["values"]] if tag(node) == "module" else list(self._of(path))
+        )
+        inside = tuple(f"{name}/" for name in values)
+        tensors = [name for name in below(self.names, path) if not name.startswith(inside)]
+        return sorted({*values, *tensors})
+
+    def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
+        """The topmost names of what is neither ``taken`` nor in something that is; in what was ``opened``, or has something taken in it, they are looked for inside."""
+        names = sorted(taken)
+
+        def look(path: str) -> Iterator[str]:
+            if path in taken:
+                return
+            if path and path not in opened and not _some_below(names, path):
+                yield path
+                return
+            for child in self._inside(path):
+                yield from look(child)
+
+        return list(look(""))
+
+    # -- inside -------------------------------------------------------------------------------------------------------------
+
+    def _inside(self, path: str) -> Collection[str]:
+        node = self.node(path)
+        match tag(node):
+            case "module":
+                return self.entries(path)
+            case "optimizer":
+                return self.parameters(path)
+            case "object" | "per_rank" | "tensor" | "array":
+                return ()
+            case _:
+                return self._of(path).keys()
+
+    def _of(self, path: str) -> Mapping[str, Node]:
+        """The children of a container, by their full names."""
+        known = self._children.get(path)
+        if known is None:
+            known = self._children[path] = dict(_children(path, self._own.get(path, self.node(path))))
+        return known
+
+    def _held(self, path: str, node: Node) -> Mapping[str, SavedParameter]:
+        known = self._parameters.get(path)
+        if known is None:
+            values, names = node["state"], sorted(node["state"])
+            known = self._parameters[path] = {
+                name: SavedParameter(group["values"], {each: values[each] for each in below(names, name)})
+                for group in node["groups"]
+                for name in (f"{path}/{each}" for each in group["params"])
+            }
+        return known
+
+
+def tag(node: Node) -> Any:
+    """Of a tagged node; None for another."""
+    return node.get("$") if isinstance(node, dict) else None
+
+
+def kind(node: Node) -> str:
+    """What a node is, for people."""
+    if isinstance(node, dict):
+        return str(node.get("$", "dict"))
+    return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
+
+
+def is_mapping(node: Node) -> bool:
+    """Whether it is a plain dict, of any keys."""
+    return isinstance(node, dict) and node.get("$", "dict") in _MAPPINGS
+
+
+def _children(path: str, node: Node) -> Iterator[tuple[str, Node]]:
+    if isinstance(node, list):
+        yield from ((join(path, str(index)), item) for index, item in enumerate(node))
+    elif not isinstance(node, dict):
+        return
+    elif "$" not in node:
+        yield from ((join(path, key), item) for key, item in node.items())
+    elif node["$"] in _MAPPINGS:
+        yield from ((join(path, decode(key, torch_value)), item) for key, item in node["v"])
+    elif node["$"] in ("tuple", "object"):
+        yield from _children(path, node["v"])
+    elif node["$"] == "module":
+        yield from ((f"{path}/{fqn}", value) for fqn, value in node["values"].items())
+
+
+def _some_below(names: list[str], path: str) -> bool:
+    at = bisect_left(names, f"{path}/")
+    return at < len(names) and names[at].startswith(f"{path}/")

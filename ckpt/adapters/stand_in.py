@@ -1,0 +1,56 @@
+"""Objects that stand in a state where a module or optimizer would, for a framework that keeps these in a form of its own.
+
+What they save has the names and shapes that plain PyTorch's would have, so one restores the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from ckpt.adapters.local_shards import Source
+    from ckpt.adapters.modules import ModuleItems
+
+
+class StandIn(ABC):
+    """Threads: the training thread."""
+
+    @abstractmethod
+    def look(self) -> None:
+        """Show what is there now. Called before every walk over the state; changes nothing but what is shown."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Take over what was restored into what is shown. Called on every rank, once everything has been read and set."""
+
+
+class ModuleStandIn(nn.Module, StandIn):
+    """Stands for a module."""
+
+    @abstractmethod
+    def items(self, path: str) -> ModuleItems:
+        """What it holds, if it stands at ``path`` of a state. The very same object while nothing has changed."""
+
+
+class OptimizerStandIn(Optimizer, StandIn):
+    """Stands for an optimizer. ``param_groups`` and ``state`` are as torch's, but for what stands for parameters: values of a module that stands in, too.
+
+    Its step hooks are those of the optimizer that steps.
+    """
+
+    @abstractmethod
+    def new_state(self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
+        """Memory for a value of a parameter's state that is not there yet."""
+
+    @abstractmethod
+    def extra(self) -> dict[str, Any]:
+        """What else must be kept, equal on all ranks. Whoever restores into another kind of optimizer does without."""
+
+    @abstractmethod
+    def load_extra(self, extra: dict[str, Any]) -> None:
+        """Set it; before ``settle``, and not at all if it was not saved."""

@@ -1,0 +1,345 @@
+"""DeepSpeed: an engine under ZeRO 1, 2 or 3 as a model and an optimizer, with the names and shapes that plain PyTorch's have.
+
+    state = {**zero_state(engine), "step": 0}          # "model" and "optimizer"
+    manager.restore(state)
+    ...
+    manager.save_async(state)
+
+What is saved under a parameter's name are its fp32 master weights (each rank its own part); the 16-bit ones are a rounding of them, made anew after a restore. So a checkpoint
+goes into any other stage and number of ranks, and into ``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in fp32, and back. Parameters that are not trained are saved
+as they are, buffers as rank 0 has them. Learning rate schedule, loss scale and the engine's counters travel with the optimizer.
+
+Master weights and optimizer state are copied while training goes on: the step of the optimizer inside, which alone changes them, waits for the copy. All else is copied before
+``save_async`` returns.
+
+deepspeed itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.modules import Entry, ModuleItems, Part, entries
+from ckpt.adapters.stand_in import ModuleStandIn, OptimizerStandIn
+from ckpt.errors import ConfigError
+from ckpt.integrations.zero_layout import Partition, Piece, partitions_of, span_of_shard
+
+_ZERO: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
+_COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")
+_SCALER: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_STEP: Final = "step"
+
+_log = logging.getLogger("ckpt")
+
+
+def zero_state(engine: Any) -> dict[str, Any]:
+    """``{"model": ..., "optimizer": ...}`` of what ``deepspeed.initialize`` returned, to be put into a state; make it once, after that call.
+
+    After a restore the engine goes on as if it had never been away: 16-bit weights, ZeRO-3 partitions, learning rate schedule, loss scale and counters are set. Every rank must restore,
+    since weights are gathered for that.
+
+    Raises:
+        ConfigError: An engine that this cannot save, with the reason: model parallelism, experts, pipelines, state on NVMe, ZenFlow, SuperOffload, MiCS.
+    """
+    zero = _Zero(engine)
+    return {"model": ZeroModel(zero), "optimizer": ZeroOptimizer(zero)}
+
+
+class _Zero:
+    """What both stand on: the partitions of an engine, and views of them in the shapes of its parameters."""
+
+    def __init__(self, engine: Any) -> None:
+        _check(engine)
+        self.engine, self.optimizer = engine, engine.optimizer
+        self.ranks = tuple(sorted(dist.get_process_group_ranks(engine.seq_data_parallel_group)))
+        self.partitions = partitions_of(self.optimizer)
+        self._views: dict[object, tuple[object, tuple[LocalShards, ...]]] = {}
+
+    @property
+    def base(self) -> Optimizer:
+        """The optimizer that steps the partitions."""
+        found: Optimizer = self.optimizer.optimizer
+        return found
+
+    def views(self, partition: Partition, key: object, flat: torch.Tensor) -> tuple[LocalShards, ...]:
+        """Of ``flat``, which lies like ``partition``, what each of its parameters has: the very same objects as before while its memory is the same."""
+        place = (flat.data_ptr(), flat.dtype, flat.device)
+        known = self._views.get((partition, key))
+        if known is None or known[0] != place:
+            made = tuple(_view(piece, flat) for piece in partition.pieces)
+            known = self._views[(partition, key)] = (place, made)
+        return known[1]
+
+    def masters(self, partition: Partition) -> tuple[LocalShards, ...]:
+        return self.views(partition, None, partition.flat)
+
+
+def _view(piece: Piece, flat: torch.Tensor) -> LocalShards:
+    span = piece.span
+    return LocalShards.of_range(piece.shape, span.start, flat.detach()[span.at : span.at + span.length])
+
+
+class ZeroModel(ModuleStandIn):
+    """The model of an engine, its parameters in fp32."""
+
+    def __init__(self, zero: _Zero) -> None:
+        super().__init__()
+        self._zero = zero
+        self._frozen: dict[int, tuple[int, Source]] = {}
+        self._known: tuple[tuple[int, ...], str, ModuleItems] | None = None
+
+    def look(self) -> None:
+        """Nothing is kept that could be out of date."""
+
+    def items(self, path: str) -> ModuleItems:
+        module = self._zero.engine.module
+        masters = {
+            id(piece.parameter): view
+            for partition in self._zero.partitions
+            for piece, view in zip(partition.pieces, self._zero.masters(partition), strict=True)
+        }
+        found = tuple(
+            replace(entry, value=masters.get(id(entry.value)) or self._other(entry))
+            for entry in entries(module)
+        )
+        now = tuple(id(entry.value) for entry in found)
+        if self._known is None or self._known[:2] != (now, path):
+            ranks = self._zero.ranks
+            shards = {
+                id(entry.value): (Part(f"{path}/{entry.fqn}"),)
+                for entry in reversed(found)
+                if isinstance(entry.value, LocalShards)
+            }
+            # DeepSpeed never makes buffers equal: those of its first rank count, as in its own checkpoints
+            buffers = frozenset(map(id, module.buffers()))
+            items = ModuleItems(
+                entries=found, replicas=ranks, parts=shards, first_only=buffers, is_first=dist.get_rank() == ranks[0]
+            )  # fmt: skip
+            self._known = (now, path, items)
+        return self._known[2]
+
+    def _other(self, entry: Entry) -> Any:
+        """What is not trained: as it is, under ZeRO 3 this rank's part of it."""
+        value = entry.value
+        if not hasattr(value, "ds_tensor"):
+            return value
+        part = value.ds_tensor
+        known = self._frozen.get(id(value))
+        if known is None or known[0] != part.data_ptr():
+            shape, span = tuple(value.ds_shape), span_of_shard(value)
+            memory = part.detach().view(-1)[: span.length]
+            view = (
+                LocalShards.of_range(shape, span.start, memory) if value.ds_numel else memory.new_empty(shape)
+            )
+            known = self._frozen[id(value)] = (part.data_ptr(), view)
+        return known[1]
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The engine's."""
+        return self._zero.engine.module.named_parameters(*args, **options)  # type: ignore[no-any-return]
+
+    def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """The engine's."""
+        return self._zero.engine.module.named_buffers(*args, **options)  # type: ignore[no-any-return]
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Extra states of the engine's modules."""
+        return self._zero.engine.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def settle(self) -> None:
+        """16-bit weights from master weights, on all ranks together."""
+        optimizer = self._zero.optimizer
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+            return
+        optimizer.checkpoint_event_prologue()  # no parameter is left gathered with the old values
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer.checkpoint_event_epilogue()
+
+
+class ZeroOptimizer(OptimizerStandIn):
+    """The optimizer of an engine, with its state by parameter."""
+
+    def __init__(self, zero: _Zero) -> None:
+        # not Optimizer's own __init__, which takes tensors only: this one never steps
+        self._zero = zero
+        self.defaults = {}
+        self.state = {}  # type: ignore[assignment]
+        self.param_groups = []
+        self._fresh: dict[tuple[Partition, object], torch.Tensor] = {}
+        self._steps: dict[Partition, float] = {}
+
+    def look(self) -> None:
+        self._fresh.clear()
+        self.param_groups[:] = [
+            {
+                **{key: value for key, value in group.items() if key not in ("params", _STEP)},
+                "params": [
+                    view
+                    for partition in self._zero.partitions
+                    if partition.group == index
+                    for view in self._zero.masters(partition)
+                ],
+            }
+            for index, group in enumerate(self._zero.base.param_groups)
+        ]
+        shown = self.state
+        self.state = {}  # type: ignore[assignment]
+        for partition in self._zero.partitions:
+            self._look(partition, shown)
+
+    def _look(self, partition: Partition, shown: Mapping[Any, dict[str, Any]]) -> None:
+        held = dict(self._zero.base.state.get(partition.flat, {}))
+        step = held.pop(_STEP, None)
+        masters = self._zero.masters(partition)
+        for key, value in held.items():
+            if not isinstance(value, torch.Tensor) or value.shape != partition.flat.shape:
+                raise ConfigError(
+                    f"DeepSpeed: {key!r} in the state of {type(self._zero.base).__name__} belongs to no parameter: "
+                    "of such optimizers the model alone can be saved"
+                )
+        if not held and step is None:
+            return
+        views = {key: self._zero.views(partition, key, value) for key, value in held.items()}
+        for index, master in enumerate(masters):
+            values: dict[str, Any] = {key: view[index] for key, view in views.items()}
+            if step is not None:
+                # one for each parameter, as plain PyTorch has it; the same tensor as before, so that saves find nothing new
+                values[_STEP] = shown.get(master, {}).get(_STEP, torch.zeros(()))
+                if float(values[_STEP]) != float(step):
+                    values[_STEP].fill_(float(step))
+            self.state[master] = values  # type: ignore[index]
+
+    def new_state(self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
+        """A part of what ``settle`` will give the optimizer inside."""
+        if key == _STEP:
+            return torch.zeros(shape, dtype=dtype)
+        for partition in self._zero.partitions:
+            masters = self._zero.masters(partition)
+            index = next((i for i, master in enumerate(masters) if master is parameter), None)
+            if index is not None and shape == parameter.shape:
+                if (partition, key) not in self._fresh:
+                    self._fresh[(partition, key)] = torch.zeros_like(
+                        partition.flat, dtype=dtype, requires_grad=False
+                    )
+                return _view(partition.pieces[index], self._fresh[(partition, key)])
+        raise ConfigError(f"DeepSpeed: {key!r} of {shape} in the checkpoint belongs to no parameter")
+
+    def extra(self) -> dict[str, Any]:
+        engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
+        scaler = getattr(self._zero.optimizer, "loss_scaler", None)
+        found: dict[str, Any] = {
+            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "loss_scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)},
+        }
+        if hasattr(scheduler, "state_dict"):
+            found["scheduler"] = {"kind": type(scheduler).__name__, "state": scheduler.state_dict()}
+        return found
+
+    def load_extra(self, extra: dict[str, Any]) -> None:
+        engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
+        scaler = getattr(self._zero.optimizer, "loss_scaler", None)
+        for name, value in extra["counters"].items():
+            setattr(engine, name, value)
+        if getattr(scaler, "dynamic", False):
+            for name in _SCALER:
+                if name in extra["loss_scaler"] and hasattr(scaler, name):
+                    setattr(scaler, name, extra["loss_scaler"][name])
+        if (saved := extra.get("scheduler")) is None or scheduler is None:
+            return
+        if saved["kind"] == type(scheduler).__name__:
+            scheduler.load_state_dict(saved["state"])
+        else:
+            _log.warning(
+                "ckpt: the checkpoint has the state of a %s, the engine a %s: its learning rate schedule starts anew",
+                saved["kind"], type(scheduler).__name__,
+            )  # fmt: skip
+
+    def settle(self) -> None:
+        """Hyperparameters and state into the optimizer inside."""
+        for group, base in zip(self.param_groups, self._zero.base.param_groups, strict=True):
+            base.update({key: value for key, value in group.items() if key != "params"})
+        for partition in self._zero.partitions:
+            self._settle(partition)
+        self._fresh.clear()
+        if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
+            self._zero.optimizer._hp_optimizer_states_linked = False  # linked again at the next step
+
+    def _settle(self, partition: Partition) -> None:
+        base = self._zero.base
+        saved = [self.state.get(master, {}) for master in self._zero.masters(partition)]  # type: ignore[call-overload]
+        keys = sorted({key for values in saved for key in values if key != _STEP})
+        steps = [float(values[_STEP]) for values in saved if _STEP in values]
+        if not keys and not steps:
+            base.state.pop(partition.flat, None)
+            return
+        held = base.state.get(partition.flat, {})
+        fresh = {key: flat for (of, key), flat in self._fresh.items() if of is partition}
+        flats: dict[str, Any] = {key: fresh[key] if key in fresh else held[key] for key in keys}
+        for values, piece in zip(saved, partition.pieces, strict=True):
+            for key in keys:
+                if key not in values:  # as DeepSpeed has it for parameters that have not stepped yet
+                    flats[key][piece.span.at : piece.span.at + piece.span.length].zero_()
+        if steps:
+            if min(steps) != max(steps):
+                _log.warning(
+                    "ckpt: parameters that DeepSpeed steps together were saved after %d to %d steps; all go on from the last",
+                    min(steps), max(steps),
+                )  # fmt: skip
+            flats[_STEP] = _step_like(held.get(_STEP), base, partition, max(steps))
+        base.state[partition.flat] = flats
+
+    # -- the fence holds back the optimizer that steps ----------------------------------------------------------------------
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._zero.base.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        return self._zero.base.register_step_post_hook(hook)
+
+
+def _step_like(held: Any, base: Optimizer, partition: Partition, step: float) -> Any:
+    """A step counter as the optimizer has it, or would have it after its first step: torch's is a tensor, DeepSpeed's own count in integers."""
+    if isinstance(held, torch.Tensor):
+        return held.fill_(step)
+    if held is not None or not type(base).__module__.startswith("torch."):
+        return int(step)
+    group = base.param_groups[partition.group]
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(step, device=partition.flat.device if on_device else "cpu")
+
+
+def _check(engine: Any) -> None:
+    optimizer = getattr(engine, "optimizer", None)
+    kind = type(optimizer).__name__
+    if kind not in _ZERO or not isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise ConfigError(
+            f"zero_state takes the engine of deepspeed.initialize under ZeRO 1, 2 or 3; this one's optimizer is {kind}. "
+            'Without ZeRO put {"model": engine.module, "optimizer": engine.optimizer} into the state'
+        )
+    wrong = {
+        "model parallelism": engine.mp_world_size > 1,
+        "a pipeline": type(engine).__name__ == "PipelineEngine",
+        "experts": engine.has_moe_layers,
+        "ZenFlow": getattr(optimizer, "zenflow", False),
+        "optimizer state on NVMe": getattr(optimizer, "swap_optimizer", False),
+        "parameters on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),
+        "an optimizer offloaded in part (ratio)": getattr(optimizer, "offload_optimizer", False)
+        and getattr(optimizer, "partial_offload", 1.0) != 1.0,
+    }
+    if found := [what for what, present in wrong.items() if present]:
+        raise ConfigError(
+            f"zero_state cannot save an engine with {' and '.join(found)}: use engine.save_checkpoint, or put LocalShards of its tensors into the state"
+        )

@@ -1,0 +1,129 @@
+"""Which elements of which parameter a rank's flat partition holds, under ZeRO 1, 2 and 3.
+
+ZeRO 1 and 2 lay the parameters of a group one behind the other and cut the whole into one equal part per rank. ZeRO 3 cuts every parameter for itself, and lays a rank's parts
+one behind the other. Where a parameter lies is seen from its address, not from DeepSpeed's own tables: under ``round_robin_gradients`` those tell another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed as dist
+
+from ckpt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``length`` elements of a parameter laid out flat, from ``start`` on, lie at ``at`` of a partition. Elements, not bytes."""
+
+    start: int
+    at: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """What a partition holds of a parameter, perhaps nothing."""
+
+    parameter: torch.nn.Parameter
+    shape: tuple[int, ...]
+    span: Span
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partition:
+    """A flat tensor of master weights which this rank's optimizer steps.
+
+    Attributes:
+        group: Index of its parameter group in that optimizer.
+        pieces: One for each parameter that its ranks share, in DeepSpeed's order.
+    """
+
+    flat: torch.Tensor
+    group: int
+    pieces: tuple[Piece, ...]
+
+
+def span_within(begin: int, numel: int, first: int, size: int) -> Span:
+    """Of a parameter at ``begin`` of a whole group, what the partition of ``size`` elements from ``first`` on holds."""
+    low, high = max(begin, first), min(begin + numel, first + size)
+    return Span(low - begin, low - first, high - low) if low < high else Span(0, 0, 0)
+
+
+def span_of_rank(numel: int, rank: int, size: int, at: int) -> Span:
+    """Of a parameter cut into parts of ``size`` elements, the last of them padded, the part of ``rank``."""
+    start = min(rank * size, numel)
+    return Span(start, at, min(size, numel - start))
+
+
+def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
+    """The partitions of a DeepSpeed optimizer, in its order. ``optimizer`` is ``engine.optimizer``.
+
+    Raises:
+        ConfigError: Its parameters lie elsewhere at the moment.
+    """
+    match type(optimizer).__name__:
+        case "DeepSpeedZeroOptimizer":
+            return tuple(
+                _cut_groups(
+                    optimizer.bit16_groups,
+                    optimizer.bit16_groups_flat,
+                    optimizer.single_partition_of_fp32_groups,
+                    optimizer.real_dp_process_group,
+                )
+            )
+        case "BF16_Optimizer":
+            return tuple(
+                _cut_groups(
+                    optimizer.bf16_groups,
+                    optimizer.bf16_groups_flat,
+                    optimizer.fp32_groups_flat_partition,
+                    optimizer.real_dp_process_group,
+                )
+            )
+        case _:
+            return tuple(_cut_parameters(optimizer))
+
+
+def _cut_groups(
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    whole: Sequence[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    process_groups: Sequence[Any],
+) -> Iterator[Partition]:
+    """ZeRO 1 and 2: ``whole[i]`` holds all parameters of ``groups[i]``, ``masters[i]`` this rank's part of them."""
+    for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
+        first = dist.get_rank(process_groups[index]) * master.numel()
+        pieces: list[Piece] = []
+        for parameter in group:
+            begin, remainder = divmod(parameter.data_ptr() - flat.data_ptr(), flat.element_size())
+            if remainder or not 0 <= begin <= flat.numel() - parameter.numel():
+                raise ConfigError(
+                    "DeepSpeed has moved parameters out of its flat buffers: call engine.reload_states() first"
+                )
+            span = span_within(begin, parameter.numel(), first, master.numel())
+            pieces.append(Piece(parameter, tuple(parameter.shape), span))
+        yield Partition(master, index, tuple(pieces))
+
+
+def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
+    """ZeRO 3: one partition per sub-group."""
+    for index, (group, master) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        pieces: list[Piece] = []
+        at = 0
+        for parameter in group:
+            pieces.append(Piece(parameter, tuple(parameter.ds_shape), span_of_shard(parameter, at)))
+            at += parameter.ds_tensor.ds_numel
+        yield Partition(master, optimizer.sub_group_to_group_id[index], tuple(pieces))
+
+
+def span_of_shard(parameter: Any, at: int = 0) -> Span:
+    """What this rank's ``ds_tensor`` of a ZeRO-3 parameter holds of it."""
+    rank = dist.get_rank(parameter.ds_process_group)
+    return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, at)

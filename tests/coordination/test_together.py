@@ -1,0 +1,55 @@
+"""What all ranks do together in a restore: what fails on one is heard by all, soon, and with its cause."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ckpt.coordination import together
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.together import Damaged, Parted, Together
+from ckpt.errors import ChecksumMismatch, RestoreError
+from tests.coordination.world import World
+
+
+def outcome(works: dict[int, Any], *, seconds: dict[int, float] | None = None, patience: float = 60) -> Any:
+    """What each rank gets if the ranks of ``works`` do that, after so many seconds; others are dead."""
+
+    def run(coordinator: Coordinator) -> object:
+        time.sleep((seconds or {}).get(coordinator.rank, 0))
+        work = works[coordinator.rank]
+
+        def do() -> object:
+            if isinstance(work, Exception):
+                raise work
+            return work
+
+        return Together(coordinator, subject="x", patience=60).do("read", 7, do, lambda _: ())[0]
+
+    return World(3, patience=patience).run(run, works)
+
+
+def test_damage_on_one_is_damage_for_all() -> None:
+    found = outcome({0: "a", 1: ChecksumMismatch("key", 0, 1), 2: "c"})
+    assert all(isinstance(error, Damaged) for error in found.values())
+
+
+def test_who_was_left_waits_for_the_one_who_knows_why() -> None:
+    lost = Parted("connection closed")
+    found = outcome({0: lost, 1: RestoreError("no memory"), 2: lost}, seconds={1: 0.4})
+    assert all("no memory" in str(error) for error in found.values()), found
+
+
+@pytest.mark.parametrize("first", [RestoreError("no memory"), Parted("connection closed")])
+def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(first: Exception, monkeypatch: Any) -> None:
+    monkeypatch.setattr(together, "_PARTED_SECONDS", 0.5)
+    began = time.monotonic()
+    found = outcome({0: "a", 1: first})
+    assert time.monotonic() - began < 10
+    assert all(isinstance(error, RestoreError) and str(first) in str(error) for error in found.values()), (
+        found
+    )
+    if isinstance(first, Parted):
+        assert all("rank(s) 2 are gone" in str(error) for error in found.values())

@@ -1,0 +1,16 @@
+"""Ranks that restore what they share: read by each, or by one for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import torchrun
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.torture)])
+def test_read_by_each_or_by_one_for_all(tmp_path: Path, ranks: int) -> None:
+    assert "ALL WELL" in torchrun(ranks, "sharing.py", tmp_path)

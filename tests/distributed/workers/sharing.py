@@ -1,0 +1,257 @@
+"""FOLDER: ranks restore what they share, each reading it or one for all; damage and failures on one of them; fully_shard on the meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt.adapters.broadcast as broadcast
+from ckpt import CheckpointManager, PerRank, Tier
+from ckpt.adapters.sink import TensorSink
+from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
+
+WIDTH = 256
+
+
+class Net(nn.Module):
+    """Odd widths: shards are uneven. A buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.last = nn.Linear(WIDTH, 7)
+        self.register_buffer("scale", torch.full((7,), 2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        out: torch.Tensor = self.last(x) * self.scale
+        return out
+
+
+def job(seed: int, kind: str, *, steps: int = 1, device: str = "cpu") -> dict[str, Any]:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model: nn.Module = Net()
+    world = dist.get_world_size()
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "fsdp":
+        mesh = init_device_mesh("cpu", (world,))
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "hsdp":
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
+    torch.manual_seed(seed)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "table": torch.rand(700, 700),
+        "strided": torch.rand(300, 600).t(),
+        "own": PerRank(torch.full((3,), float(dist.get_rank() + seed))),
+        "epoch": seed,
+    }
+    for _ in range(steps):
+        step(state)
+    return state
+
+
+def step(state: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(dist.get_rank())
+    state["optimizer"].zero_grad()
+    loss: torch.Tensor = state["model"](torch.rand(4, WIDTH)).square().sum()
+    loss.backward()
+    state["optimizer"].step()
+    return loss.detach()
+
+
+def contents(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"model/{name}": t for name, t in state["model"].state_dict().items()}
+    for number, held in enumerate(state["optimizer"].state.values()):
+        found |= {f"optimizer/{number}/{key}": t for key, t in held.items()}
+    found |= {"table": state["table"], "strided": state["strided"], "own": state["own"].value}
+    return {
+        name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone() for name, t in found.items()
+    }
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys(), one.keys() ^ two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+
+
+def total(number: int) -> int:
+    counted = torch.tensor([number])
+    dist.all_reduce(counted)
+    return int(counted.item())
+
+
+def shared(folder: Path, kind: str, **tier: Any) -> None:
+    """Both ways give the same; one of them reads everything once."""
+    saved = job(1, kind)
+    place = Tier(str(folder / f"{kind}{len(tier)}"), **tier)
+    with CheckpointManager(place, chunk_bytes=1 << 17) as manager:
+        manager.save(saved, 1)
+        nbytes: dict[str, int] = {}
+        for replicas in ("read", "broadcast"):
+            state = job(2, kind)
+            report = manager.restore(state, replicas=replicas)
+            assert report is not None
+            same(contents(state), contents(saved))
+            assert state["epoch"] == 1
+            nbytes[replicas] = total(report.read_bytes)
+            assert (report.received_bytes > 0) == (replicas == "broadcast"), report
+            if kind == "ddp" and not tier:
+                assert report.nbytes == report.read_bytes + report.received_bytes, report
+        halves = {"ddp": dist.get_world_size(), "hsdp": 2, "fsdp": 1.3}[kind]
+        assert nbytes["broadcast"] * halves < nbytes["read"] * 1.1, nbytes
+        assert torch.equal(step(state), step(saved))
+        state = job(2, kind)
+        cast = state | {"table": torch.zeros(700, 700, dtype=torch.float64)}
+        report = manager.restore(cast, replicas="broadcast", cast=True, rename={"table": "table"})
+        assert torch.equal(cast["table"], saved["table"].double())
+        assert report is not None
+        assert report.converted == (("table", "float32", "float64"),)
+
+
+def failing(folder: Path, what: str, hurt: Callable[[], Callable[[], None]]) -> None:
+    """Something goes wrong on rank 1 alone: all ranks hear of it, soon, and can go on."""
+    saved, state = job(1, "ddp"), job(2, "ddp")
+    with CheckpointManager(str(folder / what), chunk_bytes=1 << 17) as manager:
+        manager.save(saved, 1)
+        dist.barrier()
+        undo = hurt() if dist.get_rank() == 1 else lambda: None
+        began = time.monotonic()
+        try:
+            manager.restore(state, replicas="broadcast")
+            raise AssertionError(what)
+        except RestoreError as error:
+            told = str(error)
+        assert what in told, told
+        assert time.monotonic() - began < 30
+        undo()
+        manager.restore(state, replicas="broadcast")
+    same(contents(state), contents(saved))
+
+
+def placing() -> Callable[[], None]:
+    """A sink that fails in the second round or so."""
+    place, calls = TensorSink.place, []
+
+    def broken(self: TensorSink, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 3:
+            raise MemoryError("no place")
+        place(self, *args)
+
+    TensorSink.place = broken  # type: ignore[method-assign]
+    return lambda: setattr(TensorSink, "place", place)
+
+
+def sending() -> Callable[[], None]:
+    """A byte that flips on its way."""
+    send = dist.broadcast
+
+    def broken(tensor: torch.Tensor, source: int, **how: Any) -> Any:
+        if source == dist.get_rank():
+            tensor[5] ^= 1
+        return send(tensor, source, **how)
+
+    broadcast.dist.broadcast = broken
+    return lambda: setattr(broadcast.dist, "broadcast", send)
+
+
+def damaged(folder: Path) -> None:
+    """A chunk that one rank alone reads: all go to the step before, and to none if there is none."""
+    saved, newer, state = job(1, "ddp"), job(3, "ddp"), job(2, "ddp")
+    with CheckpointManager(str(folder / "damaged"), chunk_bytes=1 << 17) as manager:
+        manager.save(saved, 1)
+        manager.save(newer, 3)
+        for number, expected in ((3, saved), (1, None)):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                files = list((folder / "damaged").glob(f"step-*{number}.*/rank-00001.safetensors"))
+                assert len(files) == 1
+                with files[0].open("r+b") as file:
+                    file.seek(60_000)  # in what only this rank has written
+                    file.write(bytes(range(100)))
+            dist.barrier()
+            try:
+                report = manager.restore(state, replicas="broadcast")
+            except NoCheckpoint:
+                report = None
+            assert (report and report.step) == (expected and 1), (number, report)
+            if expected and report:
+                assert [step for step, _ in report.skipped] == [3]
+                same(contents(state), contents(expected))
+
+
+def meta(folder: Path) -> None:
+    """fully_shard on the meta device, with the optimizer built before or after the model has memory."""
+    saved = job(1, "fsdp")
+    with CheckpointManager(str(folder / "meta")) as manager:
+        manager.save(saved, 1)
+        for way in ("restored", "emptied before", "emptied after"):
+            whole = job(2, "fsdp", steps=0, device="meta")
+            state = {name: whole[name] for name in ("model", "optimizer")}
+            if way == "emptied before":
+                state["model"].to_empty(device="cpu")
+                state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=1)
+            if way == "emptied after":
+                state["model"].to_empty(device="cpu")
+            report = manager.restore(state, strict=False, replicas="broadcast")
+            assert report is not None
+            assert report.uninitialised == (("model/scale",) if way == "restored" else ())
+            state["model"].scale = torch.full((7,), 2.0)
+            extra = {"table": saved["table"], "strided": saved["strided"], "own": saved["own"]}
+            same(contents(state | extra), contents(saved))
+            owned = {id(p) for p in state["optimizer"].param_groups[0]["params"]}
+            assert owned == {id(p) for p in state["model"].parameters()}, way
+        for _ in range(2):
+            assert torch.equal(step(state), step(saved))
+        same(contents(state | extra), contents(saved))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    # small parcels: many rounds
+    broadcast.PARCEL_BYTES, broadcast.FLIGHT_BYTES, broadcast.WORTH_BYTES = 1 << 19, 1 << 20, 1 << 16  # type: ignore[misc]
+    shared(folder, "ddp")
+    shared(folder, "ddp", codec="zstd")
+    if dist.get_world_size() == 4:
+        shared(folder, "hsdp")
+    shared(folder, "fsdp")
+    failing(folder, "no place", placing)
+    failing(folder, "not arrived as it was sent", sending)
+    damaged(folder)
+    meta(folder)
+    with CheckpointManager(str(folder / "damaged")) as manager:
+        for wrong in ("all", None, 3):
+            with contextlib.suppress(ConfigError):
+                manager.restore({}, replicas=wrong)  # type: ignore[arg-type]
+                raise AssertionError(wrong)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("ALL WELL")
+    dist.destroy_process_group()
+
+
+main()

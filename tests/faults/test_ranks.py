@@ -1,0 +1,33 @@
+"""Ranks die and stall at random, again and again: no hang beyond the stated bounds, no torn checkpoint, resumed each time with the right values."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.crash.test_kill import ROOT
+from tests.faults.conftest import Count
+
+TIMES = 50
+SCRIPT = ROOT / "tests" / "distributed" / "tormentor.py"
+
+
+@pytest.mark.torture
+@pytest.mark.distributed
+@pytest.mark.timeout(2400)
+def test_four_ranks_that_are_killed_and_stopped_at_random_moments_resume_each_time(
+    tmp_path: Path, tally: Count
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path / "job"), str(TIMES), "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2300,
+        check=False,
+    )
+    assert "ALL WELL" in done.stdout, done.stdout[-6000:]
+    tally("ranks", TIMES)
