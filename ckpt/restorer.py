@@ -290,14 +290,12 @@ class Restorer:
             found = origin.manifest()
             rank, world = self._coordinator.rank, self._coordinator.world_size
             matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
-            near = [(leaf.name, leaf.boxes) for leaf in matched.wanted]
-            found = origin.filled(
-                found, None if sources.distance else near
-            )  # a copy may lie in any rank's file
+            # a copy may lie in the file of any rank of another node
+            found = origin.filled(found, None if sources.distance else matched.wanted)
             plan = plan_restore(found.manifest, matched.wanted)
             if sources.distance:
-                far = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
-                plan = nearest_copies(plan, found.manifest, far)
+                near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+                plan = nearest_copies(plan, found.manifest, near)
         cache = ReadThrough(
             sources.tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",

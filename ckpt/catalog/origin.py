@@ -8,7 +8,7 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase, same_file
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.plan.sources import Reach, reach_of, verdict, without
@@ -102,8 +103,8 @@ class Origin:
         self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
         return Found(position, self._parts.outline, packed)
 
-    def filled(self, found: Found, wanted: Iterable[tuple[str, Iterable[Box]]] | None) -> Found:
-        """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted`` (names, boxes), or all (None). Once, before anything is read.
+    def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
+        """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted``, or all (None). Once, before anything is read.
 
         Raises:
             IntegrityError, StorageError: A fragment is intact nowhere.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from ckpt.catalog.fragments import filled
-from ckpt.model.box import Box
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.reference import ranks_of
+from ckpt.plan.leaf import Leaf
 
 Read = Callable[[Manifest, FragmentRef, File | None], Fragment]
 """Gives a fragment of a manifest. Threads: any."""
@@ -36,11 +36,12 @@ class Parts:
             replace(self.manifest, per_rank=_PerRank(self)) if self.manifest.by_reference else self.manifest
         )
 
-    def filled(self, wanted: Iterable[tuple[str, Iterable[Box]]] | None, *, key: str) -> Manifest:
-        """The manifest with the fragments that hold some of ``wanted`` (names, boxes), or with all (None), filled in."""
-        self.ranks = (
-            set(range(self.manifest.world_size)) if wanted is None else ranks_of(self.manifest, wanted)
-        )
+    def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
+        """The manifest with the fragments that hold some of ``wanted``, or with all (None), filled in."""
+        if wanted is None:
+            self.ranks = set(range(self.manifest.world_size))
+        else:
+            self.ranks = ranks_of(self.manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
         return filled(self.manifest, self._load, self.ranks, key=key)
 
     def of(self, rank: int) -> Fragment:
