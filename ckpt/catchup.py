@@ -54,10 +54,20 @@ class CatchUp:
         near: The nearest durable tier.
         ways: Farther ones, nearest first.
         own: The running attempt.
+        at_end: Told when nothing more is needed from the near tier, which kept it until now.
     """
 
-    def __init__(self, near: OpenTier, ways: Sequence[Way], own: str, config: SaveConfig) -> None:
+    def __init__(
+        self,
+        near: OpenTier,
+        ways: Sequence[Way],
+        own: str,
+        config: SaveConfig,
+        *,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._near, self._ways, self._own, self._config = near, tuple(ways), own, config
+        self._at_end = at_end
         self._restored: StepRef | None = None
         self._left: frozenset[StepRef] = frozenset()
         self._begun, self._listed = False, threading.Event()
@@ -109,6 +119,7 @@ class CatchUp:
         finally:
             self._left = frozenset()
             self._listed.set()
+            self._at_end()
 
     def _go(self, way: Way, line: Sequence[Held]) -> None:
         try:

@@ -255,7 +255,7 @@ class Saver:
             )
             for lane in durable[1:]
         ]
-        return CatchUp(durable[0].tier, ways, coordinator.attempt, config)
+        return CatchUp(durable[0].tier, ways, coordinator.attempt, config, at_end=durable[0].prune_later)
 
     def _is_busy(self, url: str) -> bool:
         return bool(self._drains[url].waiting)

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.pruner import Pruner
+from ckpt.catchup import CatchUp
 from ckpt.errors import AccessDenied, TransientStorageError
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World, WorldCoordinator
@@ -41,7 +43,7 @@ def left_by_a_job(near: Path, *steps: int) -> None:
             manager.save(state(step), step)
 
 
-def go_on(near: Path, *far: Tier | Path, step: int, **settings: object) -> None:
+def go_on(near: Tier | Path, *far: Tier | Path, step: int, **settings: object) -> None:
     with CheckpointManager([near, *far], **settings) as manager:  # type: ignore[arg-type]
         assert manager.restore(state(0)) is not None
         manager.save(state(step), step)
@@ -144,3 +146,23 @@ def test_the_leader_takes_the_files_of_all_ranks(near, far, monkeypatch):
     monkeypatch.setattr(WorldCoordinator, "attempt", "def456")
     assert World(2, patience=30).run(lambda one: job(one, [near, far], (3,))) == {0: None, 1: None}
     assert whole(far) == [1, 2, 3]
+
+
+def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(near, far, monkeypatch):
+    left_by_a_job(near, 1, 2)
+    pruned = threading.Event()
+    go, prune = CatchUp._go, Pruner._prune
+
+    def slow(self, way, line):
+        pruned.wait(30)  # the prune after the first commit comes while the steps are still to be read
+        go(self, way, line)
+
+    def told(self):
+        prune(self)
+        pruned.set()
+
+    monkeypatch.setattr(CatchUp, "_go", slow)
+    monkeypatch.setattr(Pruner, "_prune", told)
+    go_on(Tier(str(near), keep_last=1), far, step=3)
+    assert whole(far) == [1, 2, 3]
+    assert whole(near) == [3]
