@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast torture check bench build clean
+.PHONY: help demo demo-tiers test test-fast torture check check-protocol bench build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -43,6 +43,9 @@ check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
+
+check-protocol: ## the commit protocol, model-checked with Spin (two minutes; spin and gcc)
+	docs/protocol/check.sh
 
 bench: $(STAMP) ## eight scenarios against the peers: tables and plots in bench/results (25 minutes)
 	$(BIN)/python -m bench all --out bench/results $(ARGS)

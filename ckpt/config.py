@@ -46,6 +46,7 @@ NO_CODEC: Final = "none"
 OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
 Mode = Literal["min", "max"]
+Copies = Literal["one", "per_node"]
 Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
@@ -64,6 +65,7 @@ _SAVE_KEYS: Final = (
     "threads",
     "nice",
     "cpus",
+    "copies",
 )
 
 
@@ -103,6 +105,7 @@ class Tier:
         keep_best: Beside those, the steps with the best metric, as ``save_async(metrics=...)`` was told: ("loss", "min") for one, ("accuracy", "max", 3) for three.
         capacity: Bytes that checkpoints may take there, such as "200GB" or 200 << 30. Before a save that would exceed it the oldest go, but never the newest unless it lies elsewhere too,
             nor what a farther tier still waits for.
+        local: Whether each node has a folder of its own under this path. None: only if it is memory, which always is.
         codec: "zstd" compresses what is written there ("zstd:3": with level 3, slower), "none" leaves files as safetensors.
         required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
     """
@@ -116,6 +119,7 @@ class Tier:
     capacity: int | str | None = None
     required: bool | None = None
     codec: str = NO_CODEC
+    local: bool | None = None
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """What the class does not know is said as for ``ckpt.toml``; the fields are set as for any dataclass."""
@@ -147,6 +151,8 @@ class Tier:
             as_bytes("capacity", self.capacity)
         if self.required not in (None, True, False):
             raise ConfigError(f"required={self.required!r}: give true or false")
+        if self.local not in (None, True, False):
+            raise ConfigError(f"local={self.local!r}: give true or false")
         parse_codec(self.codec)
 
     @property
@@ -175,6 +181,7 @@ class SaveConfig:
         threads: That write and checksum, per rank.
         nice: Added to their niceness, 0 to 19. Not by default: see docs/decisions/0006-no-nice-by-default.md.
         cpus: Cores they may use; None for all of the process'.
+        copies: Whether what ranks hold alike is written once in all ("one"), or once on each node that has local tiers ("per_node"), so that these outlive the loss of other nodes.
     """
 
     on_busy: OnBusy = "wait"
@@ -187,9 +194,11 @@ class SaveConfig:
     threads: int = 2
     nice: int = 0
     cpus: frozenset[int] | None = None
+    copies: Copies = "one"
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
+        one_of("copies", self.copies, get_args(Copies))
         one_of("overlap", self.overlap, get_args(Overlap))
         whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
         if not is_number(self.commit_timeout_seconds) or not 0 < self.commit_timeout_seconds < float("inf"):
@@ -222,6 +231,7 @@ class Settings(TypedDict, total=False):
     threads: int
     nice: int
     cpus: frozenset[int] | None
+    copies: Copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,16 +278,16 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def resolve_tier(flag: str | None) -> Tier:
-    """The place that a command works on: ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a process.
+def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
+    """The place that a command works on: ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a process. ``config``: another file, which goes before the variable.
 
     A flag or variable that names a tier of ``ckpt.toml`` gets that tier's options.
 
     Raises:
         ConfigError: None of the three is there.
     """
-    tiers = load_config().tiers
-    if root := flag or os.environ.get(ROOT_VARIABLE):
+    tiers = load_config(config).tiers
+    if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
         if root == MEMORY:
             raise ConfigError(
                 'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as the log and a restore report print it'
@@ -291,12 +301,13 @@ def resolve_tier(flag: str | None) -> Tier:
     )
 
 
-def resolve_tiers(flags: Sequence[str] | None) -> tuple[Tier, ...]:
-    """The places that a command works on, nearest first: as ``resolve_tier`` for each of ``flags``; without any, and without ``CKPT_ROOT``, all tiers of ``./ckpt.toml`` that outlive a process."""
+def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
+    """The places that a command works on, nearest first: as ``resolve_tier`` for each of ``flags``; without any, and without ``CKPT_ROOT``, all tiers of ``./ckpt.toml`` that outlive a process. ``config``: as there."""
     if flags:
-        return tuple(map(resolve_tier, flags))
-    lasting = tuple(tier for tier in load_config().tiers if not tier.url.startswith("memory:"))
-    return lasting if len(lasting) > 1 and not os.environ.get(ROOT_VARIABLE) else (resolve_tier(None),)
+        return tuple(resolve_tier(flag, config) for flag in flags)
+    lasting = tuple(tier for tier in load_config(config).tiers if not tier.url.startswith("memory:"))
+    named = os.environ.get(ROOT_VARIABLE) and not config
+    return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
 
 
 def resolve_root(flag: str | None) -> str:
@@ -310,6 +321,12 @@ def ranks_on_this_node() -> int:
         if (text := os.environ.get(variable, "")).isdigit() and int(text):
             return int(text)
     return 1
+
+
+def job_address() -> tuple[str, int] | None:
+    """Where the launcher says that rank 0 is reached: host and port."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdigit() else None
 
 
 def debug_wanted() -> bool:

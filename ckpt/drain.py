@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, CommitError, TierBehind
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.workers import Workers

@@ -23,7 +23,9 @@
     │   ├── CommitTimeout
     │   ├── ReplicasDiverged
     │   ├── TensorIncomplete                boxes leave holes or overlap
-    │   └── RootInUse                       another job writes to this root
+    │   ├── RootInUse                       another job writes to this root
+    │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   written to behind our back while it was copied
@@ -206,10 +208,10 @@ class CommitTimeout(CommitError):
 class ReplicasDiverged(CommitError):
     """Ranks that should hold the same value do not."""
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
-        self.name, self.ranks = name, tuple(ranks)
+    def __init__(self, name: str, ranks: Sequence[int], detail: str = "") -> None:
+        self.name, self.ranks, self.detail = name, tuple(ranks), detail
         super().__init__(
-            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}: if that is meant, wrap it in PerRank(...)"
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: if that is meant, wrap it in PerRank(...)"
         )
 
 
@@ -224,10 +226,33 @@ class TensorIncomplete(CommitError):
 class RootInUse(CommitError):
     """Another job writes to this root, or has taken it over."""
 
-    def __init__(self, root: str, owner: str) -> None:
+    def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
+        """``here``: the other lives in this very process."""
         self.root, self.owner = root, owner
+        told = f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        if here:
+            told = f"{root} is written by another CheckpointManager of this very process ({owner}): close() that one first, or go on with it"
+        super().__init__(told)
+
+
+class TierNotShared(CommitError):
+    """Ranks see different files in one tier, which nobody has said is local."""
+
+    def __init__(self, root: str, ranks: Sequence[int]) -> None:
+        self.root, self.ranks = root, tuple(ranks)
         super().__init__(
-            f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+            f"rank(s) {', '.join(map(str, self.ranks))} have made their part durable in {root}, where the leader does not see it: "
+            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else let all nodes see one folder"
+        )
+
+
+class JobUnseen(CommitError):
+    """An unfinished save's job ran where nobody here can see whether it still does."""
+
+    def __init__(self, step: int, owner: str) -> None:
+        self.step, self.owner = step, owner
+        super().__init__(
+            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
         )
 
 
@@ -283,7 +308,7 @@ class NoCheckpoint(RestoreError):
 
     def __init__(self, root: str, detail: str = "") -> None:
         self.root, self.detail = root, detail
-        super().__init__(f"no checkpoint to restore in {root}" + (f": {detail}" if detail else ""))
+        super().__init__(f"no checkpoint in {root}" + (f": {detail}" if detail else ""))
 
 
 class EntryMissing(RestoreError):

@@ -55,6 +55,14 @@ class Repaired:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommitFinished:
+    """A restore has made a checkpoint of a save whose leader had died when only the manifest was missing. Told on every rank."""
+
+    step: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
     """A restore has landed."""
 
@@ -64,5 +72,5 @@ class Restored:
     seconds: float
 
 
-Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Repaired | Restored
+Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Repaired | CommitFinished | Restored
 Observer = Callable[[Event], None]

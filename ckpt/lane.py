@@ -15,14 +15,16 @@ from ckpt.catalog.pruner import Pruner
 from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Durable, Failed, Refused, Unknown
-from ckpt.coordination.committer import LEADER, Committer, rebuild
+from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
+from ckpt.coordination.committer import Committer, OneTier, Place
+from ckpt.coordination.mark import clear_away
+from ckpt.coordination.nodes import ManyNodes, on_node
 from ckpt.coordination.owner import Owner, claim, confirm, release
+from ckpt.coordination.refusal import Refused, rebuild
 from ckpt.errors import (
     CkptError,
     CommitError,
     HistoryHidden,
-    ObjectNotFound,
     OutOfSpace,
     PeerFailed,
     StepExists,
@@ -69,15 +71,16 @@ class Lane:
         )  # a tier may be served from the image and by its drain, for different steps
         self._backend = tier.backend
         self._coordinator, self._config = coordinator, config
+        self._node = on_node(coordinator, tier.nodes)  # the ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         self._pruner: Pruner | None = None
-        if coordinator.rank == LEADER and not self.in_memory:
+        if self._node.rank == LEADER and not self.in_memory:
             self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
         self._room: Room | None = None
         if tier.tier.capacity is not None:
             self._room = Room(
                 tier,
-                coordinator,
+                self._node,
                 timeout=config.commit_timeout_seconds,
                 waiting=waiting,
                 elsewhere=elsewhere,
@@ -123,6 +126,7 @@ class Lane:
         try:
             with about(self.url):
                 chunks, word = self._make_durable(job, on_bytes, intact)
+                committer.offer(job.ref, word)
         except Exception as error:
             self._refuse(job.ref, job.trial, str(error) or repr(error))
             self._clean_up(job)
@@ -187,8 +191,8 @@ class Lane:
             self._take_over()
 
     def sweep(self, *, but_newest: bool = False) -> None:
-        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the leader."""
-        if self.in_memory and self._coordinator.rank == LEADER:
+        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the node's leader."""
+        if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
                 sweep(self._backend, keep=self._coordinator.attempt, but_newest=but_newest)
 
@@ -216,7 +220,7 @@ class Lane:
         self._hurry.set()
 
     def prune_later(self) -> None:
-        """Remove what need not be kept. By the leader, on a thread of its own: a store that is slow to delete holds up nobody."""
+        """Remove what need not be kept. By the node's leader, on a thread of its own: a store that is slow to delete holds up nobody."""
         if self._pruner is not None:
             self._pruner.ask()
 
@@ -253,13 +257,15 @@ class Lane:
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
-        name = f"save/{self.tier.index}/{trial}"
+        name, store = f"save/{self.tier.index}/{trial}", OneTier(self._backend, self._retry.call)
+        place: Place = store
+        if (nodes := self.tier.nodes) is not None:
+            place = ManyNodes(store, self._coordinator, nodes, name=name, before_put=self._confirm)
         return Committer(
             self._coordinator,
-            self._backend,
+            place,
             name=name,
             timeout=self._config.commit_timeout_seconds,
-            retry=self._retry.call,
             known=self._known,
             before_put=self._confirm,
         )
@@ -270,7 +276,7 @@ class Lane:
 
     def _veto(self, job: SaveJob) -> CkptError | None:
         """Reasons to refuse before anything is written: the leader's own, or that there is no room, of which all ranks hear."""
-        veto = self._objection(job.ref) if self._coordinator.rank == LEADER else None
+        veto = self._objection(job.ref) if self._node.rank == LEADER else None
         if self._room is not None:
             try:
                 self._room.agree(
@@ -303,14 +309,11 @@ class Lane:
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files of a save that was refused for good; nothing that a manifest may name."""
+        """Remove this rank's files of a save that was refused for good, or that it has no part in."""
         try:
-            self._backend.head(job.ref.manifest)
-        except ObjectNotFound:
-            for name in self._files.names:
-                with contextlib.suppress(StorageError):
-                    self._backend.delete(job.ref.key(name))
-            if job.image.path:
+            gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
+        except StorageError as error:
+            _log.debug("ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error)
+        else:
+            if gone and job.image.path:
                 self._lodgers.pop(job.image.path, None)
-        except StorageError:
-            pass

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.collect import Collected, collect, walk_objects
 from ckpt.adapters.memory import Memory
-from ckpt.adapters.prepare import PlanCache, Prepared, expected_growth
+from ckpt.adapters.prepare import PlanCache, Prepared
 from ckpt.adapters.renaming import Rename
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
@@ -24,7 +24,8 @@ from ckpt.background import Background
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.nodes import agree
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.model.layout import StepRef, step_of
@@ -83,14 +84,14 @@ class CheckpointManager:
         self._metadata = dict(metadata or {})
         self._packed_metadata = to_json("metadata", self._metadata)
         if METRICS in self._metadata:
-            raise ConfigError(
-                f"metadata: {METRICS!r} is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
-            )
+            way = "is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
+            raise ConfigError(f"metadata: {METRICS!r} {way}")
         self._tiers = open_tiers(as_tiers(tiers))
         self._coordinator = coordinator or find_coordinator()
+        self._tiers = agree(self._tiers, self._coordinator)
         self._fence = Fence()
         self._memory = Memory()
-        self._plans = PlanCache(self._coordinator.rank, self._config.chunk_bytes)
+        self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._background = Background(
             self._tiers, self._coordinator, self._config, observers=observers, on_end=self._end
         )
@@ -128,7 +129,7 @@ class CheckpointManager:
         self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
 
     def _prepare(self, collected: Collected) -> None:
-        prepared, growth = self._plans.prepare(collected), expected_growth(collected)
+        prepared, growth = self._plans.prepare(collected), self._plans.growth(collected)
         nbytes = prepared.plan.size + growth
         self._background.slots.plan(nbytes)
         warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=self._config.overlap == "auto")
@@ -272,13 +273,8 @@ class CheckpointManager:
         All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.stop.StopSignals`.
         """
         self._check_open()
-        self._stop = StopSignals(
-            self._coordinator,
-            signals or STOP_SIGNALS,
-            grace_seconds=grace_seconds,
-            reraise=reraise,
-            owner=self,
-        )
+        heard = signals or STOP_SIGNALS
+        self._stop = StopSignals(self._coordinator, heard, grace_seconds, reraise=reraise, owner=self)
         return self._stop
 
     def close(self) -> None:

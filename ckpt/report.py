@@ -23,6 +23,7 @@ class RestoreReport:
         renamed: (name in the state, name in the checkpoint), of this rank.
         converted: (name in the state, dtype in the checkpoint, dtype here), of this rank.
         uninitialised: Tensors of modules that were on the meta device and still are, because nothing was read for them: buffers that are not saved (``persistent=False``), and names that were not asked for.
+        finished: (step, tier) of saves whose leader had died with only the manifest missing, and whose commit this restore has finished.
     """
 
     step: int
@@ -41,6 +42,7 @@ class RestoreReport:
     renamed: tuple[tuple[str, str], ...] = ()
     converted: tuple[tuple[str, str, str], ...] = ()
     uninitialised: tuple[str, ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
 
     @property
     def gigabytes_per_second(self) -> float:
@@ -56,6 +58,7 @@ class RestoreReport:
                 for what in (
                     "skipped",
                     "repaired",
+                    "finished",
                     "missing",
                     "unexpected",
                     "renamed",

@@ -25,9 +25,13 @@ from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
+from ckpt.catalog.finishing import Finisher
+from ckpt.catalog.neighbours import Neighbours, Sources
 from ckpt.catalog.origin import Found, Origin, Repair
+from ckpt.catalog.peers import Peer
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import (
     CkptError,
@@ -36,11 +40,12 @@ from ckpt.errors import (
     NoCheckpoint,
     RestoreError,
 )
-from ckpt.events import Event, Repaired, Restored, StepDamaged
+from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.copies import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.report import RestoreReport
 from ckpt.storage.tiers import OpenTier
@@ -58,11 +63,17 @@ _log = logging.getLogger("ckpt")
 
 
 class _Proposal(msgspec.Struct, frozen=True):
-    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices."""
+    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices.
+
+    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
+    """
 
     folder: str
     nearest: int
     answering: tuple[int, ...]
+    peers: tuple[Peer, ...] = ()
+    passed: tuple[tuple[int, str], ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class Restorer:
         self._shared = _is_shared(replicas, coordinator)
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
+        self._finished: tuple[tuple[int, str], ...] = ()
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
         """Fill ``state``. None if there is no checkpoint and none was asked for by number.
@@ -120,11 +132,36 @@ class Restorer:
         """
         began = time.perf_counter()
         skipped: list[tuple[int, str]] = []
-        proposals = self._proposals(step) if self._coordinator.rank == LEADER else iter(())
+        subject = f"{self._together.subject}/nodes"
+        with Neighbours(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
+            found = self._first(state, step, skipped, neighbours)
+        if found is not None:
+            ref, landed = found
+            _apply(landed.matched, ref)
+            return self._report(ref, landed, time.perf_counter() - began, skipped)
+        if not skipped and step is None:
+            return None
+        raise NoCheckpoint(
+            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
+        )
+
+    def _first(
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None,
+        skipped: list[tuple[int, str]],
+        neighbours: Neighbours,
+    ) -> tuple[StepRef, _Landed] | None:
+        """The first proposal that lands. Appends to ``skipped`` those before it."""
+        proposals = self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
         while (proposal := self._together.next(proposals, _Proposal)) is not None:
+            skipped += proposal.passed
+            if not proposal.folder:
+                break
             url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
+            self._finished = proposal.finished
             try:
-                landed = self._land(state, [self._tiers[index] for index in proposal.answering], ref)
+                return ref, self._land(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skipped and self._overwritten:
                     raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
@@ -135,14 +172,7 @@ class Restorer:
                 )
                 self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
                 skipped.append((ref.step, str(damage)))
-                continue
-            _apply(landed.matched, ref)
-            return self._report(ref, landed, time.perf_counter() - began, skipped)
-        if not skipped and step is None:
-            return None
-        raise NoCheckpoint(
-            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
-        )
+        return None
 
     def _report(
         self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
@@ -152,11 +182,13 @@ class Restorer:
             read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
             skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
             missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
-            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised, finished=self._finished,
         )  # fmt: skip
         if report.uninitialised:
             _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
         _log.info("ckpt: restored %s", report)
+        for finished, tier in report.finished:
+            self._notify(CommitFinished(step=finished, tier=tier))
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
         self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
@@ -164,32 +196,61 @@ class Restorer:
 
     # -- the leader's choice ------------------------------------------------------------------------------------------------
 
-    def _proposals(self, step: int | None) -> Iterator[_Proposal]:
+    def _proposals(self, step: int | None, neighbours: Neighbours) -> Iterator[_Proposal]:
         """Listed once more when none would do: another job may have pruned what there was, and saved newer ones."""
-        stores = [tier.backend for tier in self._tiers]
+        stores = neighbours.stores()
         seen: set[StepRef] = set()
+        passed: list[tuple[int, str]] = []
+        finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
         for again in (False, True):
             if again and not seen:
-                return
-            for found in candidates(stores, step, workers=self._listers):
-                if found.ref not in seen:
-                    seen.add(found.ref)
-                    yield _Proposal(found.ref.folder, found.nearest, found.answering)
+                break
+            for found in candidates(
+                stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
+            ):
+                if found.ref in seen:
+                    continue
+                seen.add(found.ref)
+                if fault := neighbours.fault(found, stores):
+                    _log.warning(
+                        "ckpt: step %d is not whole, looking for the next best: %s", found.ref.step, fault
+                    )
+                    passed.append((found.ref.step, fault))
+                    continue
+                peers = neighbours.peers(found.ref)
+                yield _Proposal(
+                    found.ref.folder,
+                    found.nearest,
+                    found.answering,
+                    peers,
+                    tuple(passed),
+                    tuple(finisher.finished),
+                )
+                passed.clear()
+        if passed:
+            yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
 
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
-    def _land(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], ref: StepRef) -> _Landed:
+    def _land(self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: Neighbours) -> _Landed:
         """Match on all ranks, and only then read on all.
 
         Raises:
             Damaged: Some rank met damage that no tier mends; all shall take the next best.
             RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
         """
-        origin = Origin([tier.backend for tier in tiers], ref, retry=self._retry, on_repair=_warn(ref))
+        ref = _ref(proposal)
+        sources = neighbours.sources(
+            [self._tiers[index] for index in proposal.answering], ref, proposal.peers
+        )
+        origin = Origin(
+            [tier.backend for tier in sources.tiers], ref,
+            retry=self._retry, on_repair=_warn(ref), partial=sources.partial,
+        )  # fmt: skip
         fit, nowhere = self._together.do(
             "match",
             ref.step,
-            lambda: self._fit(state, tiers, origin),
+            lambda: self._fit(state, sources, origin),
             lambda fit: (*fit.matched.unexpected, *(_PATTERN + each for each in fit.matched.unused)),
         )
         unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
@@ -223,14 +284,17 @@ class Restorer:
         agree("mend", fit.cache.mend)
         return spread.read_bytes, spread.received_bytes
 
-    def _fit(self, state: MutableMapping[str, Any], tiers: Sequence[OpenTier], origin: Origin) -> _Fit:
+    def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: Origin) -> _Fit:
         with _uncollected():
             found = origin.manifest()
             rank, world = self._coordinator.rank, self._coordinator.world_size
             matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
             plan = plan_restore(found.manifest, matched.wanted)
+            if sources.distance:
+                near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+                plan = nearest_copies(plan, found.manifest, near)
         cache = ReadThrough(
-            tiers if self._read_through and self._selection.only is None else (), origin, found,
+            sources.tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
             patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
         )  # fmt: skip

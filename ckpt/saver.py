@@ -16,7 +16,7 @@ from typing import Final, Protocol
 from ckpt.catchup import CatchUp, Way
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.drain import Drain, Waiting
 from ckpt.errors import SaveSkipped, TensorChanged
 from ckpt.lane import Lane
@@ -243,7 +243,8 @@ class Saver:
     def _catching_up(self, coordinator: Coordinator, config: SaveConfig) -> CatchUp | None:
         """On the leader, where a durable tier has others behind it."""
         durable = [lane for lane in self._lanes if not lane.in_memory]
-        if coordinator.rank != LEADER or len(durable) < 2:
+        # of several nodes' own tiers the leader sees a part
+        if coordinator.rank != LEADER or len(durable) < 2 or durable[0].tier.nodes:
             return None
         ways = [
             Way(

@@ -44,8 +44,8 @@ class StopSignals:
         self,
         coordinator: Coordinator,
         signals: tuple[int, ...],
-        *,
         grace_seconds: float,
+        *,
         reraise: bool = True,
         owner: object = None,
     ) -> None:

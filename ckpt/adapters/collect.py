@@ -20,15 +20,18 @@ from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.memory import Memory
 from ckpt.adapters.modules import (
     Parameters,
+    Part,
     check_optimizer,
     items_of,
-    name_groups,
+    part_groups,
     state_name,
     unwrapped,
 )
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, is_plain, same_view
+from ckpt.adapters.sharded import as_source
 from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
+from ckpt.adapters.zero import keeper_of
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 
@@ -141,7 +144,9 @@ class _Walk:
     def other(self, value: object, path: str) -> Node:
         """The hook of ``encode`` for what is not plain."""
         match value:
-            case torch.Tensor() | LocalShards():
+            case torch.Tensor():
+                return {"$": "tensor", "n": self._tensor(path, as_source(value))}
+            case LocalShards():
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # no subclass: those are not plain
                 return self._table(value, path)
@@ -315,10 +320,13 @@ class _Walk:
         late = [id(tensor) in self._owned for tensor in tensors]
 
         def named() -> Iterator[Held]:
-            fqns = (entry.fqn for entry in own if isinstance(entry.value, Source))
-            for fqn, tensor, is_late in zip(fqns, tensors, late, strict=True):
+            made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
+            found = (entry for entry in own if isinstance(entry.value, Source))
+            for entry, tensor, is_late in zip(found, tensors, late, strict=True):
+                name = f"{path}/{entry.fqn}"
+                source = made.setdefault((id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor))
                 replicas = () if id(tensor) in items.first_only else items.replicas
-                yield Held(f"{path}/{fqn}", tensor, is_late, replicas)
+                yield Held(name, source, is_late, replicas)
 
         self._segment(path, (items, *late), tensors, named)
         return {"$": "module", "values": values}
@@ -328,31 +336,32 @@ class _Walk:
             raise UnsupportedValue(path, "optimizer in a PerRank", "give it a name of its own on each rank")
         check_optimizer(path, optimizer)
         self.out.optimizers.append(optimizer)
-        names = name_groups(optimizer, self._parameters)
+        keeper = keeper_of(path, optimizer)
+        groups = part_groups(optimizer, self._parameters)
         state: dict[str, Node] = {}
-        owners: list[tuple[str, object, Source]] = []
+        owners: list[tuple[Part, object, Source]] = []
         tensors: list[Source] = []
-        for group, group_names in zip(optimizer.param_groups, names, strict=True):
-            for parameter, name in zip(group["params"], group_names, strict=True):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Source):
-                        owners.append((name, key, parameter))
-                        tensors.append(value)
-                    else:
-                        full = state_name(path, name, key)
-                        state[full] = encode(value, full, self.other)
+        for group, group_parts in zip(optimizer.param_groups, groups, strict=True):
+            for parameter, parts in zip(group["params"], group_parts, strict=True):
+                for key, value in keeper.state.get(parameter, {}).items():
+                    for part in parts:
+                        if isinstance(value, Source):
+                            owners.append((part, key, parameter))
+                            tensors.append(value)
+                        else:
+                            full = state_name(path, part.path, key)
+                            state[full] = encode(value, full, self.other)
 
         def named() -> Iterator[Held]:
-            for (name, key, parameter), tensor in zip(owners, tensors, strict=True):
-                yield Held(
-                    state_name(path, name, key),
-                    tensor,
-                    late=True,
-                    replicas=self._parameters.replicas_of(parameter),
-                )
+            for (part, key, parameter), tensor in zip(owners, tensors, strict=True):
+                name = state_name(path, part.path, key)
+                alone = keeper.own is not None or part.piece is not None  # not every rank has it
+                replicas = () if alone else self._parameters.replicas_of(parameter)
+                yield Held(name, part.of(name, tensor), late=True, replicas=replicas)
 
-        key = [*self._parameters.items, *((name, key) for name, key, _ in owners)]
+        key = [*self._parameters.items, *((part, key) for part, key, _ in owners)]
         self._segment(path, key, tensors, named)
+        names = [[part.path for parts in group for part in parts] for group in groups]
         node: Node = {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
         if isinstance(optimizer, OptimizerStandIn):
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)

@@ -23,6 +23,7 @@ from ckpt.adapters.modules import unwrapped
 from ckpt.adapters.per_rank import PerRank
 from ckpt.adapters.saved import ABSENT, Saved, is_mapping, kind, tag
 from ckpt.adapters.selection import ALL, Selection
+from ckpt.adapters.sharded import as_source
 from ckpt.adapters.stand_in import StandIn
 from ckpt.adapters.targets import has_live, holds_names
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
@@ -143,7 +144,8 @@ class _Match:
         match target:
             case torch.Tensor() | LocalShards():
                 self._all.expect(node, path, "tensor", "array")
-                self._all.want(path, source, target, node["n"])
+                held = as_source(target) if isinstance(target, torch.Tensor) else target
+                self._all.want(path, source, held, node["n"])
             case np.ndarray():
                 self._array(target, node, path, source, put)
             case PerRank():

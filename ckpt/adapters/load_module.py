@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt.adapters.local_shards import LocalShards
 from ckpt.adapters.matching import Matching
-from ckpt.adapters.modules import items_of
+from ckpt.adapters.modules import Part, items_of
 from ckpt.adapters.saved import ABSENT, is_mapping, kind, tag
 from ckpt.errors import KindMismatch
 from ckpt.model.values import Node
@@ -44,7 +44,7 @@ def match_module(match: Matching, module: nn.Module, node: Node, path: str, sour
             raise KindMismatch(name, kind(found), "tensor")
         else:
             match.claim(name, there)
-            match.want(name, there, entry.value, found["n"])
+            match.want(name, there, Part(name, entry.piece).all_of(entry.value), found["n"])
     if extra:
         match.actions.append(partial(_load_extra, module, extra))
 

@@ -5,6 +5,7 @@ State is found by the names of parameters. Where a parameter was renamed its sta
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,9 +17,10 @@ from torch.optim import Optimizer
 from ckpt.adapters.local_shards import Source
 from ckpt.adapters.matching import Matching
 from ckpt.adapters.materialise import is_meta
-from ckpt.adapters.modules import fits, name_groups, new_state, state_name
+from ckpt.adapters.modules import Part, fits, new_state, part_groups, state_name
 from ckpt.adapters.saved import ABSENT, SavedParameter
 from ckpt.adapters.stand_in import OptimizerStandIn
+from ckpt.adapters.zero import keeper_of
 from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, below, unescape
@@ -59,10 +61,12 @@ def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """A parameter of the optimizer. ``name``, ``source`` are those of its state here and there, ``weight`` its own name there."""
+    """A parameter of the optimizer, or a part of it. ``name``, ``source`` are those of its state here and there, ``weight`` its own name there. ``is_here``: whether this rank keeps any state of it."""
 
     group: dict[str, Any]
     parameter: torch.Tensor
+    part: Part
+    is_here: bool
     name: str
     source: str
     weight: str
@@ -72,14 +76,18 @@ class _Found:
 class _Loader:
     def __init__(self, match: Matching, optimizer: Optimizer, path: str, source: str) -> None:
         self._match, self._optimizer, self._path = match, optimizer, path
+        self._keeper = keeper_of(path, optimizer)
+        self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._all = list(self._look(source))
         settings = match.takes(f"{path}/param_groups")
         self.found = [each for each in self._all if each.saved and (match.takes(each.name) or settings)]
 
     def _look(self, source: str) -> Iterator[_Found]:
-        names = name_groups(self._optimizer, self._match.parameters)
-        for group, group_names in zip(self._optimizer.param_groups, names, strict=True):
-            for parameter, short in zip(group["params"], group_names, strict=True):
+        groups = part_groups(self._optimizer, self._match.parameters)
+        for group, group_parts in zip(self._optimizer.param_groups, groups, strict=True):
+            pairs = zip(group["params"], group_parts, strict=True)
+            for parameter, part in ((parameter, part) for parameter, parts in pairs for part in parts):
+                short, is_here = part.path, part.is_here and self._keeper.keeps(parameter)
                 if short.startswith(_PLACELESS) and is_meta(parameter):
                     raise RestoreError(
                         f"{self._path!r} owns a parameter on the meta device that no module of the state has: build the optimizer after its model was made real, or give the model too"
@@ -89,7 +97,8 @@ class _Loader:
                 there = self._match.source(name)
                 if there in (name, f"{source}/{short}"):  # no rule speaks of it: it follows its parameter
                     there = f"{source}/{weight}"
-                yield _Found(group, parameter, name, there, weight, self._match.saved.parameter(there))
+                saved = self._match.saved.parameter(there)
+                yield _Found(group, parameter, part, is_here, name, there, weight, saved)
 
     def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
         """What tells that another kind of optimizer has saved this: both sides have what the other has not. One side alone may be a matter of options and versions."""
@@ -98,7 +107,7 @@ class _Loader:
         for each in self.found:
             saved |= self._keys(each)
             settings |= set(each.saved.settings) if each.saved else set()
-        held = {_part(key) for state in self._optimizer.state.values() for key in state}
+        held = {_part(key) for state in self._keeper.state.values() for key in state}
         if held and saved and held - saved and saved - held:
             return "state", sorted(saved - held), sorted(held - saved)
         there = settings - _HOW - _OF_SCHEDULERS
@@ -118,7 +127,8 @@ class _Loader:
                 match.lack(each.name, each.source)
             else:
                 match.claim(each.name, each.source)
-                self._state(each, each.saved)
+                if each.is_here:
+                    self._state(each, each.saved)
         if match.takes(f"{self._path}/param_groups"):
             for group in self._optimizer.param_groups:
                 self._group(
@@ -148,19 +158,22 @@ class _Loader:
         return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
 
     def _state(self, each: _Found, saved: SavedParameter) -> None:
-        """State of one parameter."""
+        """State of one parameter, or of one part of it."""
         match, start = self._match, len(each.source) + 1
-        fresh: dict[Any, Any] = {}
+        fresh = self._fresh[id(each.parameter)]
         makers: dict[Any, Callable[[], Any]] = {}
-        current: Mapping[Any, Any] = self._optimizer.state.get(each.parameter, {})
+        current: Mapping[Any, Any] = self._keeper.state.get(each.parameter, {})
         keys = {_part(key): key for key in current}
         for source in below(match.saved.names, each.source):
             part = source[start:]
             if "/" in part:
                 continue  # inside a container, which has a node of its own
             key = keys.get(part, unescape(part))
-            fresh[key] = held = self._held(each, key, current.get(key), match.saved.tensors[source])
-            match.want(f"{each.name}/{part}", source, held)
+            if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
+                continue  # one step counter for all parts
+            held = self._held(each, key, fresh.get(key, current.get(key)), match.saved.tensors[source])
+            fresh[key] = held
+            match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
         for source, node in saved.values.items():
             part = source[start:]
             makers[keys.get(part, unescape(part))] = match.values.order(node)
@@ -168,27 +181,26 @@ class _Loader:
         def apply() -> None:
             fresh.update({key: made() for key, made in makers.items()})
             if fresh:
-                self._optimizer.state[each.parameter] = fresh
+                self._keeper.state[each.parameter] = fresh
             else:
-                self._optimizer.state.pop(each.parameter, None)
+                self._keeper.state.pop(each.parameter, None)
 
         match.actions.append(apply)
 
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
         """Memory for one value: that which is there, if it can hold it."""
-        parameter = self._match.real.of(each.name, each.parameter)
-        here = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
-        if fits(held, here) and not is_meta(held):
+        if self._match.selection.cast:
+            saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
+        if fits(held, saved, each.part.piece) and not is_meta(held):
             kept: Source = held
             return kept
+        parameter = self._match.real.of(each.name, each.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
-            return self._optimizer.new_state(parameter, key, getattr(torch, here.dtype), here.shape)
-        return new_state(parameter, each.group, key, here)
+            return self._optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
+        return new_state(parameter, each.group, key, saved, each.part.piece)
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
-        if not self._match.selection.cast:
-            return saved.dtype
         if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
         weight = self._match.saved.tensors.get(each.weight)

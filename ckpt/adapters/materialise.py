@@ -22,7 +22,9 @@ _WAY = "materialise the module first, with to_empty(device=...), and build its o
 
 def is_meta(value: object) -> bool:
     """Whether it is a tensor without memory."""
-    return isinstance(value, torch.Tensor) and (value.is_meta or local(value).is_meta)
+    return isinstance(value, torch.Tensor) and (
+        value.is_meta or (isinstance(value, DTensor) and local(value).is_meta)
+    )
 
 
 class StandIns:

@@ -6,9 +6,10 @@ parameters, not by their position, so groups and ids may differ between save and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.layout import mesh_ranks
 from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.sharded import Piece, flat_parameters, flat_ranks, gathered, hookless_state, is_fsdp1
 from ckpt.adapters.stand_in import ModuleStandIn
+from ckpt.adapters.zero import is_zero
 from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
@@ -28,11 +31,36 @@ _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_mo
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """One item of a module's state dict. ``key`` is the module's own name for it, ``fqn`` the canonical one."""
+    """One item of a module's state dict. ``key`` is the module's own name for it, ``fqn`` the canonical one. ``piece``: it is no more than that of ``value``."""
 
     key: str
     fqn: str
     value: Any
+    piece: Piece | None = None
+
+
+class Part(NamedTuple):
+    """A parameter that an optimizer has, all of it or a piece."""
+
+    path: str
+    piece: Piece | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds any of it."""
+        return self.piece is None or self.piece.length > 0
+
+    def all_of(self, parameter: Source) -> Source:
+        """The parameter itself."""
+        if self.piece is None or not isinstance(parameter, torch.Tensor):
+            return parameter
+        return self.piece.of(self.path, parameter)
+
+    def of(self, name: str, value: Source) -> Source:
+        """A value of the optimizer's state, as far as it belongs to this part: a step counter belongs to all."""
+        if self.piece is None or not isinstance(value, torch.Tensor) or not self.piece.fits(value):
+            return value
+        return self.piece.of(name, value)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
@@ -54,6 +82,8 @@ def check_optimizer(path: str, optimizer: Optimizer) -> None:
     """Raises ``UnsupportedValue`` for an optimizer that keeps state where nobody but itself finds it: it would be lost without a word."""
     kind = type(optimizer).__qualname__
     way = "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
+    if is_zero(optimizer):
+        return
     if (
         isinstance(optimizer.__dict__.get("optimizer"), Optimizer)
         or type(optimizer).state_dict is not Optimizer.state_dict
@@ -65,15 +95,17 @@ def check_optimizer(path: str, optimizer: Optimizer) -> None:
 
 
 def raw_state(module: nn.Module) -> dict[str, Any]:
-    """The module's own state dict, with its hooks run and its tensors as they are."""
-    return module.state_dict(keep_vars=True)
+    """The module's own state dict, its tensors as they are: with its hooks run, but for those of FSDP1, which gather."""
+    return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
 
 
 def entries(module: nn.Module) -> Iterator[Entry]:
     """The module's state dict with canonical names, tensors not detached. Order is the module's own."""
     prefixes = _wrapper_prefixes(module)
+    flats: Mapping[int, Mapping[str, Piece | None]] = flat_parameters(module)
     for key, value in raw_state(module).items():
-        yield Entry(key=key, fqn=_clean(key, prefixes), value=value)
+        for name, piece in flats.get(id(value), {"": None}).items():
+            yield Entry(key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece)
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
@@ -107,7 +139,7 @@ class ModuleItems:
 
     Attributes:
         replicas: Ranks known to hold the same *plain* tensors: a DDP group's, or the widest mesh of the module's DTensors; else none.
-        paths: Identity of each parameter -> its canonical path.
+        parts: Identity of each parameter -> its canonical path, or what it consists of.
         first_only: Identity of tensors that the first of these ranks alone saves: DDP overwrites buffers with its first rank's before each forward, so a
             BatchNorm's running statistics rightly differ between ranks after one.
         is_first: Whether this is that rank.
@@ -115,7 +147,7 @@ class ModuleItems:
 
     entries: tuple[Entry, ...]
     replicas: tuple[int, ...]
-    paths: Mapping[int, str]
+    parts: Mapping[int, tuple[Part, ...]]
     first_only: frozenset[int]
     is_first: bool
 
@@ -125,6 +157,8 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
     if isinstance(module, ModuleStandIn):
         return module.items(path)
     found = tuple(entries(module))
+    if flat_parameters(module).keys() - {id(entry.value) for entry in found}:
+        raise gathered(f"{path}/{found[0].fqn}")
     first_only: frozenset[int] = frozenset()
     is_first = True
     if isinstance(module, DistributedDataParallel):
@@ -139,12 +173,18 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
             id(entry.value.device_mesh): entry.value for entry in found if isinstance(entry.value, DTensor)
         }
         ranks = max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=())
-    paths = {
-        id(entry.value): f"{path}/{entry.fqn}"
-        for entry in reversed(found)
-        if isinstance(entry.value, nn.Parameter)
-    }
-    return ModuleItems(entries=found, replicas=ranks, paths=paths, first_only=first_only, is_first=is_first)
+        ranks = max(ranks, flat_ranks(module), key=len)
+    parts: dict[int, dict[Piece | None, Part]] = defaultdict(dict)
+    for entry in found:
+        if isinstance(entry.value, nn.Parameter):
+            parts[id(entry.value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
+    return ModuleItems(
+        entries=found,
+        replicas=ranks,
+        parts={key: tuple(of.values()) for key, of in parts.items()},
+        first_only=first_only,
+        is_first=is_first,
+    )
 
 
 class Parameters:
@@ -158,25 +198,25 @@ class Parameters:
         """The items of a module of the state; None for one that lies hidden in an object."""
         return self._items.get(id(module))
 
-    def path_of(self, parameter: Source, group: int, position: int) -> str:
-        """Its path, or its place in the optimizer if no module of the state holds it."""
+    def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
+        """Its path, or its place in the optimizer if no module of the state holds it. More than one if it is a flat one."""
         for items in self._items.values():
-            if found := items.paths.get(id(parameter)):
+            if found := items.parts.get(id(parameter)):
                 return found
-        return f"~param/{group}/{position}"
+        return (Part(f"~param/{group}/{position}"),)
 
     def replicas_of(self, parameter: Source) -> tuple[int, ...]:
         """Who replicates the module that holds it; none known if no module does."""
         for items in self._items.values():
-            if id(parameter) in items.paths:
+            if id(parameter) in items.parts:
                 return items.replicas
         return ()
 
 
-def name_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[str]]:
-    """For each parameter group the paths of its parameters."""
+def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple[Part, ...]]]:
+    """For each parameter group the parts of its parameters."""
     return [
-        [parameters.path_of(parameter, g, p) for p, parameter in enumerate(group["params"])]
+        [parameters.parts_of(parameter, g, p) for p, parameter in enumerate(group["params"])]
         for g, group in enumerate(optimizer.param_groups)
     ]
 
@@ -186,18 +226,27 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
     return join(f"{optimizer_path}/{parameter_path}", key)
 
 
-def fits(held: Any, saved: Tensor) -> bool:
+def fits(held: Any, saved: Tensor, piece: Piece | None) -> bool:
     """Whether a value of an optimizer's state can be filled in place."""
-    return (
-        isinstance(held, torch.Tensor | LocalShards)
-        and tuple(held.shape) == saved.shape
-        and (held.dtype is None or str(held.dtype) == f"torch.{saved.dtype}")
+    if not isinstance(held, torch.Tensor | LocalShards):
+        return False
+    if held.dtype is not None and str(held.dtype) != f"torch.{saved.dtype}":
+        return False
+    return tuple(held.shape) == saved.shape or (
+        piece is not None
+        and isinstance(held, torch.Tensor)
+        and piece.fits(held)
+        and piece.shape == saved.shape
     )
 
 
-def new_state(parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor) -> torch.Tensor:
+def new_state(
+    parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor, piece: Piece | None
+) -> torch.Tensor:
     """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
     dtype = getattr(torch, saved.dtype)
+    if piece is not None and piece.shape == saved.shape and key != "step":
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
     if tuple(parameter.shape) == saved.shape and key != "step":
         return torch.empty_like(
             parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False

@@ -7,24 +7,26 @@ segment that is handed out again vouches for its tensors' memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
-
-from torch.distributed.tensor import DTensor
+from typing import Any, Final, NamedTuple, Self
 
 from ckpt.adapters.collect import Collected
-from ckpt.adapters.layout import leaf_of, local, memories, replicas_of, signature
+from ckpt.adapters.layout import leaf_of, local, memories, signature
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.segments import Held, Segment
+from ckpt.adapters.zero import keeper_of
+from ckpt.config import Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
+from ckpt.plan.copies import writers
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.save import SavePlan, plan_save
+from ckpt.plan.save import SPLIT_FROM_BYTES, SavePlan, plan_save
 from ckpt.staging.copies import Copy
 from ckpt.staging.image import Image, copyable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Batch, Check, Snapshot
+from ckpt.storage.tiers import OpenTier
 
 Part = Segment | Held
 
@@ -115,10 +117,21 @@ class PlanCache:
     Threads: the training thread.
     """
 
-    def __init__(self, rank: int, chunk_bytes: int) -> None:
-        self._rank, self._chunk_bytes = rank, chunk_bytes
+    def __init__(
+        self, rank: int, chunk_bytes: int, *, node_of: Sequence[int] = (), copies: Copies = "one"
+    ) -> None:
+        """``node_of``: of each rank, where nodes have tiers of their own."""
+        self._rank, self._chunk_bytes, self._node_of = rank, chunk_bytes, node_of
+        # what is small, such as counters and buffers, each node has anyway
+        self._from_bytes = SPLIT_FROM_BYTES if copies == "one" else float("inf")
         self._known: list[Segment | Hashable] = []
         self._prepared: Prepared | None = None
+
+    @classmethod
+    def of(cls, rank: int, config: SaveConfig, tiers: Sequence[OpenTier]) -> Self:
+        """For saves to ``tiers``."""
+        node_of = next((tier.nodes.of for tier in tiers if tier.nodes), ())
+        return cls(rank, config.chunk_bytes, node_of=node_of, copies=config.copies)
 
     def prepare(self, collected: Collected) -> Prepared:
         """The plan for what was collected: the last one if the structure is the same, else a new one.
@@ -145,7 +158,7 @@ class PlanCache:
             if not _is_text(item.name):
                 raise UnsupportedValue(item.name, "name that is no text", "rename it")
             names.add(item.name)
-        leaves = tuple(leaf_of(item.name, item.tensor, item.replicas) for item in held)
+        leaves = tuple(self._leaf(item) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)
         by_leaf: list[list[_Place]] = [[] for _ in leaves]
         for index, write in enumerate(plan.items):
@@ -156,6 +169,16 @@ class PlanCache:
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
         return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)))
+
+    def _leaf(self, held: Held) -> Leaf:
+        leaf = leaf_of(held.name, held.tensor, held.replicas)
+        node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
+        return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
+
+    def growth(self, collected: Collected) -> int:
+        """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
+        shares = {id(held.tensor): len(self._leaf(held).replicas) or 1 for held in collected.held}
+        return _growth(collected, shares)
 
 
 def _same_structure(before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]) -> bool:
@@ -177,11 +200,10 @@ def _signature(held: Held) -> Hashable:
     return (held.name, signature(held.tensor), held.replicas)
 
 
-def expected_growth(collected: Collected) -> int:
-    """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
+def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
     growth = 0
-    shares = {id(held.tensor): _replicas(held) for held in collected.held}
     for optimizer in collected.optimizers:
+        keeper = keeper_of("", optimizer)
         for group in optimizer.param_groups:
             copies = (
                 (3 if group.get("amsgrad") else 2)
@@ -191,7 +213,7 @@ def expected_growth(collected: Collected) -> int:
                 else 0
             )
             for parameter in group["params"]:
-                if not optimizer.state.get(parameter):
+                if keeper.keeps(parameter) and not keeper.state.get(parameter):
                     growth += copies * _nbytes(parameter) // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
     return growth
 
@@ -208,9 +230,3 @@ def _is_text(name: str) -> bool:
     except UnicodeEncodeError:  # a lone surrogate
         return False
     return True
-
-
-def _replicas(held: Held) -> int:
-    """How many ranks share the writing of a tensor."""
-    ranks = replicas_of(held.tensor, held.replicas) if isinstance(held.tensor, DTensor) else held.replicas
-    return len(ranks) or 1

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +28,8 @@ T = TypeVar("T")
 _LOOK_SECONDS: Final = 1.0
 """How long one wait lasts before ranks are looked at one by one: bounds how late a failure is heard of."""
 _START_SECONDS: Final = 300.0
+_FAREWELL_SECONDS: Final = 5.0
+"""How long rank 0 waits at the end for ranks that are slower."""
 _serial = itertools.count()
 
 
@@ -71,8 +74,10 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        """The verdict, or None after ``timeout`` seconds."""
+        """The verdict, or None after ``timeout`` seconds. Without any it is a look, no wait."""
         key = f"{subject}/verdict"
+        if timeout <= 0:
+            return self._get(key) if self._is_there(key) else None
         return self._get(key) if self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
@@ -87,7 +92,12 @@ class TorchStoreCoordinator:
         return other
 
     def close(self) -> None:
-        """Nothing to do: the connection goes with the last reference."""
+        """The rank that the store may go with goes last: others may not have heard the last verdict yet. Not while an exception ends it: they shall not wait for a death."""
+        with contextlib.suppress(CommitError):
+            self.tell("bye", b"-")
+            missing, deadline = set(range(self.world_size)), time.monotonic() + _FAREWELL_SECONDS
+            while self.rank == 0 and missing and sys.exception() is None and time.monotonic() < deadline:
+                missing -= self.hear("bye", missing, timeout=deadline - time.monotonic()).keys()
 
     def _get(self, key: str) -> bytes:
         return _asked(lambda: self._store.get(key))

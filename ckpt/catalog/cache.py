@@ -38,6 +38,7 @@ from ckpt.storage.registry import scheme_of
 from ckpt.storage.tiers import OpenTier
 
 _DONE: Final = b"done"
+_FEW: Final = 16
 _LOST: Final = b"lost"
 _REFUSED: Final = b"refused"
 
@@ -84,8 +85,16 @@ class ReadThrough:
     def look(self, plan: RestorePlan) -> None:
         """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as far as their sizes tell. Before any rank fetches."""
         near = range(self._caches[0] + 1) if self._caches else ()
-        needed = [self._files[rank] for rank in sorted({read.rank for read in plan.reads})]
+        wanted: Counter[int] = Counter()
+        for read in plan.reads:
+            wanted[read.rank] += read.nbytes
+        needed = [file for rank, file in sorted(self._files.items()) if self._is_worth(file, wanted[rank])]
         self._missing = [file for file in needed if near and all(self.origin.fault(p, file) for p in near)]
+
+    def _is_worth(self, file: File, wanted: int) -> bool:
+        """Whether a file is fetched for so many bytes of it. Between nodes that have tiers of their own not for a few: buffers, say, of another node's rank."""
+        least = file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
+        return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
         """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was not put into its place meanwhile.
@@ -198,6 +207,8 @@ class ReadThrough:
             return self._heard(f"{subject}/end") == _DONE
         shared = cache.backend.capabilities.shared
         ranks = self._coordinator.world_size if shared else ranks_on_this_node()
+        if cache.nodes:
+            ranks = len(cache.nodes.mates(self._coordinator.rank))
         mine = sum(map(self._size, files))
         evictor = Evictor(
             cache,
@@ -259,14 +270,16 @@ class ReadThrough:
             self._coordinator.decide(subject, word)
 
     def _list(self, position: int) -> None:
-        """The step is one of the cache's if, and only if, everything of it is there. What this restore has not fetched is read: its size says little."""
+        """The step is one of the cache's if, and only if, everything of it is there; of several nodes each lists what it has a part of. What this restore has not fetched is read: its size says little."""
         parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
-        if any(self.origin.fault(position, part) for part in parts):
-            return
         cache, me = self._tiers[position], str(self._coordinator.rank).encode()
+        if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
+            return
         if self._coordinator.decide(self._subjects(position)("list"), me) != me:
             return
         older = [file for file in self._files.values() if file.rank not in self.fetched]
+        if cache.nodes:
+            older = [file for file in older if self.origin.fault(position, file) is None]
         faults, _ = verify_files(
             cache.backend, self.origin.ref, older, workers=self._workers, on_progress=None,
             retry=self._retry, encodings=self._encodings,
@@ -292,7 +305,9 @@ class ReadThrough:
         return partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
 
     def _scope(self, position: int) -> str:
-        """Who sees the folder: all, or this machine."""
+        """Who sees the folder: all, or this node, or as far as is known this machine."""
+        if nodes := self._tiers[position].nodes:
+            return f"node{nodes.of[self._coordinator.rank]}"
         if self._tiers[position].backend.capabilities.shared:
             return "all"
         place = f"{Owner.here(self._coordinator.attempt).machine} {self._tiers[position].url}"

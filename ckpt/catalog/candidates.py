@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,9 @@ from ckpt.storage.api import StorageBackend
 
 LISTING_SECONDS: Final = 15.0
 """How long a store may take to list its steps once a nearer one is known to have a checkpoint. Long: what it holds may be newer."""
+
+Finish = Callable[[StorageBackend, StepRef], bool]
+"""Whether an attempt that is not committed on a store is so now."""
 
 _log = logging.getLogger("ckpt")
 
@@ -41,17 +44,22 @@ class Candidate:
 
 
 def candidates(
-    stores: Sequence[StorageBackend], step: int | None, *, workers: Workers
+    stores: Sequence[StorageBackend],
+    step: int | None,
+    *,
+    workers: Workers,
+    finish: Finish = lambda _store, _ref: False,
 ) -> Iterator[Candidate]:
     """Committed attempts at ``step`` (None: any), newest step first, of attempts at one step the youngest.
 
     Args:
         workers: One thread for each store; some may still wait for an answer when all steps are told.
+        finish: Asked where no attempt at a step is committed.
 
     Raises:
         StorageError: Some store could not be listed, and the others hold nothing.
     """
-    return _Listing(stores, workers).candidates(step)
+    return _Listing(stores, workers).candidates(step, finish)
 
 
 class _Listing:
@@ -67,13 +75,15 @@ class _Listing:
                 for ref in refs:
                     self._holders.setdefault(ref, []).append(position)
 
-    def candidates(self, step: int | None) -> Iterator[Candidate]:
+    def candidates(self, step: int | None, finish: Finish) -> Iterator[Candidate]:
         none = True
         for number in sorted({ref.step for ref in self._holders}, reverse=True):
             if step not in (None, number):
                 continue
             rivals = [ref for ref in self._holders if ref.step == number]
-            nearest = {ref: place for ref in rivals if (place := self._nearest(ref)) is not None}
+            nearest = {ref: place for ref in rivals if (place := self._nearest(ref)) is not None} or {
+                ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
+            }
             for ref in sorted(nearest, key=lambda ref: self._age(ref, len(nearest)), reverse=True):
                 none = False
                 yield Candidate(ref=ref, nearest=nearest[ref], answering=tuple(self._answering))
@@ -89,6 +99,10 @@ class _Listing:
                 except StorageError as error:
                     self._drop(position, error)
         return None
+
+    def _finished(self, ref: StepRef, finish: Finish) -> int | None:
+        places = [position for position in self._holders[ref] if position in self._answering]
+        return next((position for position in places if finish(self._stores[position], ref)), None)
 
     def _age(self, ref: StepRef, rivals: int) -> float:
         """Only asked for where it decides."""

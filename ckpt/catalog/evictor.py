@@ -37,7 +37,7 @@ class Evictor:
         elsewhere: Callable[[StepRef], bool],
     ) -> None:
         self._tier, self._own, self._waiting, self._elsewhere = tier, own, waiting, elsewhere
-        self._holdings = Holdings(tier.backend)
+        self._holdings = Holdings(tier.backend, part=tier.tier.local is True)
         self._rule = Retention.of(tier.tier)
 
     def make_room(self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False) -> None:

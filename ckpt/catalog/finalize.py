@@ -5,23 +5,26 @@ refusal, so the evidence is what a leader does after its verdict:
 
 1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt, so the leader has died in the middle of its work.
 2. It goes on to the next save: it must not have written to a later step, or to another try at this one.
-3. Each rank of a refused save removes its own files: every fragment must be there. Also every byte of data is compared with its checksum.
+3. Each rank of a refused save removes its own files: every fragment must be there, still so when our mark (``coordination.mark``) keeps the ranks from removing any. Also every byte of data is compared with its
+   checksum; or, where whoever asks is about to read all of it with its checksums anyway, every file's size.
 
-Not excluded by this: that a save was refused, and then all ranks died before even one of them had removed a file.
+Not excluded by this: that a save was refused, and then all ranks died before even one of them had removed a file. It is whole, and of one attempt.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
 from ckpt.catalog.index import attempts, is_committed
-from ckpt.catalog.verify import OnProgress, verify_files
-from ckpt.coordination.committer import LEADER, put_once
+from ckpt.catalog.verify import OnProgress, size_faults, verify_files
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.committer import put_once
+from ckpt.coordination.mark import mark_finished, unmark
 from ckpt.coordination.owner import Owner, read_owner
-from ckpt.errors import CommitError, ManifestCorrupt, RootInUse
+from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
 from ckpt.model.layout import StepRef, fragment_name, is_file_name
@@ -45,7 +48,8 @@ def finalize(
     ref: StepRef,
     *,
     workers: Workers,
-    job_is_dead: bool = False,
+    job_is_dead: bool | Callable[[Owner], bool] = False,
+    read_data: bool = True,
     on_progress: OnProgress | None = None,
     retry: RetryPolicy | None = None,
 ) -> Manifest:
@@ -54,7 +58,8 @@ def finalize(
     Nothing but the manifest is written, and nothing removed. May run several times, also at once.
 
     Args:
-        job_is_dead: The caller knows that the job's processes have ended; asked for where the job ran on another machine, whose processes cannot be seen.
+        job_is_dead: The caller knows that the job's processes have ended, or tells it of its owner; asked for where the job ran on another machine, whose processes cannot be seen.
+        read_data: Compare every byte with its checksum. If not, only sizes: as much as the leader knows.
 
     Raises:
         RootInUse: Its job is alive, and commits by itself.
@@ -66,26 +71,48 @@ def finalize(
     _check_last(backend, ref, owner)
     parts = _read_fragments(backend, ref, workers, retry)
     manifest = merge(parts)
-    faults, _ = verify_files(
-        backend,
-        ref,
-        manifest.files,
-        workers=workers,
-        on_progress=on_progress,
-        retry=retry,
-        encodings=manifest.encodings(),
-    )
+    encodings = manifest.encodings()
+    if read_data:
+        faults, _ = verify_files(
+            backend,
+            ref,
+            manifest.files,
+            workers=workers,
+            on_progress=on_progress,
+            retry=retry,
+            encodings=encodings,
+        )
+    else:
+        faults = size_faults(backend, ref, manifest.files, workers=workers, retry=retry, encodings=encodings)
     if faults:
         raise faults[0].error()
-    if (
-        _check_owner(backend, ref, job_is_dead=job_is_dead) != owner
-    ):  # as the leader asks, right before its put
+    # as the leader asks, right before its put
+    if _check_owner(backend, ref, job_is_dead=job_is_dead) != owner:
         raise CommitError(f"step {ref.step}: another process took the root over meanwhile: try again")
-    retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
+    _put(backend, ref, manifest, workers, retry)
     return manifest
 
 
-def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) -> Owner:
+def _put(
+    backend: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
+) -> None:
+    """The last look at the files comes after the mark: nobody removes one from then on."""
+    if not retry.call(partial(mark_finished, backend, ref)):
+        raise CommitError(f"step {ref.step}: it was refused, and is being cleared away just now")
+    if faults := size_faults(
+        backend, ref, manifest.files, workers=workers, retry=retry, encodings=manifest.encodings()
+    ):
+        raise faults[0].error()
+    workers.run_all(
+        partial(retry.call, partial(backend.head, ref.key(part.name))) for part in manifest.fragments
+    )
+    retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
+    unmark(backend, ref)
+
+
+def _check_owner(
+    backend: StorageBackend, ref: StepRef, *, job_is_dead: bool | Callable[[Owner], bool]
+) -> Owner:
     owner = read_owner(backend)
     if owner is None:
         raise CommitError(
@@ -97,10 +124,9 @@ def _check_owner(backend: StorageBackend, ref: StepRef, *, job_is_dead: bool) ->
         )
     if owner.alive:
         raise RootInUse(backend.url, str(owner))
-    if owner.machine != Owner.here(owner.attempt).machine and not job_is_dead:
-        raise CommitError(
-            f"step {ref.step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
-        )
+    told = job_is_dead(owner) if callable(job_is_dead) else job_is_dead
+    if owner.machine != Owner.here(owner.attempt).machine and not told:
+        raise JobUnseen(ref.step, str(owner))
     return owner
 
 

@@ -23,7 +23,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import StepRef, is_file_name
+from ckpt.model.layout import StepRef, fragment_name, is_file_name
 from ckpt.model.manifest import Fragment
 from ckpt.model.metrics import metrics_of
 from ckpt.pipeline.retry import RetryPolicy
@@ -38,7 +38,7 @@ class Held:
 
     Attributes:
         objects: Files of ours in its folder.
-        state: "whole" has a manifest and all files it names, of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
+        state: "whole" has a manifest and all files it names (where other nodes have theirs: all that belong to the fragments here), of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
         metrics: As they were saved.
         staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
         touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
@@ -60,11 +60,19 @@ class Holdings:
     """A tier's steps. Remembers the whole ones, which never change: each look costs a listing of the root, and one request for every step that is known.
 
     Threads: one at a time.
+
+    Args:
+        part: Whether the rest of each step may lie on other nodes.
     """
 
-    def __init__(self, backend: StorageBackend) -> None:
-        self._backend, self._retry = backend, RetryPolicy()
+    def __init__(self, backend: StorageBackend, *, part: bool = False) -> None:
+        self._backend, self._retry, self._part = backend, RetryPolicy(), part
         self._known: dict[StepRef, Held] = {}
+
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """Of the whole ones that were seen last."""
+        return [held.metrics for held in self._known.values()]
 
     def look(self, *, begun: bool = False) -> list[Held]:
         """All attempts, newest step first; or only those that were ``begun`` and never committed."""
@@ -84,15 +92,27 @@ class Holdings:
             outline = self._outline(ref) if there else None
         except FormatTooNew:
             return Held(ref=ref, objects=objects, state="newer", metrics={}, touched=None)
-        whole = outline is not None and all(self._is_there(ref, objects, file.name) for file in outline.files)
+        whole = outline is not None and self._is_whole(ref, objects, outline)
         return Held(
             ref=ref,
             objects=objects,
             state="whole" if whole else "broken" if there else "begun",
             metrics=metrics_of(outline.metadata) if outline else {},
             touched=self._touched(ref, objects),
-            staged_bytes=sum(file.size for file in outline.files) if outline else 0,
+            staged_bytes=sum(file.size for file in self._here(objects, outline)) if outline else 0,
         )
+
+    def _is_whole(self, ref: StepRef, objects: Sequence[ObjectInfo], outline: _Outline) -> bool:
+        files = self._here(objects, outline)
+        there = all(self._is_there(ref, objects, file.name) for file in files)
+        return there and bool(files or not self._part)
+
+    def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
+        """The data files that belong here. A rank's fragment and its file lie on one node."""
+        if not self._part:
+            return outline.files
+        here = {info.key.rpartition("/")[2] for info in objects}
+        return [file for file in outline.files if here & {file.name, fragment_name(file.rank)}]
 
     def _outline(self, ref: StepRef) -> _Outline | None:
         """None if the manifest is damaged, or was removed just now."""

@@ -8,7 +8,7 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -72,6 +72,7 @@ class Origin:
     Args:
         sources: Nearest first.
         on_repair: See `OnRepair`.
+        partial: Positions of sources that have a part of the step by their nature: what is missing there is no damage.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class Origin:
         *,
         retry: RetryPolicy,
         on_repair: OnRepair = lambda _: None,
+        partial: Collection[int] = (),
     ) -> None:
-        self.sources, self.ref = sources, ref
+        self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
         """Positions of sources that list the step: what is missing there is damage, elsewhere it never was."""
         self.lost: set[str] = set()
@@ -322,7 +324,8 @@ class Origin:
         with self._lock:
             if reach is not Reach.CHUNK:
                 self._gone[position, what] = error
-            never = isinstance(error, ObjectNotFound) and position not in self.listing
+            whole = position in self.listing and position not in self._partial
+            never = isinstance(error, ObjectNotFound) and not whole
             if self._noting and not never and position + 1 < len(self.sources):
                 self._note(self.sources[position].url, what, error, nbytes)
 

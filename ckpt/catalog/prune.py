@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.holdings import Held, Holdings, State
+from ckpt.coordination.mark import mark_refused, unmark
 from ckpt.model.layout import StepRef
 from ckpt.plan.retention import Retention, reasons
 from ckpt.storage.api import StorageBackend
@@ -115,7 +116,12 @@ def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: boo
 
 
 def remove(backend: StorageBackend, held: Held) -> None:
-    """Take one attempt off, manifest first. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it."""
+    """Take one attempt off, manifest first; what was never committed, unless somebody finishes it just now. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it."""
+    finishable = held.state == "begun" and any(info.key.endswith(".json") for info in held.objects)
+    if finishable and not mark_refused(backend, held.ref):
+        return
     backend.delete(held.ref.manifest)
     for info in held.objects:
         backend.delete(info.key)
+    if finishable:
+        unmark(backend, held.ref)

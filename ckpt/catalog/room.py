@@ -15,7 +15,8 @@ import msgspec
 from ckpt.catalog.evictor import Evictor
 from ckpt.config import NO_CODEC
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER, VERDICT_GRACE_SECONDS
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.committer import VERDICT_GRACE_SECONDS
 from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.layout import StepRef
 from ckpt.storage.tiers import OpenTier

@@ -1,20 +1,28 @@
-"""The commit protocol: when is a save a checkpoint?
+"""The commit protocol: when is a save a checkpoint? Pure: events in, one action out, for every rank.
 
-Each rank, once its file and its fragment are durable, tells ``Durable``; one that cannot tells ``Failed``. The leader hears all words, merges the
-fragments, puts the manifest if absent, and decides. Everyone else waits for the verdict. Nothing here is a collective, every wait is bounded, and errors name ranks.
+Each rank, once its file and its fragment are durable, tells ``Durable``; one that cannot tells ``Failed``. Then the verdict comes in two stages, each a compare-and-set in the job's
+store, so that whoever proposes, one thing stands:
 
-``CommitMachine`` is the leader's part as a pure machine: event in, action out.
+1. the *intent*: ``Go`` (all are durable, their fragments merge, this is the manifest's checksum) or ``Refused``. From then on nobody does the other thing.
+2. the *outcome*: ``Committed``, ``Refused`` or ``Unknown``, which all ranks hear.
+
+The leader proposes. When it is not heard of, the others look, lowest rank first, and do what is left to do: same words, same bytes. After ``Go`` only its proposer may put the manifest, until another
+rank has *taken* the turn; a proposer whose put has failed for certain may *withdraw* as long as nobody has. Both go by one compare-and-set. Nothing here is a collective, and every wait ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
 
+from ckpt.coordination.refusal import Refused, refusal
+from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
+
+LEADER: Final = 0
 
 
 class Durable(msgspec.Struct, frozen=True, tag="durable"):
@@ -29,7 +37,17 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     reason: str
 
 
-Word = Durable | Failed
+class Go(msgspec.Struct, frozen=True, tag="go"):
+    """There will be a manifest, with this checksum. ``by`` may put it."""
+
+    by: int
+    checksum: str
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """Any rank may put the manifest, and none may withdraw: ``by`` did not wait any longer."""
+
+    by: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -38,29 +56,24 @@ class Committed(msgspec.Struct, frozen=True, tag="committed"):
     checksum: str
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """There will be no manifest. ``failures`` by rank where ranks failed, else ``reason``."""
-
-    reason: str
-    failures: dict[int, str]
-    kind: str = "CommitError"
-    names: tuple[str, ...] = ()
-    ranks: tuple[int, ...] = ()
-
-
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The manifest was sent, and what became of it cannot be seen. Nobody may remove anything."""
+    """What became of the manifest cannot be seen, or it may come yet. Nobody may remove anything."""
 
     reason: str
 
 
+Word = Durable | Failed
+Intent = Go | Refused
+Turn = Taken | Refused
 Verdict = Committed | Refused | Unknown
 
 _word: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Word)
+_intent: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Intent)
+_turn: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Turn)
 _verdict: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Verdict)
 
 
-def encode(message: Word | Verdict) -> bytes:
+def encode(message: Word | Intent | Turn | Verdict) -> bytes:
     return msgspec.json.encode(message)
 
 
@@ -69,68 +82,275 @@ def decode_word(data: bytes) -> Word:
     return word
 
 
+def decode_intent(data: bytes) -> Intent:
+    intent: Intent = _intent.decode(data)
+    return intent
+
+
+def decode_turn(data: bytes) -> Turn:
+    turn: Turn = _turn.decode(data)
+    return turn
+
+
 def decode_verdict(data: bytes) -> Verdict:
     verdict: Verdict = _verdict.decode(data)
     return verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Event: a rank's word came. May come twice; the first counts."""
-
-    rank: int
-    word: Word
+# -- actions: what a rank does next -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class TimedOut:
-    """Event: the bound on waiting has passed."""
+class Await:
+    """Wait for the outcome, at most until then. Gives `Outcome`."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """See whether there is an intent. Gives `Intended`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Wait for words of ``ranks``, at most until then. Gives `Heard`, or `Outcome` where others were faster."""
+
+    ranks: frozenset[int]
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Action: all fragments are durable; merge them and put the manifest."""
+    """Make the manifest, and see that the root is still the job's. Gives `Merged` or `Spoiled`."""
 
     fragments: tuple[FragmentRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
-    """Action: decide against it. ``missing`` ranks were not heard of."""
+class Propose:
+    """Set the intent, if there is none. Gives `Intended`."""
 
-    failures: dict[int, str]
-    missing: tuple[int, ...]
+    intent: Intent
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Put the merged manifest if absent. Gives `PutEnded`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turning:
+    """Take the turn, or withdraw, if nobody has. Gives `Turned`."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """Set the outcome, if there is none. Gives `Outcome`."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All ranks that come to an end come to this one."""
+
+    verdict: Verdict
+
+
+Action = Await | Look | Gather | Merge | Propose | Put | Turning | Conclude | Done
+
+# -- events: what came of it ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome that stands; None if there is none yet."""
+
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True, slots=True)
+class Intended:
+    """The intent that stands; None if there is none yet."""
+
+    intent: Intent | None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Words by rank. May come twice; the first counts."""
+
+    words: Mapping[int, Word]
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """The manifest is made."""
+
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spoiled:
+    """No manifest can be made here. ``certain``: nor by any other rank."""
+
+    refusal: Refused
+    certain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """Whose turn it is."""
+
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class PutEnded:
+    """``reason`` is empty if the manifest is there. ``refusal`` if it is not, and what this rank has sent will never be."""
+
+    reason: str = ""
+    refusal: Refused | None = None
+
+
+Event = Outcome | Intended | Heard | Merged | Spoiled | Turned | PutEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Seconds.
+
+    Attributes:
+        timeout: From a rank's own part being durable until it refuses the save, naming those not heard of.
+        takeover: After which rank 1 looks whether the leader has left something to do; rank *r* after as many times that as *r* has bits, so that few do the same at once.
+    """
+
+    timeout: float
+    takeover: float
+
+    def stagger(self, rank: int) -> float:
+        return min(self.takeover, self.timeout) * rank.bit_length()
+
+
 class CommitMachine:
-    """The leader's view of one save. Gives at most one action, after which it is done."""
+    """One rank's view of one save on one tier. Each event is the answer to the last action; time is told with it.
 
-    world: Iterable[int]
-    missing: set[int] = field(init=False)
-    done: bool = field(init=False, default=False)
-    _durable: dict[int, FragmentRef] = field(init=False, default_factory=dict)
+    A rank waits at most ``timeout + stagger`` until there is an intent, and as much again for an outcome that it cannot bring about itself.
+    """
 
-    def __post_init__(self) -> None:
-        self.missing = set(self.world)
+    def __init__(self, step: int, rank: int, world_size: int, bounds: Bounds, now: float) -> None:
+        self._step, self._rank, self._bounds = step, rank, bounds
+        self._stagger = bounds.stagger(rank)
+        self._last = now + bounds.timeout + self._stagger
+        self._pause = max(self._stagger, min(bounds.takeover, bounds.timeout))
+        self._missing = frozenset(range(world_size))
+        self._durable: dict[int, FragmentRef] = {}
+        self._go: Go | None = None
+        self._checksum: str | None = None
+        self._spoiled: Refused | None = None
+        self._exclusive = False
 
-    def handle(self, event: Heard | TimedOut) -> Merge | Refuse | None:
-        """The action that follows from ``event``, if any."""
-        if self.done:
-            return None
-        if isinstance(event, TimedOut):
-            return self._refuse({})
-        if event.rank not in self.missing:
-            return None
-        if isinstance(event.word, Failed):
-            return self._refuse({event.rank: event.word.reason})
-        self.missing.discard(event.rank)
-        self._durable[event.rank] = event.word.fragment
-        if self.missing:
-            return None
-        self.done = True
+    def begin(self, now: float, veto: Refused | None = None) -> Action:
+        """The first action. ``veto``: the leader's reason to refuse whatever the words are."""
+        if veto is not None:
+            return Propose(veto)
+        return Gather(self._missing, self._last) if self._rank == LEADER else Await(now + self._stagger)
+
+    def handle(self, event: Event, now: float) -> Action:
+        """The action that follows."""
+        match event:
+            case Outcome(verdict):
+                return Look() if verdict is None else Done(verdict)
+            case Heard(words):
+                return self._hear(words, now)
+            case Intended(intent):
+                return self._intended(intent, now)
+            case Merged(checksum):
+                return self._merged(checksum, now)
+            case Spoiled(refused, certain):
+                self._spoiled = refused
+                decides = self._go is None and (certain or self._rank == LEADER)
+                return Propose(refused) if decides else self._follow(now)
+            case Turned(turn):
+                return self._turned(turn, now)
+            case PutEnded(reason, refused):
+                return self._put_ended(reason, refused, now)
+
+    def _hear(self, words: Mapping[int, Word], now: float) -> Action:
+        for rank in sorted(self._missing & words.keys()):
+            match words[rank]:
+                case Failed(reason):
+                    return Propose(refusal(PeerFailed(self._step, {rank: reason})))
+                case Durable(fragment):
+                    self._durable[rank] = fragment
+        self._missing -= self._durable.keys()
+        if not self._missing:
+            return self._all_there(now)
+        if self._rank == LEADER and self._go is None and now < self._last:
+            return Gather(self._missing, self._last)
+        return self._follow(now)
+
+    def _intended(self, intent: Intent | None, now: float) -> Action:
+        match intent:
+            case None:  # the leader is late, or dead: one look, whether there is something to do in its place
+                return Gather(self._missing, now) if self._missing else self._all_there(now)
+            case Refused():
+                return Conclude(intent)
+            case Go(by) if by == self._rank and self._checksum is not None and self._go is None:
+                self._go, self._exclusive = intent, True
+                return Put()
+            case Go() if self._go is None:  # give its proposer time to carry it out
+                self._go = intent
+                self._last = now + self._bounds.timeout + self._stagger
+                return Await(now + self._pause)
+            case Go():
+                return Gather(self._missing, now) if self._missing else self._all_there(now)
+
+    def _all_there(self, now: float) -> Action:
+        if self._spoiled is not None:
+            return self._follow(now)
+        if self._checksum is not None:
+            return self._merged(self._checksum, now)
         return Merge(tuple(self._durable[rank] for rank in sorted(self._durable)))
 
-    def _refuse(self, failures: dict[int, str]) -> Refuse:
-        self.done = True
-        return Refuse(failures, tuple(sorted(self.missing - failures.keys())))
+    def _merged(self, checksum: str, now: float) -> Action:
+        self._checksum = checksum
+        if self._go is None:
+            return Propose(Go(self._rank, checksum))
+        if self._go.checksum == checksum:
+            return Turning(Taken(self._rank))
+        self._spoiled = Refused(f"ranks {self._go.by} and {self._rank} read different fragments", {})
+        return self._follow(now)
+
+    def _turned(self, turn: Turn, now: float) -> Action:
+        if isinstance(turn, Refused):
+            return Conclude(turn)
+        if turn.by == self._rank:
+            return Put()
+        self._exclusive = False
+        return self._follow(now) if self._spoiled else Put()  # all put the same
+
+    def _put_ended(self, reason: str, refused: Refused | None, now: float) -> Action:
+        if not reason:
+            assert self._go is not None
+            return Conclude(Committed(self._go.checksum))
+        self._spoiled = refused or Refused(reason, {})
+        if not self._exclusive:
+            return self._follow(now)  # another may be luckier
+        return Turning(refused) if refused is not None else Conclude(Unknown(reason))
+
+    def _follow(self, now: float) -> Action:
+        """Wait for what others do, as long as there is time."""
+        if now < self._last:
+            until, self._pause = min(now + self._pause, self._last), self._pause * 2
+            return Await(until)
+        if self._go is not None:
+            why = f": {self._spoiled.told}" if self._spoiled is not None else ""
+            return Conclude(Unknown(f"rank {self._go.by} was to put the manifest, and was not heard of{why}"))
+        if self._spoiled is not None:
+            return Propose(self._spoiled)
+        missing = tuple(sorted(self._missing))
+        return Propose(refusal(CommitTimeout(self._step, missing, self._bounds.timeout, "the part")))

@@ -4,38 +4,52 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, assert_never
+
+import msgspec
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import (
+    Action,
+    Await,
+    Bounds,
     CommitMachine,
-    Committed,
+    Conclude,
+    Done,
+    Durable,
+    Event,
+    Failed,
+    Gather,
     Heard,
+    Intended,
+    Look,
     Merge,
-    Refuse,
-    Refused,
-    TimedOut,
-    Unknown,
+    Merged,
+    Outcome,
+    Propose,
+    Put,
+    PutEnded,
+    Spoiled,
+    Turned,
+    Turning,
     Verdict,
     Word,
+    decode_intent,
+    decode_turn,
     decode_verdict,
     decode_word,
     encode,
 )
+from ckpt.coordination.refusal import Refused, refusal
 from ckpt.errors import (
     CkptError,
     CommitError,
-    CommitTimeout,
-    HistoryHidden,
     ManifestCorrupt,
     ObjectExists,
     ObjectNotFound,
-    PeerFailed,
-    ReplicasDiverged,
-    RootInUse,
-    StepExists,
     StorageError,
-    TensorIncomplete,
+    TierNotShared,
+    TransientStorageError,
     placed,
 )
 from ckpt.model.checksum import checksum
@@ -48,9 +62,10 @@ from ckpt.storage.api import StorageBackend, read_object
 
 T = TypeVar("T")
 
-LEADER: Final = 0
 VERDICT_GRACE_SECONDS: Final = 30.0
-"""How much longer than the leader the others wait: the leader's own time-out must reach them as a verdict."""
+"""How much longer than the leader the others wait where only it decides: its own time-out must reach them as a verdict."""
+TAKEOVER_SECONDS: Final = 10.0
+"""After which rank 1 looks whether the leader has left something to do. What it does too early is only done twice."""
 
 
 class Retry(Protocol):
@@ -63,6 +78,74 @@ def _at_once(work: Callable[[], T], /) -> T:
     return work()
 
 
+class Place(Protocol):
+    """Where fragments come from and where the manifest goes."""
+
+    @property
+    def url(self) -> str: ...
+
+    def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
+        """The fragment's bytes, of which the size is known and the checksum is not compared yet."""
+        ...
+
+    def put(self, ref: StepRef, manifest: bytes) -> None:
+        """Put the manifest if absent. The same again is no error."""
+        ...
+
+    def is_absent(self, ref: StepRef) -> bool:
+        """Whether the manifest is seen not to be there."""
+        ...
+
+    def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
+        """Before this rank says that its fragment is durable: let others read it."""
+        ...
+
+    def attend(self, ref: StepRef, until: float) -> None:
+        """While others commit, and no longer than until then: do what falls to this rank."""
+        ...
+
+    def forget(self, ref: StepRef) -> None:
+        """The outcome is known. Never raises."""
+        ...
+
+
+class OneTier:
+    """All of it on one store that every rank sees.
+
+    ``retry`` calls what it is given, again where the store only stumbled.
+    """
+
+    def __init__(self, backend: StorageBackend, retry: Retry = _at_once) -> None:
+        self._backend, self._retry = backend, retry
+
+    @property
+    def url(self) -> str:
+        return self._backend.url
+
+    def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
+        key = ref.key(fragment.name)
+        return self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
+
+    def put(self, ref: StepRef, manifest: bytes) -> None:
+        self._retry(lambda: put_once(self._backend, ref.manifest, manifest))
+
+    def is_absent(self, ref: StepRef) -> bool:
+        try:
+            self._backend.head(ref.manifest)
+        except ObjectNotFound:
+            return True
+        return False
+
+    def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
+        """They read it from the tier."""
+
+    def attend(self, ref: StepRef, until: float) -> None:
+        """One rank puts the manifest for all."""
+
+    def forget(self, ref: StepRef) -> None:
+        """Nothing was sent."""
+
+
 class Committer:
     """Commits saves of one attempt to one tier.
 
@@ -70,108 +153,162 @@ class Committer:
 
     Args:
         name: Tells this tier's subjects from those of others.
-        timeout: Seconds the leader waits for the last rank's word.
-        retry: Calls what it is given, again where the store only stumbled.
+        timeout: Seconds a rank waits for the last rank's word before it refuses.
+        takeover: Seconds after which others look whether the leader has left something to do.
+        before_put: Raises if this job may not commit here any more.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
-        backend: StorageBackend,
+        place: Place,
         *,
         name: str,
         timeout: float,
-        retry: Retry = _at_once,
+        takeover: float = TAKEOVER_SECONDS,
         known: Known | None = None,
         before_put: Callable[[], None] = lambda: None,
     ) -> None:
-        self._coordinator, self._backend, self._name, self._timeout = coordinator, backend, name, timeout
-        self._retry, self._known, self._before_put = retry, known or Known(), before_put
+        self._coordinator, self._place, self._name = coordinator, place, name
+        self._bounds = Bounds(timeout, takeover)
+        self._known, self._before_put = known or Known(), before_put
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
-        """Say this rank's word and return the verdict.
+        """Say this rank's word and return the verdict, which is the same on all ranks.
 
         Args:
             veto: On the leader, a reason to refuse whatever the words are.
 
         Raises:
-            CommitTimeout: No verdict in time.
-            CommitError: The verdict cannot be had: the store is gone.
+            CommitError: The verdict cannot be had: the job's store is gone.
         """
-        subject = f"{self._name}/{ref.folder}"
-        self._coordinator.tell(subject, encode(word))
-        if self._coordinator.rank == LEADER:
-            verdict = decode_verdict(
-                self._coordinator.decide(subject, encode(self._lead(subject, ref, veto)))
-            )
-        else:
-            wait = self._timeout + VERDICT_GRACE_SECONDS
-            heard = self._coordinator.verdict(subject, timeout=wait)
-            if heard is None:
-                raise CommitTimeout(ref.step, [LEADER], wait, "the verdict")
-            verdict = decode_verdict(heard)
-        self._coordinator.forget(subject)
-        return verdict
+        return _Commit(self, ref).run(word, veto)
 
-    def _lead(self, subject: str, ref: StepRef, veto: CkptError | None) -> Verdict:
-        if veto is not None:
-            return refusal(veto)
+    def offer(self, ref: StepRef, word: Durable) -> None:
+        """Before ``commit`` with that word. Raises what keeps others from reading the fragment."""
+        self._place.offer(ref, word.fragment)
+
+
+class _Commit:
+    """One save: the actions of the machine, carried out."""
+
+    def __init__(self, committer: Committer, ref: StepRef) -> None:
+        self._coordinator, self._place = committer._coordinator, committer._place
+        self._bounds, self._known, self._before_put = (
+            committer._bounds,
+            committer._known,
+            committer._before_put,
+        )
+        self._ref, self._subject = ref, f"{committer._name}/{ref.folder}"
+        self._manifest = b""
+
+    def run(self, word: Word, veto: CkptError | None) -> Verdict:
+        self._coordinator.tell(self._subject, encode(word))
+        now = time.monotonic()
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        machine = CommitMachine(self._ref.step, rank, world_size, self._bounds, now)
+        action = machine.begin(now, None if veto is None else refusal(veto))
+        while not isinstance(action, Done):
+            event = self._perform(action)
+            action = machine.handle(event, time.monotonic())
+        self._coordinator.forget(self._subject)
+        self._place.forget(self._ref)
+        return action.verdict
+
+    def _perform(self, action: Action) -> Event:
+        intent, turn = f"{self._subject}/intent", f"{self._subject}/turn"
+        match action:
+            case Await(until):
+                return self._outcome(until)
+            case Look():
+                seen = self._coordinator.verdict(intent, timeout=0.0)
+                return Intended(None if seen is None else decode_intent(seen))
+            case Gather(ranks, until):
+                return self._gather(ranks, until)
+            case Merge(fragments):
+                return self._merge(fragments)
+            case Propose(wanted):
+                return Intended(decode_intent(self._coordinator.decide(intent, encode(wanted))))
+            case Turning(wanted):
+                return Turned(decode_turn(self._coordinator.decide(turn, encode(wanted))))
+            case Put():
+                return self._put()
+            case Conclude(verdict):
+                return Outcome(decode_verdict(self._coordinator.decide(self._subject, encode(verdict))))
+            case Done():
+                raise AssertionError(action)
+            case _:
+                assert_never(action)
+
+    def _outcome(self, until: float) -> Outcome:
+        self._place.attend(self._ref, until)
+        heard = self._coordinator.verdict(self._subject, timeout=max(0.0, until - time.monotonic()))
+        return Outcome(None if heard is None else decode_verdict(heard))
+
+    def _gather(self, ranks: frozenset[int], until: float) -> Event:
+        """Where the others were faster they have forgotten their words: the outcome is looked for meanwhile."""
+        while True:
+            left = max(0.0, until - time.monotonic())
+            words = self._coordinator.hear(
+                self._subject, set(ranks), timeout=min(left, self._bounds.takeover)
+            )
+            if words or left == 0.0:
+                return Heard({rank: _word_of(data) for rank, data in words.items()})
+            if (outcome := self._outcome(0.0)).verdict is not None:
+                return outcome
+
+    def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
-            action = self._listen(subject)
-            if isinstance(action, Refuse):
-                if action.failures:
-                    raise PeerFailed(ref.step, action.failures)
-                raise CommitTimeout(ref.step, action.missing, self._timeout, "the part")
-            data = self._merged(ref, action.fragments)
+            parts = [(self._read(fragment), fragment) for fragment in fragments]
+            manifest = merge(parts, self._known)
+            self._known.parts = {part.rank: part for part, _ in parts}
+            self._manifest = pack(manifest)
             self._before_put()
         except CkptError as error:
-            return refusal(placed(error, self._backend.url))
+            certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
+            return Spoiled(refusal(placed(error, self._place.url)), certain=certain)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
-            return Refused(reason=f"the leader failed: {error!r}", failures={})
-        try:
-            self._retry(lambda: put_once(self._backend, ref.manifest, data))
-        except Exception as error:  # noqa: BLE001 - it may have arrived all the same
-            return self._outcome(ref, placed(error, self._backend.url))
-        return Committed(checksum(data))
+            return Spoiled(Refused(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
+        return Merged(checksum(self._manifest))
 
-    def _outcome(self, ref: StepRef, error: Exception) -> Verdict:
-        """After a put that failed: refused only if the manifest is seen not to be there."""
+    def _read(self, fragment: FragmentRef) -> Fragment:
+        key = self._ref.key(fragment.name)
         try:
-            self._backend.head(ref.manifest)
+            data = self._place.read(self._ref, fragment)
         except ObjectNotFound:
-            return (
-                refusal(error) if isinstance(error, CkptError) else Refused(reason=repr(error), failures={})
-            )
-        except Exception as blind:  # noqa: BLE001 - not even that can be seen
-            return Unknown(f"{type(error).__name__}: {error}; then {blind!r}")
-        return Unknown(f"{type(error).__name__}: {error}")
-
-    def _listen(self, subject: str) -> Merge | Refuse:
-        machine = CommitMachine(range(self._coordinator.world_size))
-        deadline = time.monotonic() + self._timeout
-        while True:
-            left = deadline - time.monotonic()
-            words = self._coordinator.hear(subject, set(machine.missing), timeout=max(0.0, left))
-            for rank, data in sorted(words.items()):
-                if action := machine.handle(Heard(rank, decode_word(data))):
-                    return action
-            if left <= 0 and (action := machine.handle(TimedOut())):
-                return action
-
-    def _merged(self, ref: StepRef, fragments: tuple[FragmentRef, ...]) -> bytes:
-        parts = [(self._read(ref, fragment), fragment) for fragment in fragments]
-        manifest = merge(parts, self._known)
-        self._known.parts = {part.rank: part for part, _ in parts}
-        return pack(manifest)
-
-    def _read(self, ref: StepRef, fragment: FragmentRef) -> Fragment:
-        key = ref.key(fragment.name)
-        data = self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
+            if fragment.rank == self._coordinator.rank:
+                raise
+            raise TierNotShared(self._place.url, [fragment.rank]) from None
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
         return check_fragment(
             unpack(data, Fragment, key=key), key=key, known=self._known.parts.get(fragment.rank)
         )
+
+    def _put(self) -> PutEnded:
+        try:
+            self._place.put(self._ref, self._manifest)
+        except Exception as error:  # noqa: BLE001 - it may have arrived all the same
+            failure = placed(error, self._place.url) if isinstance(error, CkptError) else error
+            return self._after(failure)
+        return PutEnded()
+
+    def _after(self, error: Exception) -> PutEnded:
+        """A put that failed: it will never be there only if it is seen not to be, and the store has said no rather than nothing."""
+        told = f"{type(error).__name__}: {error}"
+        refused = refusal(error) if isinstance(error, CkptError) else Refused(repr(error), {})
+        try:
+            never = not isinstance(error, TransientStorageError) and self._place.is_absent(self._ref)
+        except Exception as blind:  # noqa: BLE001 - not even that can be seen
+            return PutEnded(f"{told}; then {blind!r}")
+        return PutEnded(told, refused if never else None)
+
+
+def _word_of(data: bytes) -> Word:
+    try:
+        return decode_word(data)
+    except msgspec.MsgspecError as error:
+        return Failed(f"what it told cannot be read: {error}")
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
@@ -191,46 +328,3 @@ def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
             raise CommitError(f"{key!r} was already there with other content") from (
                 None if isinstance(error, ObjectExists) else error
             )
-
-
-def refusal(error: CkptError) -> Refused:
-    """A verdict that carries ``error`` to the other ranks."""
-    kind = type(error).__name__
-    match error:
-        case PeerFailed():
-            return Refused(reason=str(error), failures=error.failures, kind=kind)
-        case CommitTimeout():
-            return Refused(reason=str(error.seconds), failures={}, kind=kind, ranks=error.missing)
-        case ReplicasDiverged():
-            return Refused(reason="", failures={}, kind=kind, names=(error.name,), ranks=error.ranks)
-        case TensorIncomplete():
-            return Refused(reason=error.detail, failures={}, kind=kind, names=(error.name,))
-        case StepExists():
-            return Refused(reason=error.root, failures={}, kind=kind)
-        case HistoryHidden():
-            return Refused(reason=error.root, failures={}, kind=kind, ranks=(error.newest,))
-        case RootInUse():
-            return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
-        case _:
-            return Refused(reason=f"{kind}: {error}", failures={})
-
-
-def rebuild(verdict: Refused, step: int) -> CommitError:
-    """The error that a refusal carries."""
-    match verdict.kind:
-        case "PeerFailed":
-            return PeerFailed(step, verdict.failures)
-        case "CommitTimeout":
-            return CommitTimeout(step, verdict.ranks, float(verdict.reason), "the part")
-        case "ReplicasDiverged":
-            return ReplicasDiverged(verdict.names[0], verdict.ranks)
-        case "TensorIncomplete":
-            return TensorIncomplete(verdict.names[0], verdict.reason)
-        case "StepExists":
-            return StepExists(step, verdict.reason)
-        case "HistoryHidden":
-            return HistoryHidden(step, verdict.ranks[0], verdict.reason)
-        case "RootInUse":
-            return RootInUse(verdict.names[0], verdict.reason)
-        case _:
-            return CommitError(f"step {step} was not committed: {verdict.reason}")

@@ -15,7 +15,6 @@ from typing import Final
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
 from ckpt.errors import CkptError, CommitTimeout
 
 _LISTEN_SECONDS: Final = 3600.0
@@ -50,11 +49,6 @@ class LastStep:
         self._step = -1
         self._known = threading.Event()
         self._over = False
-
-    @property
-    def known(self) -> bool:
-        """Whether it has been agreed."""
-        return self._known.is_set()
 
     def requested(self, step: int) -> bool:
         """Whether ``step``, which is over, is the last one, or later than that. Waits, once promised, until all have agreed; for ever if they do not."""
@@ -101,15 +95,10 @@ class LastStep:
         return None
 
     def part(self) -> None:
-        """This rank asks no more: leave its promise, in case others are called later. After an agreement the leader, with whom the job's store may go, goes last."""
+        """This rank asks no more: leave its promise, in case others are called later, and end ``listen``."""
         self._over = True
         with contextlib.suppress(CkptError):
             self._make_promise()
-            if self.known:
-                self._coordinator.tell("stop/bye", _PARTED)
-                deadline, missing = time.monotonic() + self._patience, set(self._world)
-                while self._rank == LEADER and missing and (left := deadline - time.monotonic()) > 0:
-                    missing -= self._coordinator.hear("stop/bye", missing, timeout=left).keys()
         with contextlib.suppress(CkptError):
             self._coordinator.decide(f"stop/bell/{self._rank}", _PARTED)
 

@@ -22,13 +22,18 @@ _ended: Final[set[str]] = set()
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """``machine`` is this boot of this host and its process namespace; ``started`` in clock ticks since boot: together a pid that is never reused."""
+    """``machine`` is this boot of this host and its process namespace; ``started`` in clock ticks since boot: together a pid that is never reused.
+
+    ``run`` is torchrun's name for the run, empty without one; ``restart`` counts how often it has started all ranks anew.
+    """
 
     attempt: str
     host: str
     machine: str
     pid: int
     started: int
+    run: str = ""
+    restart: int = 0
 
     @classmethod
     def here(cls, attempt: str) -> Owner:
@@ -40,12 +45,28 @@ class Owner(msgspec.Struct, frozen=True):
             machine=_machine(),
             pid=pid,
             started=_started(pid) or 0,
+            run=_run(),
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251 - torchrun's word to its workers
         )
 
     @property
     def alive(self) -> bool:
         """Whether the process is known to live. False if it is on another machine: nobody can know."""
         return self.machine == _machine() and _started(self.pid) == self.started
+
+    def went_before(self, other: Owner) -> bool:
+        """Whether ``other`` is of a later start of the same run: torchrun has ended all of this one's processes, on every machine, before it starts the next."""
+        return self.run == other.run != "" and self.restart < other.restart
+
+    @property
+    def here_too(self) -> bool:
+        """Whether it is this very process."""
+        return self.alive and self.pid == os.getpid()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nobody here can know if it lives: it is on another machine."""
+        return self.machine != _machine()
 
     def __str__(self) -> str:
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
@@ -55,7 +76,7 @@ def claim(backend: StorageBackend, me: Owner) -> None:
     """Make the root ours. Raises ``RootInUse`` if its owner is alive on this machine."""
     owner = read_owner(backend)
     if owner is not None and owner.attempt not in {me.attempt, *_ended} and owner.alive:
-        raise RootInUse(backend.url, str(owner))
+        raise RootInUse(backend.url, str(owner), here=owner.here_too)
     backend.put(OWNER, [msgspec.json.encode(me)])
     _ended.discard(me.attempt)
 
@@ -64,7 +85,7 @@ def confirm(backend: StorageBackend, me: Owner) -> None:
     """Raises ``RootInUse`` if another attempt has taken the root over since."""
     owner = read_owner(backend)
     if owner is not None and owner.attempt != me.attempt:
-        raise RootInUse(backend.url, str(owner))
+        raise RootInUse(backend.url, str(owner), here=owner.here_too)
 
 
 def release(backend: StorageBackend, me: Owner) -> None:
@@ -84,6 +105,11 @@ def read_owner(backend: StorageBackend) -> Owner | None:
         return msgspec.json.decode(data, type=Owner)
     except (ObjectNotFound, msgspec.MsgspecError, UnicodeError):
         return None
+
+
+def _run() -> str:
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251 - torchrun's word to its workers
+    return "" if name == "none" else name  # what torchrun calls a run that was given no name
 
 
 def _machine() -> str:

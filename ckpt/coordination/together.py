@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.committer import LEADER
+from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, CommitTimeout, RestoreError, StorageError
 from ckpt.plan.sources import is_damage
 
@@ -79,7 +79,7 @@ class Together:
         node: Any = msgspec.json.decode(heard)
         if node and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
-        return msgspec.convert(node, kind) if node else None
+        return msgspec.convert(node, kind, str_keys=True) if node else None
 
     def _choose(self, subject: str, choices: Iterator[T]) -> T | None:
         try:

@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.modules import Entry, ModuleItems, entries
+from ckpt.adapters.modules import Entry, ModuleItems, Part, entries
 from ckpt.adapters.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.zero_layout import Partition, Piece, partitions_of, span_of_shard
@@ -115,14 +115,14 @@ class ZeroModel(ModuleStandIn):
         if self._known is None or self._known[:2] != (now, path):
             ranks = self._zero.ranks
             shards = {
-                id(entry.value): f"{path}/{entry.fqn}"
+                id(entry.value): (Part(f"{path}/{entry.fqn}"),)
                 for entry in reversed(found)
                 if isinstance(entry.value, LocalShards)
             }
             # DeepSpeed never makes buffers equal: those of its first rank count, as in its own checkpoints
             buffers = frozenset(map(id, module.buffers()))
             items = ModuleItems(
-                entries=found, replicas=ranks, paths=shards, first_only=buffers, is_first=dist.get_rank() == ranks[0]
+                entries=found, replicas=ranks, parts=shards, first_only=buffers, is_first=dist.get_rank() == ranks[0]
             )  # fmt: skip
             self._known = (now, path, items)
         return self._known[2]

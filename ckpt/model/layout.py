@@ -11,6 +11,8 @@ from typing import Final, SupportsIndex, cast
 from ckpt.errors import ConfigError, ManifestCorrupt
 
 MANIFEST: Final = "manifest.json"
+MARK: Final = "verdict"
+"""Whether a save is being finished or cleared away from outside of its job. See docs/format.md."""
 OWNER: Final = "writer.json"
 """Who writes to this root: attempt, host and process. See docs/format.md."""
 
@@ -33,6 +35,10 @@ class StepRef:
     def manifest(self) -> str:
         return f"{self.folder}/{MANIFEST}"
 
+    @property
+    def mark(self) -> str:
+        return f"{self.folder}/{MARK}"
+
     def key(self, name: str) -> str:
         """Key of a file named in the manifest; a name that is not one of ours never becomes a key."""
         if not _FILE.fullmatch(name):
@@ -49,7 +55,7 @@ def parse_folder(name: str) -> StepRef | None:
 
 def is_file_name(name: str) -> bool:
     """Whether a file in a step's folder is one that a save makes."""
-    return name == MANIFEST or _FILE.fullmatch(name) is not None
+    return name in {MANIFEST, MARK} or _FILE.fullmatch(name) is not None
 
 
 def data_name(rank: int, *, encoded: bool = False) -> str:

@@ -16,6 +16,7 @@ from ckpt.model.box import Box, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
 from ckpt.model.values import Node, join
+from ckpt.plan.faults import forms_told, kind_of, mixed, ranks_told
 
 _sorted = msgspec.json.Encoder(order="deterministic")
 
@@ -60,6 +61,7 @@ def merge(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known | None = N
         ):  # fmt: skip
             raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
     _check_replicas(fragments)
+    _check_kinds(fragments)
     tensors = (known or Known()).tensors(fragments)
     return Manifest(
         format=max(FORMAT, *(fragment.format for fragment in fragments)),
@@ -90,25 +92,34 @@ def _check_replicas(fragments: Sequence[Fragment]) -> None:
                 raise ReplicasDiverged(name, [rank, fragment.rank])
 
 
+def _check_kinds(fragments: Sequence[Fragment]) -> None:
+    """What a module or optimizer has as a tensor on one rank must not be a plain value of it on another: where trees are equal it is not."""
+    trees: dict[bytes, int] = {}
+    for fragment in fragments:
+        trees.setdefault(bytes(fragment.tree), fragment.rank)
+    if len(trees) > 1:
+        tensors = {tensor.name: fragment.rank for fragment in fragments for tensor in fragment.tensors}
+        if found := mixed([(rank, msgspec.json.decode(tree)) for tree, rank in trees.items()], tensors):
+            name, one, two = found
+            raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
+
+
 def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
-    by_name: dict[str, list[Tensor]] = defaultdict(list)
+    by_name: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
     for fragment in fragments:
         for tensor in fragment.tensors:
-            by_name[tensor.name].append(tensor)
+            by_name[tensor.name].append((fragment.rank, tensor))
     checksums = _Checksums(fragments)
     merged: list[Tensor] = []
     for name in sorted(by_name):
         parts = by_name[name]
-        first = parts[0]
-        for part in parts:
-            if (part.dtype, part.shape) != (first.dtype, first.shape):
-                raise TensorIncomplete(
-                    name,
-                    f"ranks disagree: {first.dtype}{list(first.shape)} and {part.dtype}{list(part.shape)}",
-                )
-        shards = _unique(name, [shard for part in parts for shard in part.shards], checksums, first.dtype)
+        first = parts[0][1]
+        form = (first.dtype, first.shape)
+        if any((part.dtype, part.shape) != form for _, part in parts) and (told := forms_told(parts)):
+            raise TensorIncomplete(name, told)
+        shards = _unique(name, [shard for _, part in parts for shard in part.shards], checksums, first.dtype)
         if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
-            raise TensorIncomplete(name, fault)
+            raise TensorIncomplete(name, f"{fault}: {ranks_told(parts)}")
         merged.append(Tensor(name, first.dtype, first.shape, tuple(shards)))
     return tuple(merged)
 
@@ -171,7 +182,10 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
     """Names may live on some ranks only (pipeline stages); what lives on two must be equal."""
     if _same(one, two):
         return one
-    if not (isinstance(one, dict) and isinstance(two, dict)) or one.get("$") != two.get("$"):
+    if (kinds := (kind_of(one), kind_of(two)))[0] != kinds[1]:
+        told = " and ".join(f"{kind} on rank {rank}" for kind, rank in zip(kinds, ranks, strict=True))
+        raise ReplicasDiverged(path, ranks, f" ({told})")
+    if not (isinstance(one, dict) and isinstance(two, dict)):
         raise ReplicasDiverged(path, ranks)
     match one.get("$"):
         case None | "module" | "object":

@@ -156,6 +156,19 @@ class Adopting(Protocol):
 
 
 @runtime_checkable
+class Rooted(Protocol):
+    """A store that several places of one name may stand for: a folder."""
+
+    def identity(self) -> str:
+        """Of the root, among all that this machine sees: whoever is told the same sees the same files. Makes the root if there is none.
+
+        Raises:
+            StorageError: It cannot be made, or not be looked at.
+        """
+        ...
+
+
+@runtime_checkable
 class ScatterReads(Protocol):
     """What a backend may do beside: one request into many places."""
 

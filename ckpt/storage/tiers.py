@@ -10,16 +10,33 @@ from ckpt.config import MEMORY, NO_CODEC, Tier
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
-from ckpt.storage.registry import open_backend
+from ckpt.storage.registry import open_backend, scheme_of
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Who shares a local tier with whom: of each rank the number of its node, counted by the nodes' lowest ranks."""
+
+    of: tuple[int, ...]
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The lowest rank of each node: it does what is done once for each."""
+        return tuple(self.of.index(node) for node in range(max(self.of) + 1))
+
+    def mates(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the node of ``rank``, itself among them, ascending."""
+        return tuple(other for other, node in enumerate(self.of) if node == self.of[rank])
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTier:
-    """``index`` counts from the nearest."""
+    """``index`` counts from the nearest. ``nodes``: if it is local, and the job runs on several."""
 
     index: int
     tier: Tier
     backend: StorageBackend
+    nodes: Nodes | None = None
 
     @property
     def url(self) -> str:
@@ -35,6 +52,11 @@ class OpenTier:
     def in_memory(self) -> bool:
         """Whether images stay there where they are staged."""
         return isinstance(self.backend, Adopting)
+
+    @property
+    def local(self) -> bool:
+        """Whether it is private to a node."""
+        return self.in_memory or self.tier.local is True
 
     def takes(self, step: int) -> bool:
         """Whether ``step`` goes there."""
@@ -72,6 +94,8 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
                 _check_apart(other, opened[-1])
             if opened[-1].in_memory:
                 _check_memory(opened[-1], opened[:-1])
+            elif opened[-1].local and scheme_of(url) in ("s3", "gs", "gcs"):
+                raise ConfigError(f"{opened[-1].url} is seen by all nodes: leave local out")
     except BaseException:
         for done in opened:
             done.backend.close()
@@ -101,6 +125,8 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
     for name in ("keep_last", "capacity"):
         if getattr(memory.tier, name) is not None:
             raise ConfigError(f"{memory.url} keeps what its slots hold: leave {name} out")
+    if memory.tier.local is False:
+        raise ConfigError(f"{memory.url} is each node's own: leave local out")
     if memory.tier.codec != NO_CODEC:
         raise ConfigError(f"{memory.url} keeps images where they are staged: leave codec out")
     if any(not other.in_memory for other in nearer):

@@ -2,24 +2,41 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ckpt.coordination.commit import (
+    Await,
+    Bounds,
     CommitMachine,
     Committed,
+    Conclude,
+    Done,
     Durable,
     Failed,
+    Gather,
+    Go,
     Heard,
+    Intended,
+    Look,
     Merge,
-    Refuse,
-    Refused,
-    TimedOut,
+    Merged,
+    Outcome,
+    Propose,
+    Put,
+    PutEnded,
+    Taken,
+    Turned,
+    Turning,
+    Unknown,
+    decode_intent,
+    decode_turn,
     decode_verdict,
     decode_word,
     encode,
 )
+from ckpt.coordination.refusal import Refused, refusal
+from ckpt.errors import OutOfSpace
 from ckpt.model.layout import fragment_name
 from ckpt.model.manifest import FragmentRef
 
@@ -28,83 +45,99 @@ def part(rank: int, checksum: str = "0" * 32) -> FragmentRef:
     return FragmentRef(fragment_name(rank), rank, 100, checksum)
 
 
-class LeaderOfAnyWorld(RuleBasedStateMachine):
-    """Words come in any order, twice, late, from nobody; the machine is told nothing that it may rely on."""
-
-    @initialize(size=st.integers(1, 5))
-    def start(self, size: int) -> None:
-        self.size = size
-        self.machine = CommitMachine(range(size))
-        self.first: dict[int, Durable | Failed] = {}
-        self.actions: list[Merge | Refuse] = []
-        self.timed_out = False
-
-    def tell(self, event: Heard | TimedOut) -> None:
-        over = bool(self.actions)
-        action = self.machine.handle(event)
-        if over:
-            assert action is None, "a second action"
-        if isinstance(event, Heard) and not over and event.rank < self.size:
-            self.first.setdefault(event.rank, event.word)
-        self.timed_out |= isinstance(event, TimedOut) and not over
-        if action is not None:
-            self.actions.append(action)
-
-    @rule(rank=st.integers(0, 6), mark=st.integers(0, 2))
-    def a_rank_is_durable(self, rank: int, mark: int) -> None:
-        self.tell(Heard(rank, Durable(part(rank, str(mark) * 32))))
-
-    @rule(rank=st.integers(0, 6))
-    def a_rank_has_failed(self, rank: int) -> None:
-        self.tell(Heard(rank, Failed(f"reason {rank}")))
-
-    @rule()
-    def all_that_are_missing_are_durable(self) -> None:
-        for rank in sorted(self.machine.missing, reverse=True):
-            self.tell(Heard(rank, Durable(part(rank))))
-
-    @precondition(lambda self: self.first)
-    @rule()
-    def the_bound_has_passed(self) -> None:
-        self.tell(TimedOut())
-
-    @invariant()
-    def the_action_follows_from_the_first_words(self) -> None:
-        if not hasattr(self, "machine"):
-            return
-        failed = {rank: word.reason for rank, word in self.first.items() if isinstance(word, Failed)}
-        silent = set(range(self.size)) - set(self.first)
-        assert self.machine.done == bool(self.actions) == bool(failed or not silent or self.timed_out)
-        match self.actions:
-            case [Merge(fragments)]:
-                assert not failed
-                assert not silent
-                assert fragments == tuple(self.first[rank].fragment for rank in range(self.size))
-            case [Refuse(failures, missing)]:
-                assert failures == failed
-                assert len(failures) <= 1
-                assert set(missing) == silent
-                assert failed or silent
-            case []:
-                assert self.machine.missing == silent
+BOUNDS = Bounds(timeout=100.0, takeover=10.0)
+WORDS = {rank: Durable(part(rank)) for rank in range(3)}
 
 
-TestLeaderOfAnyWorld = LeaderOfAnyWorld.TestCase
-TestLeaderOfAnyWorld.settings = settings(max_examples=150, stateful_step_count=15, deadline=None)
+def machine(rank: int, size: int = 3) -> CommitMachine:
+    return CommitMachine(5, rank, size, BOUNDS, 0.0)
+
+
+def test_the_leader_commits_what_all_have_told():
+    leader = machine(0)
+    assert leader.begin(0.0) == Gather(frozenset({0, 1, 2}), 100.0)
+    assert leader.handle(Heard({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(frozenset({1}), 100.0)
+    assert leader.handle(Heard({1: WORDS[1]}), 2.0) == Merge((part(0), part(1), part(2)))
+    go = Go(0, "c")
+    assert leader.handle(Merged("c"), 3.0) == Propose(go)
+    assert leader.handle(Intended(go), 3.0) == Put()
+    assert leader.handle(PutEnded(), 4.0) == Conclude(Committed("c"))
+    assert leader.handle(Outcome(Committed("c")), 4.0) == Done(Committed("c"))
 
 
 def test_the_first_word_of_a_rank_counts():
-    machine = CommitMachine(range(2))
-    assert machine.handle(Heard(0, Durable(part(0, "a" * 32)))) is None
-    assert machine.handle(Heard(0, Durable(part(0, "b" * 32)))) is None
-    assert machine.handle(Heard(0, Failed("too late"))) is None
-    assert machine.handle(Heard(1, Durable(part(1)))) == Merge((part(0, "a" * 32), part(1)))
+    leader = machine(0, 2)
+    leader.begin(0.0)
+    leader.handle(Heard({0: Durable(part(0, "a" * 32))}), 0.0)
+    leader.handle(Heard({0: Failed("too late")}), 0.0)
+    assert leader.handle(Heard({1: WORDS[1]}), 0.0) == Merge((part(0, "a" * 32), part(1)))
 
 
 def test_a_time_out_names_those_not_heard_of():
-    machine = CommitMachine(range(4))
-    machine.handle(Heard(2, Durable(part(2))))
-    assert machine.handle(TimedOut()) == Refuse({}, (0, 1, 3))
+    leader = machine(0, 4)
+    leader.begin(0.0)
+    leader.handle(Heard({2: WORDS[2]}), 1.0)
+    action = leader.handle(Heard({}), 100.0)
+    assert isinstance(action, Propose)
+    assert isinstance(action.intent, Refused)
+    assert action.intent.ranks == (0, 1, 3)
+
+
+def test_a_survivor_takes_the_place_of_a_leader_that_says_nothing():
+    second = machine(1)
+    assert second.begin(0.0) == Await(10.0)
+    assert second.handle(Outcome(None), 10.0) == Look()
+    assert second.handle(Intended(None), 10.0) == Gather(frozenset({0, 1, 2}), 10.0)
+    assert second.handle(Heard(WORDS), 10.0) == Merge((part(0), part(1), part(2)))
+    assert second.handle(Merged("c"), 10.0) == Propose(Go(1, "c"))
+
+
+def test_a_survivor_gives_the_proposer_time_and_then_carries_it_out():
+    third, go = machine(2), Go(0, "c")
+    assert third.begin(0.0) == Await(20.0)
+    third.handle(Outcome(None), 20.0)
+    assert third.handle(Intended(go), 20.0) == Await(40.0)
+    assert third.handle(Outcome(None), 40.0) == Look()
+    assert third.handle(Intended(go), 40.0) == Gather(frozenset({0, 1, 2}), 40.0)
+    third.handle(Heard(WORDS), 40.0)
+    assert third.handle(Merged("c"), 41.0) == Turning(Taken(2))
+    assert third.handle(Turned(Taken(2)), 41.0) == Put()
+
+
+def test_only_the_proposer_withdraws_and_only_while_nobody_has_taken_its_turn():
+    for turn, then in ((refusal(OutOfSpace("k")), Conclude), (Taken(1), Await)):
+        leader, go = machine(0), Go(0, "c")
+        leader.begin(0.0)
+        leader.handle(Heard(WORDS), 0.0)
+        leader.handle(Merged("c"), 0.0)
+        leader.handle(Intended(go), 0.0)
+        wish = refusal(OutOfSpace("k"))
+        assert leader.handle(PutEnded("full", wish), 1.0) == Turning(wish)
+        assert isinstance(leader.handle(Turned(turn), 1.0), then)
+
+
+def test_a_put_of_unknown_fate_is_never_a_refusal():
+    leader = machine(0)
+    leader.begin(0.0)
+    leader.handle(Heard(WORDS), 0.0)
+    leader.handle(Merged("c"), 0.0)
+    leader.handle(Intended(Go(0, "c")), 0.0)
+    assert leader.handle(PutEnded("no answer"), 1.0) == Conclude(Unknown("no answer"))
+
+
+def test_a_leader_that_was_stopped_follows_what_was_decided_meanwhile():
+    for stands, then in ((Go(1, "c"), Await), (Refused("late", {}), Conclude)):
+        leader = machine(0)
+        leader.begin(0.0)
+        leader.handle(Heard(WORDS), 0.0)
+        assert leader.handle(Merged("c"), 500.0) == Propose(Go(0, "c"))
+        assert isinstance(leader.handle(Intended(stands), 500.0), then)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 100, 16383])
+def test_few_ranks_take_over_at_once_and_none_waits_long(rank):
+    assert BOUNDS.stagger(rank) <= 10.0 * 14
+    assert sum(BOUNDS.stagger(other) == BOUNDS.stagger(rank) for other in range(rank)) <= rank // 2
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------------
@@ -135,9 +168,19 @@ def test_verdicts_come_as_they_were_sent(verdict):
     assert decode_verdict(encode(verdict)) == verdict
 
 
+@given(st.builds(Go, st.integers(0, 99), texts))
+def test_intents_and_turns_come_as_they_were_sent(go):
+    assert decode_intent(encode(go)) == go
+    assert decode_turn(encode(Taken(go.by))) == Taken(go.by)
+
+
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"type":"committed"}', b'{"type":"other"}'])
 def test_what_is_no_word_is_not_taken_for_one(data):
     with pytest.raises(msgspec.MsgspecError):
         decode_word(data)
     with pytest.raises(msgspec.MsgspecError):
         decode_verdict(data)
+    with pytest.raises(msgspec.MsgspecError):
+        decode_intent(data)
+    with pytest.raises(msgspec.MsgspecError):
+        decode_turn(data)

@@ -18,26 +18,36 @@ from tests.distributed.launch import WORKERS, torchrun
 pytestmark = pytest.mark.distributed
 
 
+TWO = ["fsdp", "ddp", "tp", "fsdp1", "fsdp1-flat", "zero"]
+FOUR = ["fsdp+tp", "hsdp"]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks have saved under fsdp, ddp and tp, and four under fsdp with tp and as hsdp."""
+    """What two ranks have saved under fsdp, ddp, tp, FSDP1 and a ZeroRedundancyOptimizer, and four under fsdp with tp and as hsdp."""
     made = tmp_path_factory.mktemp("layouts")
-    assert "ALL WELL" in torchrun(2, "layouts.py", made, "fsdp", "ddp", "tp", "fsdp:fsdp", "ddp:ddp", "tp:tp")
     assert "ALL WELL" in torchrun(
-        4, "layouts.py", made, "fsdp+tp", "hsdp", "fsdp:fsdp", "ddp:fsdp+tp", "tp:fsdp", "fsdp:hsdp", "fsdp:ddp", "fsdp+tp:fsdp+tp"
+        2, "layouts.py", made, *TWO, "fsdp:fsdp", "ddp:ddp", "tp:tp", "fsdp1:fsdp1", "fsdp1-flat:fsdp1-flat", "zero:zero"
+    )  # fmt: skip
+    assert "ALL WELL" in torchrun(
+        4, "layouts.py", made, *FOUR, "fsdp:fsdp", "ddp:fsdp+tp", "tp:fsdp", "fsdp:hsdp", "fsdp1:ddp", "fsdp+tp:fsdp+tp", "zero:fsdp1-copies"
     )  # fmt: skip
     return made
 
 
 def test_three_ranks_read_what_two_have_saved(folder: Path) -> None:
-    assert "ALL WELL" in torchrun(3, "layouts.py", folder, "fsdp:fsdp", "ddp:fsdp", "tp:ddp", "fsdp:tp")
+    assert "ALL WELL" in torchrun(
+        3, "layouts.py", folder, "fsdp:fsdp1-flat", "ddp:zero", "tp:ddp", "fsdp:tp", "zero:fsdp", "fsdp1-flat:fsdp1"
+    )  # fmt: skip
 
 
 def test_two_ranks_read_what_four_have_saved(folder: Path) -> None:
-    assert "ALL WELL" in torchrun(2, "layouts.py", folder, "fsdp+tp:fsdp", "hsdp:tp", "fsdp+tp:ddp")
+    assert "ALL WELL" in torchrun(
+        2, "layouts.py", folder, "fsdp+tp:fsdp1", "hsdp:tp", "fsdp+tp:ddp", "hsdp:zero"
+    )
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp", "fsdp+tp", "hsdp"])
+@pytest.mark.parametrize("mode", [*TWO, *FOUR])
 def test_one_process_reads_what_many_have_saved(
     folder: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,9 +75,44 @@ def test_every_byte_is_written_once_and_large_tensors_are_shared_evenly(folder: 
     assert max(sizes) < 1.05 * min(sizes), sizes
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp", "fsdp+tp", "hsdp"])
+@pytest.mark.parametrize("mode", [*TWO, *FOUR])
 def test_what_many_have_saved_verifies(folder: Path, mode: str) -> None:
     backend = open_backend(str(folder / mode))
     with Workers("test", 2) as workers:
         reports = [verify_step(backend, ref, workers=workers) for ref in committed(backend)]
     assert [report.intact for report in reports] == [True]
+
+
+EVERYWHERE = ("ddp", "fsdp", "tp", "fsdp1", "fsdp1-flat", "fsdp1-whole", "zero", "zero-view")
+LAYOUTS = {
+    1: ("plain", *EVERYWHERE),
+    2: EVERYWHERE,
+    3: EVERYWHERE,
+    4: (*EVERYWHERE, "fsdp+tp", "hsdp", "fsdp1-copies"),
+}
+"""World size -> what it can run."""
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+def test_every_layout_is_read_by_every_other(tmp_path: Path) -> None:
+    """All pairs of layouts, and all pairs of world sizes."""
+    tasks: dict[int, list[str]] = {world_size: [] for world_size in LAYOUTS}
+    modes = dict.fromkeys(mode for layouts in LAYOUTS.values() for mode in layouts)
+    worlds = {mode: [size for size, layouts in LAYOUTS.items() if mode in layouts] for mode in modes}
+    met: set[tuple[int, int]] = set()
+    for i, saved in enumerate(modes):
+        for j, mode in enumerate(modes):
+            one, two = (
+                worlds[saved][(i + j) % len(worlds[saved])],
+                worlds[mode][(i + 2 * j + j // 4) % len(worlds[mode])],
+            )
+            met.add((one, two))
+            tasks[two].append(f"{one}/{saved}:{mode}")
+    assert met == {(one, two) for one in LAYOUTS for two in LAYOUTS}
+    for size, layouts in LAYOUTS.items():
+        assert "ALL WELL" in torchrun(
+            size, "layouts.py", tmp_path, *(f"{size}/{mode}" for mode in layouts), timeout=900
+        )
+    for size in LAYOUTS:
+        assert "ALL WELL" in torchrun(size, "layouts.py", tmp_path, *tasks[size], timeout=900)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -24,7 +24,8 @@ from tests.adapters.saving import assert_same
 from tests.overlap.jobs import WIDTH, Net
 from tests.overlap.window import Window, assert_restores, content
 
-MODES = ("fully_shard", "tensor parallel", "DDP")
+MODES = ("fully_shard", "tensor parallel", "DDP", "FSDP1", "FSDP1 flat", "ZeRO")
+COPIES = ("DDP", "ZeRO")
 
 
 def build(mode: str, seed: int) -> dict[str, Any]:
@@ -36,9 +37,14 @@ def build(mode: str, seed: int) -> dict[str, Any]:
         fully_shard(net, mesh=mesh)
     elif mode == "tensor parallel":
         parallelize_module(net, mesh, {"one": ColwiseParallel(), "two": RowwiseParallel()})
+    elif mode.startswith("FSDP1"):
+        named = mode == "FSDP1"
+        net = FullyShardedDataParallel(net, use_orig_params=named, device_id=torch.device("cpu"))
     else:
         net = DistributedDataParallel(net)
-    state = {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=0.01)}
+    kind = torch.optim.AdamW
+    of_rank = partial(ZeroRedundancyOptimizer, optimizer_class=kind) if mode == "ZeRO" else kind
+    state = {"model": net, "optimizer": of_rank(net.parameters(), lr=0.01)}
     train(state, 0)
     return state
 
@@ -68,29 +74,33 @@ def changed(mode: str, folder: str, window: Window) -> None:
     with CheckpointManager(f"{folder}/{mode} changed") as manager:
         pending = window.save(manager, state, 1)
         if dist.get_rank() == 1:
-            weight = next(state["model"].parameters())
+            weight = next(held for held in state["model"].parameters() if held.numel())
             with torch.no_grad():
                 (weight._local_tensor if isinstance(weight, DTensor) else weight).add_(1)
         window.close()
         error = pending.exception(60)
-        mine = dist.get_rank() == 1 and mode != "DDP"  # of a replica, another rank may be the one that copies
+        mine = (
+            dist.get_rank() == 1 and mode not in COPIES
+        )  # of a replica, another rank may be the one that copies
         assert isinstance(error, TensorChanged if mine else CkptError), error
-        assert "one.weight" in str(error), error
+        assert ("'model/" if mode.startswith("FSDP1") else "one.weight") in str(error), error
         assert manager.steps() == []
-        if mode != "DDP":  # there the replicas differ now, and are refused
+        if mode not in COPIES:  # there the replicas differ now, and are refused
             manager.save(state, 2)
             assert manager.steps() == [2]
 
 
-def zero(folder: str) -> None:
-    """Its state is where nobody but itself finds it: refused on every rank before anything is begun."""
+def zero_inside_backward(folder: str) -> None:
+    """Its steps are taken by hooks of DDP: refused on every rank before anything is begun."""
     net = DistributedDataParallel(Net())
-    state = {"model": net, "optimizer": ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)}
-    train(state, 0)
-    with CheckpointManager(f"{folder}/zero") as manager:
-        with pytest.raises(UnsupportedValue, match="'optimizer' is a ZeroRedundancyOptimizer"):
-            manager.save_async(state, 1)
-        train(state, 1)
+    optimizer = ZeroRedundancyOptimizer(
+        net.parameters(), torch.optim.AdamW, overlap_with_ddp=True, lr=0.01, foreach=False
+    )
+    with CheckpointManager(f"{folder}/inside") as manager:
+        with pytest.raises(
+            UnsupportedValue, match="'optimizer' is a ZeroRedundancyOptimizer with overlap_with_ddp"
+        ):
+            manager.save_async({"model": net, "optimizer": optimizer}, 1)
         manager.save({"model": net}, 2)
         assert manager.steps() == [2]
 
@@ -103,7 +113,7 @@ def main(folder: str) -> None:
     for mode in MODES:
         overlapped(mode, folder, window)
         changed(mode, folder, window)
-    zero(folder)
+    zero_inside_backward(folder)
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")

@@ -1,4 +1,4 @@
-"""FSDP2, tensor parallel and DDP over two ranks, each of which steps while its shards are copied; ZeroRedundancyOptimizer is refused by name."""
+"""FSDP2, tensor parallel, DDP, FSDP1 and ZeroRedundancyOptimizer over two ranks, each of which steps while its shards are copied."""
 
 from __future__ import annotations
 

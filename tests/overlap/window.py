@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -27,6 +28,8 @@ def content(value: Any) -> Any:
         return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
     if isinstance(value, PerRank):
         return content(value.value)
+    if isinstance(value, ZeroRedundancyOptimizer):  # what this rank has of it
+        return content(value.optim)
     if isinstance(value, Mapping):
         return {key: content(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -38,7 +41,9 @@ def content(value: Any) -> Any:
 
 def owned(value: Any) -> Iterator[torch.Tensor]:
     """The tensors that the optimizers of a state own: those that may be copied late."""
-    if isinstance(value, Optimizer):
+    if isinstance(value, ZeroRedundancyOptimizer):
+        yield from owned(value.optim)
+    elif isinstance(value, Optimizer):
         for group in value.param_groups:
             for parameter in group["params"]:
                 yield parameter

@@ -120,13 +120,18 @@ def test_holes_and_overlaps_are_refused_with_the_name(one, two, told):
     with pytest.raises(TensorIncomplete, match=told) as caught:
         merged(fragments([one], [two]))
     assert caught.value.name == "x"
+    assert "rank 0 wrote" in str(caught.value)
+    assert "rank 1 wrote" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("two", "told"),
     [
-        (leaf(Box((0, 0), (4, 12)), shape=(4, 12)), r"float32\[12, 4\] and float32\[4, 12\]"),
-        (leaf(BOTTOM, dtype="int32"), r"float32\[12, 4\] and int32\[12, 4\]"),
+        (
+            leaf(Box((0, 0), (4, 12)), shape=(4, 12)),
+            r"float32\[12, 4\] on rank 0 and float32\[4, 12\] on rank 1",
+        ),
+        (leaf(BOTTOM, dtype="int32"), r"float32\[12, 4\] on rank 0 and int32\[12, 4\] on rank 1"),
     ],
 )
 def test_ranks_that_disagree_about_a_tensor_are_refused(two, told):
@@ -227,6 +232,48 @@ def test_values_that_differ_are_refused_with_path_and_ranks(one, two, path):
     with pytest.raises(ReplicasDiverged) as caught:
         tree_of(one, one, two)
     assert (caught.value.name, caught.value.ranks) == (path, (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "told"),
+    [
+        ({"a": {"$": "tensor", "n": "a"}}, {"a": 3}, "'a'.* 0, 1 .tensor on rank 0 and int on rank 1"),
+        ({"a": {"b": 1}}, {"a": {"$": "module", "values": {}}}, "'a'.*dict on rank 0 and module on rank 1"),
+        ({"a": "1"}, {"a": 1}, "'a'.*string on rank 0 and int on rank 1"),
+    ],
+)
+def test_what_is_of_another_kind_on_another_rank_is_told(one, two, told):
+    with pytest.raises(ReplicasDiverged, match=told):
+        tree_of(one, two)
+
+
+@pytest.mark.parametrize(
+    ("with_value", "without"),
+    [
+        ({"m": {"$": "module", "values": {"x": 1}}}, {"m": {"$": "module", "values": {}}}),
+        (optimizer([], {"m/x": 1}), optimizer([], {})),
+    ],
+)
+def test_a_tensor_of_a_module_that_is_a_plain_value_elsewhere_is_told(with_value, without):
+    found = fragments(
+        [leaf(ALL, name="m/x")],
+        [leaf(ALL)],
+        arrays={"x": X["x"], "m/x": X["x"]},
+        tree=[raw(without), raw(with_value)],
+    )
+    with pytest.raises(ReplicasDiverged, match=r"'m/x'.*tensor on rank 0 and plain value on rank 1"):
+        merged(found)
+
+
+def test_a_mesh_that_changed_on_some_ranks_is_told():
+    """Rank 0 cuts the tensor in two, ranks 1 and 2 in three."""
+    third = [Box((at, 0), (4, 4)) for at in (0, 4, 8)]
+    with pytest.raises(TensorIncomplete) as caught:
+        merged(fragments([leaf(TOP)], [leaf(third[1])], [leaf(third[2])]))
+    told = str(caught.value)
+    assert "'x': boxes overlap at (4, 0)" in told, told
+    for part in ("rank 0 wrote [6, 4] at [0, 0]", "rank 1 wrote [4, 4] at [4, 0]", "mesh that changed"):
+        assert part in told, told
 
 
 def test_dicts_that_differ_in_order_only_are_equal():

@@ -46,6 +46,13 @@ def fragment_of(
     """The file and the fragment of one rank."""
     plan = plan_save(leaves, rank=rank, chunk_bytes=chunk_bytes)
     image = image_of(plan, leaves, arrays)
+    return image, fragment_over(rank, world_size, plan, image, chunk_bytes=chunk_bytes, **changes)
+
+
+def fragment_over(
+    rank: int, world_size: int, plan: SavePlan, image: bytes, *, chunk_bytes: int, **changes: object
+) -> Fragment:
+    """The fragment of one rank with this image."""
     chunks: list[Chunk] = []
     end = 0
     for nbytes in plan.chunks:
@@ -56,7 +63,7 @@ def fragment_of(
         file=File(data_name(rank), rank, plan.size, tuple(chunks)), tensors=plan.tensors, tied={}, tree=raw({}), per_rank=raw({}),
         replicas={}, metadata=raw({}),
     )  # fmt: skip
-    return image, msgspec.structs.replace(fragment, **changes)
+    return msgspec.structs.replace(fragment, **changes)
 
 
 def with_ref(fragment: Fragment) -> tuple[Fragment, FragmentRef]:

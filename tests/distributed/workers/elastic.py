@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank
+from ckpt.adapters.torch_store import TorchStoreCoordinator
 from ckpt.errors import CommitTimeout
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
@@ -162,6 +163,23 @@ def one_rank_is_stopped(folder: Path, note: Notes) -> None:
     note(stopped=str(error))
 
 
+def rank_0_leaves_last(folder: Path) -> None:
+    """The job's store may go with it, and a slower rank has not heard the verdict yet."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    dist.barrier()
+    began = time.monotonic()
+    with CheckpointManager(folder / "slow", coordinator=SlowToHear() if last else None) as manager:
+        manager.save_async({"x": torch.arange(1000.0)}, 1)
+    assert time.monotonic() - began > 0.9 or dist.get_rank() not in (0, dist.get_world_size() - 1)
+
+
+class SlowToHear(TorchStoreCoordinator):
+    def verdict(self, subject: str, *, timeout: float) -> bytes | None:
+        if subject.startswith("save/"):
+            time.sleep(1)
+        return super().verdict(subject, timeout=timeout)
+
+
 def main() -> None:
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
     plan: dict[str, list[Any]] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
@@ -199,6 +217,7 @@ def main() -> None:
                 break
     if end == "stop":
         one_rank_is_stopped(folder, note)
+        rank_0_leaves_last(folder)
     if "reference" in sys.argv:
         reference = Trainer()
         for _ in range(steps):

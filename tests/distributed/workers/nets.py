@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -48,9 +52,37 @@ def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(net, mesh=mesh["dp"])
     elif mode == "hsdp":
         fully_shard(net, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "shards")))
+    elif mode.startswith("fsdp1"):
+        net = fsdp1(net, mode)
     elif mode == "ddp":
         net = DistributedDataParallel(net)
+    elif mode.startswith("zero"):
+        net = DistributedDataParallel(net)
+        return net, ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.AdamW, parameters_as_bucket_view="view" in mode, lr=1e-2
+        )
     return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def fsdp1(net: nn.Module, mode: str) -> nn.Module:
+    """``fsdp1``, ``fsdp1-flat`` (the optimizer sees flat parameters alone), ``fsdp1-copies`` (sharded over two, copied over the rest), ``fsdp1-whole`` (not sharded)."""
+    kind = {"fsdp1-copies": ShardingStrategy.HYBRID_SHARD, "fsdp1-whole": ShardingStrategy.NO_SHARD}
+    copies = dist.get_world_size() // 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on the CPU, and over one rank
+        return FSDP(
+            net,
+            use_orig_params=mode != "fsdp1-flat",
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}) if mode != "fsdp1-flat" else None,
+            ignored_modules=[net.head, net.other]
+            if mode != "fsdp1-flat"
+            else None,  # tied, but wrapped apart
+            sharding_strategy=kind.get(mode, ShardingStrategy.FULL_SHARD),
+            device_mesh=init_device_mesh("cpu", (copies, 2), mesh_dim_names=("copies", "shards"))
+            if mode == "fsdp1-copies"
+            else None,
+        )
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
@@ -79,16 +111,71 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor whole, by a name that no wrapper changes. All ranks must call it."""
-    bare = net.module if isinstance(net, DistributedDataParallel) else net
-    found = {f"model/{name}": whole(tensor) for name, tensor in bare.state_dict(keep_vars=True).items()}
-    for name, parameter in bare.named_parameters():
-        for key, value in optimizer.state[parameter].items():
+    """Every tensor whole, by a name that no wrapper changes, gathered by the framework itself. All ranks must call it."""
+    if isinstance(net, FSDP):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = {f"model/{name}": whole(tensor) for name, tensor in net.state_dict().items()}
+            gathered = fsdp1_states(net, optimizer)
+    else:
+        bare = net.module if isinstance(net, DistributedDataParallel) else net
+        found = {f"model/{name}": whole(tensor) for name, tensor in bare.state_dict(keep_vars=True).items()}
+        gathered = states(bare, optimizer)
+    for name, values in gathered.items():
+        for key, value in values.items():
             found[f"optimizer/{name}/{key}"] = whole(value)
     return found
+
+
+def fsdp1_states(net: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """``FSDP.optim_state_dict`` gives ``exp_avg_sq`` for ``exp_avg`` too where parameters keep their names (torch 2.13, CPU): there, what the ranks hold is put together in their order."""
+    if any("_flat_param" in name for name, _ in net.named_parameters()):
+        return FSDP.optim_state_dict(net, optimizer)["state"]
+    with FSDP.summon_full_params(net):
+        shapes = {_clean(name): parameter.shape for name, parameter in net.named_parameters()}
+    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
+    for name, parameter in net.named_parameters():
+        held: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(held, dict(optimizer.state.get(parameter, {})))
+        for key in next(filter(None, held)):
+            parts = [values[key] for values in held if values]
+            shape = shapes[_clean(name)]
+            if key == "step" or parts[0].shape == shape:
+                found[_clean(name)][key] = parts[0]
+            else:  # where there are copies of shards, they follow
+                found[_clean(name)][key] = torch.cat(parts)[: shape.numel()].view(shape)
+    return found
+
+
+def _clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def states(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameter -> its optimizer's state; of all ranks, where each has that of some."""
+    if not isinstance(optimizer, ZeroRedundancyOptimizer):
+        return {name: optimizer.state[parameter] for name, parameter in net.named_parameters()}
+    own = optimizer.optim.state
+    mine = {name: dict(own[parameter]) for name, parameter in net.named_parameters() if parameter in own}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    merged = {name: values for each in found for name, values in each.items()}
+    assert len(merged) == sum(map(len, found)), "each parameter is one rank's"
+    return merged
 
 
 def assert_same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert have.keys() == want.keys(), have.keys() ^ want.keys()
     for name, tensor in want.items():
         assert torch.equal(have[name], tensor), name
+
+
+def assert_close(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """As another order of summing leaves it. The gradient of ``down.bias`` is nothing but that: the norm that follows takes it away."""
+    assert have.keys() == want.keys(), have.keys() ^ want.keys()
+    for name, tensor in want.items():
+        noise = "down.bias" in name or "running_mean" in name
+        rtol, atol = (1.0, 0.05) if noise else (2e-3, 1e-5)
+        torch.testing.assert_close(
+            have[name], tensor, rtol=rtol, atol=atol, msg=lambda told, n=name: f"{n}: {told}"
+        )

@@ -1,0 +1,159 @@
+"""FSDP1: parameters that lie in pieces of flat ones, and the ``ShardedTensor`` of its state dicts.
+
+FSDP1's own ``state_dict()`` gathers over the training process group and hands out copies. So its hooks are not run here: what a rank holds of a parameter is read off the flat
+parameter it lies in, a range of its elements, and filled there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.errors import UnsupportedValue
+
+_WRAPPED = "_fsdp_wrapped_module"
+
+
+class Piece(NamedTuple):
+    """Which elements of a tensor of ``shape`` lie in a flat memory of ``size`` elements: ``length`` of them, from the tensor's element ``start`` and the memory's element ``at`` on.
+
+    ``fqn`` tells it from others of which nothing is here either, ``replicas`` are the ranks that hold the same.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    start: int
+    at: int
+    length: int
+    size: int
+    replicas: tuple[int, ...]
+
+    def fits(self, memory: torch.Tensor) -> bool:
+        """Whether it is such a memory."""
+        return memory.shape == (self.size,)
+
+    def of(self, name: str, memory: torch.Tensor) -> LocalShards:
+        """The tensor in ``memory``. Raises ``UnsupportedValue`` if all of it is there just now, gathered."""
+        if not self.fits(memory):
+            raise gathered(name)
+        part = memory[self.at : self.at + self.length]
+        return LocalShards.of_range(self.shape, self.start, part, self.replicas)
+
+
+def gathered(name: str) -> UnsupportedValue:
+    """The error for parameters that are not in their pieces."""
+    return UnsupportedValue(
+        name,
+        "parameter of FSDP1 that is gathered now",
+        "save and restore between steps, outside of summon_full_params()",
+    )
+
+
+Flat = Mapping[str, Piece]
+"""What lies in one parameter that an optimizer may have: pieces by their keys in the module. The key of the one piece in a parameter that has keys itself is ''."""
+
+
+def flat_parameters(module: nn.Module) -> dict[int, Flat]:
+    """By identity, the parameters of ``module`` that are pieces, or full of them. None without FSDP1."""
+    found: dict[int, Flat] = {}
+    for name, wrapper in _wrappers(module):
+        if (handle := wrapper._handle) is not None:  # None: it has no parameters of its own
+            found.update(_flats(f"{name}." if name else "", wrapper, handle))
+    return found
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether any part of it is wrapped in FSDP1."""
+    return any(True for _ in _wrappers(module))
+
+
+def flat_ranks(module: nn.Module) -> tuple[int, ...]:
+    """Ranks that FSDP1 shards the widest of its parameters over, replicas included; none if that cannot be told."""
+    found: tuple[int, ...] = ()
+    for _, wrapper in _wrappers(module):
+        ranks, copies = _groups(wrapper)
+        every = tuple(range(torch.distributed.get_world_size()))
+        if copies and len(ranks) * len(copies) == len(every):
+            ranks = every
+        found = max(found, ranks, key=len)
+    return found
+
+
+def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """``state_dict(keep_vars=True)`` without anybody's hooks."""
+    state: dict[str, Any] = {}
+    module._save_to_state_dict(state, prefix, keep_vars=True)
+    for name, child in module._modules.items():
+        if child is not None:
+            state |= hookless_state(child, f"{prefix}{name}.")
+    return state
+
+
+def as_source(tensor: torch.Tensor) -> Source:
+    """A ``ShardedTensor`` as the boxes it is; every other tensor is itself."""
+    api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if api is None or not isinstance(tensor, api.ShardedTensor):
+        return tensor
+    held: Any = tensor
+    shards = [(shard.metadata.shard_offsets, shard.tensor) for shard in held.local_shards()]
+    return LocalShards(tuple(tensor.size()), shards, dtype=tensor.dtype)
+
+
+def _wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    if "torch.distributed.fsdp" in sys.modules:
+        for name, child in module.named_modules():
+            if _WRAPPED in child._modules:
+                yield name, child
+
+
+def _flats(prefix: str, wrapper: Any, handle: Any) -> Iterator[tuple[int, Flat]]:
+    flat = handle.flat_param
+    ranks, copies = _groups(wrapper)
+    sharded = bool(handle.uses_sharded_strategy)
+    replicas = copies if sharded else ranks
+    if handle._use_orig_params and not sharded:
+        return  # ordinary parameters
+    if handle._use_orig_params:
+        described = zip(flat._params, flat._fqns, flat._shard_param_infos, flat._shapes, strict=True)
+        for parameter, fqn, info, shape in described:
+            length = info.numel_in_shard or 0
+            start = info.intra_param_start_idx or 0
+            yield id(parameter), {"": Piece(fqn, tuple(shape), start, 0, length, length, replicas)}
+        return
+    size = (flat._sharded_size if sharded else flat._unpadded_unsharded_size).numel()
+    keyed: dict[str, Piece] = {}
+    for fqn, info, shape in zip(flat._fqns, flat._shard_param_infos, flat._shapes, strict=True):
+        keyed[f"{prefix}{_WRAPPED}.{fqn}"] = Piece(
+            fqn,
+            tuple(shape),
+            info.intra_param_start_idx or 0,
+            info.offset_in_shard or 0,
+            info.numel_in_shard or 0,
+            size,
+            replicas,
+        )
+    for shared in flat._shared_param_infos:
+        first, other = (
+            f"{prefix}{_WRAPPED}." + ".".join(filter(None, (module, parameter)))
+            for module, parameter in (
+                (shared.prim_module_name, shared.prim_param_name),
+                (shared.module_name, shared.param_name),
+            )
+        )
+        keyed[other] = keyed[first]
+    yield id(flat), keyed
+
+
+def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks it shards over, and those that replicate this rank's shard."""
+    copies = getattr(wrapper, "_inter_node_pg", None)
+    return _ranks(wrapper.process_group), _ranks(copies) if copies is not None else ()
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

@@ -1,0 +1,51 @@
+"""Where an optimizer keeps its state: in itself, or (``ZeroRedundancyOptimizer``) in another that has this rank's share of the parameters."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ckpt.errors import UnsupportedValue
+
+State = MutableMapping[torch.Tensor, dict[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Keeper:
+    """The state of an optimizer.
+
+    Attributes:
+        own: Identity of the parameters that this rank keeps state of; None for all. Of the others, other ranks do.
+    """
+
+    state: State
+    own: frozenset[int] | None = None
+
+    def keeps(self, parameter: torch.Tensor) -> bool:
+        """Whether the state of ``parameter`` belongs here."""
+        return self.own is None or id(parameter) in self.own
+
+
+def is_zero(optimizer: Optimizer) -> bool:
+    """Whether it is torch's ``ZeroRedundancyOptimizer``."""
+    api = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return api is not None and isinstance(optimizer, api.ZeroRedundancyOptimizer)
+
+
+def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
+    """Where ``optimizer`` keeps its state. Its groups, with all parameters, are its own in either case."""
+    if not is_zero(optimizer):
+        return Keeper(optimizer.state)
+    if optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
+        raise UnsupportedValue(
+            path,
+            "ZeroRedundancyOptimizer with overlap_with_ddp, which steps inside of backward()",
+            "make it with overlap_with_ddp=False",
+        )
+    inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
+    return Keeper(inner.state, frozenset(id(p) for group in inner.param_groups for p in group["params"]))

@@ -1,0 +1,251 @@
+"""Several nodes, each with local tiers of its own: who shares one with whom, and how a save is committed where no rank sees all of it.
+
+Nobody declares nodes. Each rank tells, once, what its local tiers are (machine, device and inode of the root); ranks that tell the same share them. If two that share one are told apart
+all the same, as processes of two containers may be, the same is done twice and nothing is wrong.
+
+On a local tier each rank writes its file and its fragment on its own node. The fragments travel to the committer as words, and the manifest, the same bytes, from there to the other nodes, where the
+node's lowest rank puts it. The first manifest that is put makes the checkpoint: it names what is durable on every node. The save has succeeded when all nodes have put it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import msgspec
+
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.committer import OneTier
+from ckpt.coordination.owner import Owner
+from ckpt.coordination.parcel import drop, receive, send
+from ckpt.errors import CkptError, CommitError, CommitTimeout, TransientStorageError
+from ckpt.model.checksum import checksum
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import FragmentRef
+from ckpt.storage.api import Rooted, StorageBackend
+from ckpt.storage.tiers import Nodes, OpenTier
+
+_START_SECONDS: Final = 300.0
+"""How long ranks may take to come to the same point of their start."""
+_PUT_SECONDS: Final = 20.0
+"""How long the other nodes may take to put a manifest."""
+_SENT_SECONDS: Final = 10.0
+"""How long what was sent before its sender said so may take to be heard."""
+_LOOK_SECONDS: Final = 1.0
+
+
+def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier, ...]:
+    """``tiers``, each local one with the nodes of the job if there are several. All ranks call it alike, once.
+
+    Raises:
+        CommitTimeout: Some rank did not come, or not the leader's answer.
+    """
+    local = [tier for tier in tiers if tier.local]
+    if coordinator.world_size == 1 or not local:
+        return tuple(tiers)
+    coordinator.tell("nodes", msgspec.json.encode([_identity(tier.backend) for tier in local]))
+    if coordinator.rank == LEADER:
+        told = _hear_all(coordinator, len(local))
+        coordinator.decide("nodes", msgspec.json.encode(told))
+    else:
+        wait = _START_SECONDS + 30
+        heard = coordinator.verdict("nodes", timeout=wait)
+        if heard is None:
+            raise CommitTimeout(-1, [LEADER], wait, "who shares a node")
+        told = msgspec.json.decode(heard, type=list[tuple[int, ...]])
+    coordinator.forget("nodes")
+    found = {tier.index: Nodes(of) if max(of) else None for tier, of in zip(local, told, strict=True)}
+    return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
+
+
+def _hear_all(coordinator: Coordinator, count: int) -> list[tuple[int, ...]]:
+    missing = set(range(coordinator.world_size))
+    deadline = time.monotonic() + _START_SECONDS
+    names: dict[int, list[str]] = {}
+    while missing:
+        words = coordinator.hear("nodes", missing, timeout=max(0.0, deadline - time.monotonic()))
+        if not words:
+            raise CommitTimeout(-1, sorted(missing), _START_SECONDS, "the manager")
+        for rank, word in words.items():
+            names[rank] = msgspec.json.decode(word, type=list[str])
+            if len(names[rank]) != count:
+                raise CommitError(
+                    f"rank {rank} was given other tiers than rank {LEADER}: give all ranks the same"
+                )
+        missing -= words.keys()
+    found: list[tuple[int, ...]] = []
+    for index in range(count):
+        numbers: dict[str, int] = {}
+        found.append(tuple(numbers.setdefault(names[rank][index], len(numbers)) for rank in sorted(names)))
+    return found
+
+
+def _identity(backend: StorageBackend) -> str:
+    root = backend.url
+    if isinstance(backend, Rooted):
+        with suppress(CkptError):  # what is wrong with it is the first save's to say
+            root = backend.identity()
+    here = Owner.here("")
+    return checksum(f"{here.host} {here.machine} {root}".encode())[:16]
+
+
+def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
+    """The ranks of this node as a world of their own, counted from 0; the whole job where a tier is not told apart by nodes."""
+    return coordinator if nodes is None else _OnNode(coordinator, nodes)
+
+
+class _OnNode:
+    def __init__(self, coordinator: Coordinator, nodes: Nodes) -> None:
+        self._whole, self._nodes = coordinator, nodes
+        self._mates = nodes.mates(coordinator.rank)
+        self._prefix = f"node{nodes.of[coordinator.rank]}/"
+        self.rank, self.world_size = self._mates.index(coordinator.rank), len(self._mates)
+        self.attempt = coordinator.attempt
+
+    def tell(self, subject: str, word: bytes) -> None:
+        self._whole.tell(self._prefix + subject, word)
+
+    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+        words = self._whole.hear(
+            self._prefix + subject, {self._mates[rank] for rank in ranks}, timeout=timeout
+        )
+        return {self._mates.index(rank): word for rank, word in words.items()}
+
+    def decide(self, subject: str, verdict: bytes) -> bytes:
+        return self._whole.decide(self._prefix + subject, verdict)
+
+    def verdict(self, subject: str, *, timeout: float) -> bytes | None:
+        return self._whole.verdict(self._prefix + subject, timeout=timeout)
+
+    def forget(self, subject: str) -> None:
+        self._whole.forget(self._prefix + subject)
+
+    def clone(self) -> _OnNode:
+        return _OnNode(self._whole.clone(), self._nodes)
+
+    def close(self) -> None:
+        self._whole.close()
+
+
+class _Merged(msgspec.Struct, frozen=True):
+    """The manifest can be had from ``rank``."""
+
+    rank: int
+    size: int
+    checksum: str
+
+
+class ManyNodes:
+    """A local tier's `Place`: fragments come from all nodes, and the manifest goes to all. Threads: as `Committer`.
+
+    Args:
+        store: This node's.
+        name: As the committer's.
+        before_put: Raises if this job may not commit on this node any more.
+    """
+
+    def __init__(
+        self,
+        store: OneTier,
+        coordinator: Coordinator,
+        nodes: Nodes,
+        *,
+        name: str,
+        before_put: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._store, self._coordinator, self._nodes = store, coordinator, nodes
+        self._name, self._before_put = name, before_put
+        self._pieces = 0
+        self._attended = coordinator.rank not in nodes.firsts
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
+        """Send this rank's fragment, before its word that it is durable."""
+        self._pieces = send(
+            self._coordinator, self._subject(ref, "fragment"), self._store.read(ref, fragment)
+        )
+
+    def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
+        """The fragment of a rank that has said it is durable: it was sent before. Raises ``TransientStorageError``."""
+        return self._receive(ref, "fragment", fragment.rank, fragment.size)
+
+    def put(self, ref: StepRef, manifest: bytes) -> None:
+        """Put it on this node, and have it put on all others.
+
+        Raises:
+            CommitError: It is on this node, but not on all.
+        """
+        self._store.put(ref, manifest)
+        self._attended = True
+        pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
+        merged = _Merged(self._coordinator.rank, len(manifest), checksum(manifest))
+        self._coordinator.decide(self._subject(ref, "merged"), msgspec.json.encode(merged))
+        faults = self._faults(ref)
+        drop(self._coordinator, self._subject(ref, "manifest"), pieces)
+        if faults:
+            told = "; ".join(f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items()))
+            raise CommitError(f"the manifest was put on one node, but not on all: {told}")
+
+    def is_absent(self, ref: StepRef) -> bool:
+        """As far as this node tells: nobody has sent it to the others before it was put here."""
+        return self._store.is_absent(ref)
+
+    def attend(self, ref: StepRef, until: float) -> None:
+        """On the lowest rank of each node: put the manifest as soon as there is one."""
+        while not self._attended and (left := until - time.monotonic()) > 0:
+            if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
+                return
+            told = self._coordinator.verdict(self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, left))
+            if told is not None:
+                self._attended = True
+                merged = msgspec.json.decode(told, type=_Merged)
+                if self._nodes.of[merged.rank] != self._nodes.of[self._coordinator.rank]:
+                    word = self._put_here(ref, merged)
+                    self._coordinator.tell(self._subject(ref, "put"), word.encode())
+
+    def forget(self, ref: StepRef) -> None:
+        """The save is decided, or this rank has no part in it any more."""
+        drop(self._coordinator, self._subject(ref, "fragment"), self._pieces)
+        self._coordinator.forget(self._subject(ref, "put"))
+
+    def _faults(self, ref: StepRef) -> dict[int, str]:
+        """What kept other nodes from putting it, by their lowest rank."""
+        here = self._nodes.of[self._coordinator.rank]
+        missing = {first for first in self._nodes.firsts if self._nodes.of[first] != here}
+        faults: dict[int, str] = {}
+        deadline = time.monotonic() + _PUT_SECONDS
+        while missing and (left := deadline - time.monotonic()) > 0:
+            words = self._coordinator.hear(self._subject(ref, "put"), missing, timeout=left)
+            faults |= {rank: word.decode() for rank, word in words.items() if word}
+            missing -= words.keys()
+        return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
+
+    def _put_here(self, ref: StepRef, merged: _Merged) -> str:
+        """Returns why it was not."""
+        try:
+            data = self._receive(ref, "manifest", merged.rank, merged.size)
+            if checksum(data) != merged.checksum:
+                return f"it is not what rank {merged.rank} has merged"
+            self._before_put()
+            self._store.put(ref, data)
+        except Exception as error:  # noqa: BLE001 - the committer waits for it
+            return str(error) or repr(error)
+        return ""
+
+    def _receive(self, ref: StepRef, what: str, rank: int, nbytes: int) -> bytes:
+        try:
+            return receive(
+                self._coordinator, self._subject(ref, what), rank, limit=nbytes, timeout=_SENT_SECONDS
+            )
+        except CommitError as error:  # no rank's fault: another may have it
+            raise TransientStorageError(ref.folder, str(error)) from None
+
+    def _subject(self, ref: StepRef, what: str) -> str:
+        return f"{self._name}/{ref.folder}/{what}"

@@ -1,0 +1,78 @@
+"""Equal chunks in the files of several ranks: which is the nearest? Pure decisions.
+
+Where each node has written its own copy of what is replicated, the manifest's tensors name one of them; the chunk tables of all files are in it all the same, and chunks of one checksum and length are one
+chunk. So a copy that is near serves for one that is far, or gone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+from ckpt.model.manifest import Manifest, stored_lengths
+from ckpt.plan.restore import ChunkRead, RestorePlan
+
+_FARTHEST: Final = 2
+
+
+def nearest_copies(plan: RestorePlan, manifest: Manifest, distance: Mapping[int, int]) -> RestorePlan:
+    """``plan``, each chunk from the rank's file that is the least far. ``distance`` of ranks' files: 0 is here, 1 is nearer than all that it does not tell of.
+
+    Every place is read once, as in ``plan``; what has no nearer copy stays.
+    """
+    far = [read for read in plan.reads if distance.get(read.rank, _FARTHEST)]
+    if not far:
+        return plan
+    wanted = {(read.nbytes, read.checksum) for read in far}
+    taken = {(read.rank, read.offset) for read in plan.reads}
+    copies: dict[tuple[int, str], list[tuple[int, int, int, int]]] = defaultdict(list)
+    encodings = manifest.encodings()
+    for file in manifest.files:
+        lengths = stored_lengths(file, encodings.get(file.rank))
+        for chunk, offset, stored in zip(file.chunks, accumulate(lengths, initial=0), lengths, strict=False):
+            if (key := (chunk.nbytes, chunk.checksum)) in wanted and (file.rank, offset) not in taken:
+                copies[key].append((distance.get(file.rank, _FARTHEST), file.rank, offset, stored))
+    for found in copies.values():
+        found.sort(reverse=True)
+    reads = [_nearer(read, copies.get((read.nbytes, read.checksum)), distance) for read in plan.reads]
+    return replace(plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset))))
+
+
+def _nearer(
+    read: ChunkRead, copies: list[tuple[int, int, int, int]] | None, distance: Mapping[int, int]
+) -> ChunkRead:
+    if not copies or copies[-1][0] >= distance.get(read.rank, _FARTHEST):
+        return read
+    _, rank, offset, stored = copies.pop()
+    return replace(read, rank=rank, offset=offset, encoded_nbytes=None if stored == read.nbytes else stored)
+
+
+def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:
+    """Who of ``replicas`` share the writing of one copy with ``rank``: all of them, or if nodes are told those of its node. Of a lone one, nobody.
+
+    Every replica decides alike. Where nodes hold unequal numbers of them each writes all of it: parts cut in different ways are no copies of each other.
+    """
+    if not node_of or rank not in replicas:
+        return replicas
+    counts = Counter(node_of[other] for other in replicas)
+    mates = tuple(other for other in replicas if node_of[other] == node_of[rank])
+    return mates if len(set(counts.values())) == 1 and len(mates) > 1 else ()
+
+
+def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
+    """Ranks of whose file some chunk is in no file of ``there``. A file's header, its first chunk, is not needed."""
+    held = {
+        (chunk.nbytes, chunk.checksum)
+        for file in manifest.files
+        if file.rank in there
+        for chunk in file.chunks
+    }
+    return [
+        file.rank
+        for file in manifest.files
+        if file.rank not in there
+        and any((chunk.nbytes, chunk.checksum) not in held for chunk in file.chunks[1:])
+    ]

@@ -1,0 +1,76 @@
+"""What to say of ranks whose fragments do not fit together: who holds what, and of what kind it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from ckpt.model.box import Box
+from ckpt.model.manifest import Tensor
+from ckpt.model.values import Node, join
+
+_MOST_TOLD: Final = 6
+_CAUSE: Final = "a mesh that changed, or a layout that differs between ranks? All must save the same state under the same mesh"
+
+
+def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
+    """Who holds which boxes of a tensor, and what may be the cause that they do not make it whole."""
+    boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
+    for rank, tensor in parts:
+        boxes[tuple(shard.box for shard in tensor.shards)].append(rank)
+    told = [f"{_ranks(ranks)} wrote {_boxes(held)}" for held, ranks in boxes.items()]
+    rest = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
+    return f"{'; '.join(told[:_MOST_TOLD])}{rest} ({_CAUSE})"
+
+
+def forms_told(parts: Sequence[tuple[int, Tensor]]) -> str | None:
+    """Who has it in which dtype and shape, if they differ."""
+    forms: dict[str, list[int]] = defaultdict(list)
+    for rank, tensor in parts:
+        forms[f"{tensor.dtype}{list(tensor.shape)}"].append(rank)
+    if len(forms) == 1:
+        return None
+    return "ranks disagree: " + " and ".join(f"{form} on {_ranks(ranks)}" for form, ranks in forms.items())
+
+
+def kind_of(node: Node) -> str:
+    """In words."""
+    if isinstance(node, dict):
+        return str(node.get("$", "dict"))
+    return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
+
+
+def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
+    """Names of the plain values that a module or optimizer has where it could have tensors."""
+    if not isinstance(node, dict):
+        return
+    match node.get("$"):
+        case None:
+            for key, item in node.items():
+                yield from values_beside_tensors(item, join(path, key))
+        case "module":
+            yield from (f"{path}/{fqn}" for fqn in node["values"])
+        case "optimizer":
+            yield from node["state"]
+        case _:
+            pass
+
+
+def mixed(trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]) -> tuple[str, int, int] | None:
+    """(name, rank, rank) of what is a tensor on the first rank and a plain value on the second. ``tensors``: name -> a rank that has it."""
+    for rank, tree in trees:
+        for name in values_beside_tensors(tree):
+            if name in tensors:
+                return name, tensors[name], rank
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_TOLD])) + (" ..." if len(ranks) > _MOST_TOLD else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
+def _boxes(boxes: Sequence[Box]) -> str:
+    shown = [f"{list(box.shape)} at {list(box.offsets)}" for box in boxes[:_MOST_TOLD]]
+    return (", ".join(shown) or "nothing") + (" ..." if len(boxes) > _MOST_TOLD else "")

@@ -1,0 +1,49 @@
+#!/bin/sh
+# Check docs/protocol/commit.pml with Spin: the sound protocol, and that each rule that is broken on purpose is missed. From the root of the repository: make check-protocol
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+build=$here/../../.build/protocol
+mkdir -p "$build"
+
+spin=$(command -v spin || true)
+if [ -z "$spin" ]; then # without root: the package, unpacked
+    spin=$build/spin/usr/bin/spin
+    [ -x "$spin" ] || (cd "$build" && apt-get download -q spin && dpkg -x spin_*.deb spin) >/dev/null 2>&1 || true
+fi
+if [ ! -x "$spin" ] || ! command -v gcc >/dev/null; then
+    echo "check-protocol needs spin and gcc: apt-get install spin gcc (or https://spinroot.com), then make check-protocol again" >&2
+    exit 1
+fi
+
+# NAME EXPECTED-ERRORS PAN-FLAGS COMPILER-FLAGS MODEL-FLAGS...
+run() {
+    name=$1 expected=$2 limits=$3 store=$4
+    shift 4
+    rm -rf "$build/run" && mkdir -p "$build/run" && cd "$build/run"
+    cp "$here/commit.pml" .
+    "$spin" -a "$@" commit.pml >/dev/null
+    gcc -w -O2 -DSAFETY $store -DMEMLIM=3500 -o pan pan.c
+    ./pan -m300000 -n $limits >out 2>&1 || true
+    errors=$(sed -n 's/.*errors: \([0-9]*\)/\1/p' out | head -1)
+    states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' out)
+    printf '%-60s %12s states, errors: %s (%s expected)\n' "$name" "$states" "${errors:-?}" "$expected"
+    if [ "${errors:-?}" != "$expected" ] || grep -Eq 'max search depth too small|out of memory|memory limit' out; then
+        cat out
+        [ ! -f commit.pml.trail ] || "$spin" -p -t "$@" commit.pml | tail -60
+        exit 1
+    fi
+}
+
+echo "all states of three ranks:"
+run "nobody dies, the store goes, someone finishes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=1
+run "one dies at any step" 0 "" -DCOLLAPSE -DCRASHES=1 -DFINISHERS=0
+echo "as many states as a minute has, of three ranks, two attempts, two tiers, three deaths, two finishers, a pruner:"
+run "all of it" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=2 -DPRUNER -DSTORE_GOES
+echo "broken on purpose:"
+for bug in REFUSE_WITHOUT_CAS TAKE_WITHOUT_CAS; do
+    run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=0
+done
+for bug in CLEAR_WITHOUT_MARK UNMARK_EARLY FINISH_WITHOUT_MARK FINISH_WITHOUT_LOOK; do
+    run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=1
+done
+echo "the protocol holds, and the model tells when it does not"

@@ -1,0 +1,347 @@
+/* The commit protocol of ckpt as a model for Spin. Prose: docs/protocol.md. Code: ckpt/coordination/{commit,committer,mark}.py, ckpt/catalog/finalize.py.
+
+   Time is not modelled: whoever waits may lose its patience at any moment, which covers every delay, every stop and every clock. A crash may come before every step (CRASHES of them in
+   all), what a process was putting may arrive after its death, or arrive though the answer was lost, or be put twice.
+
+   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DPRUNER; each -DBUG_... breaks one rule on purpose.  */
+
+#ifndef ATTEMPTS
+#define ATTEMPTS 1
+#endif
+#ifndef TIERS
+#define TIERS 1
+#endif
+#ifndef CRASHES
+#define CRASHES 2
+#endif
+#ifndef FINISHERS
+#define FINISHERS 1
+#endif
+#define RANKS 3
+#define ALL 7
+#define SAVES 4 /* of one attempt on one tier each */
+#define S (a * 2 + t)
+
+#define NONE 0
+/* words */
+#define DURABLE 1
+#define FAILED 2
+/* intent */
+#define REFUSE 1
+#define GO 2
+/* turn */
+#define TAKEN 1
+#define WITHDRAWN 2
+/* outcome */
+#define COMMITTED 1
+#define REFUSED 2
+#define UNKNOWN 3
+/* mark on the tier */
+#define BY_JOB 1
+#define BY_FINISHER 2
+
+/* the job's store of each attempt: gone with it when it dies */
+byte word[12], intent[SAVES], turn[SAVES], outcome[SAVES];
+bool gone[2];
+/* a tier */
+byte data[SAVES], fragment[SAVES], mark[SAVES];
+bool manifest[SAVES];
+byte owner[2];
+/* puts on their way, of the dead or of those who got no answer */
+byte late_fragment[SAVES];
+bool late_manifest[SAVES];
+/* for the claims below */
+byte crashes, ended[2];
+bool finisher_put[SAVES];
+
+#define WORD(r) word[(S) * 3 + (r)]
+#define ALL_DURABLE (WORD(0) == DURABLE && WORD(1) == DURABLE && WORD(2) == DURABLE)
+#define ONE_FAILED (WORD(0) == FAILED || WORD(1) == FAILED || WORD(2) == FAILED)
+#define MINE (1 << r)
+
+/* Rule 2: what is listed is whole when it appears, and stays so. */
+#define WHOLE(s) (data[s] == ALL && fragment[s] == ALL)
+#define APPEAR(s) manifest[s] = true; assert(WHOLE(s))
+#define MAY_DELETE(s) assert(!manifest[s])
+
+#define CLAIM owner[t] = (r == 0 -> a : owner[t])
+#ifdef PRUNER
+#define ENDED(a) ended[a]++
+#else
+#define ENDED(a) skip
+#endif
+#define MAY_CRASH :: crashes < CRASHES -> crashes++; goto dead
+#define IF_GONE :: gone[a] -> goto lost
+
+proctype Rank(byte a; byte r)
+{
+  byte t = 0;
+  bool failed, seen, exclusive, spoiled; /* seen: that the intent is to commit */
+
+save:
+  if /* the leader takes the root over, as it thinks the other attempt dead; its file and its fragment */
+  MAY_CRASH
+  :: atomic { CLAIM; failed = true }
+  :: atomic { CLAIM; data[S] = data[S] | MINE; failed = true }
+  :: atomic { CLAIM; data[S] = data[S] | MINE; late_fragment[S] = late_fragment[S] | MINE; failed = true }
+  :: atomic { CLAIM; data[S] = data[S] | MINE; fragment[S] = fragment[S] | MINE; failed = true } /* no answer */
+  :: atomic { CLAIM; data[S] = data[S] | MINE; fragment[S] = fragment[S] | MINE }
+  fi;
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] && failed -> WORD(r) = FAILED }
+  :: atomic { !gone[a] && !failed -> WORD(r) = DURABLE }
+  fi;
+
+wait: /* for the outcome, for words, for what others do; patience may be over at any time */
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] && outcome[S] != NONE -> goto done }
+  :: atomic { !gone[a] && intent[S] == REFUSE && r != 0 -> goto conclude_refused }
+  :: atomic { !gone[a] && intent[S] == GO && r != 0 && !seen -> seen = true; goto wait }
+  :: atomic { !gone[a] && !seen && (intent[S] == NONE || r == 0) && ONE_FAILED -> goto propose_refusal }
+  :: atomic { !gone[a] && !seen && (intent[S] == NONE || r == 0) && !ALL_DURABLE -> goto propose_refusal }
+  :: atomic { !gone[a] && !seen && (intent[S] == NONE || r == 0) && ALL_DURABLE && !spoiled -> goto merge }
+  :: atomic { !gone[a] && seen && ALL_DURABLE && !spoiled -> goto merge }
+  :: atomic { !gone[a] && seen -> spoiled = false; exclusive = false; goto conclude_unknown }
+  fi;
+
+merge: /* and see that the root is still this attempt's */
+  if
+  MAY_CRASH
+  :: atomic { owner[t] == a && fragment[S] == ALL && !seen -> goto propose_go }
+  :: atomic { owner[t] == a && fragment[S] == ALL && seen -> goto take }
+  :: atomic { !(owner[t] == a && fragment[S] == ALL) && !seen -> goto propose_refusal }
+  :: atomic { !(owner[t] == a && fragment[S] == ALL) && seen -> spoiled = true; goto wait }
+  fi;
+
+propose_refusal:
+  if
+  MAY_CRASH
+  IF_GONE
+#ifdef BUG_REFUSE_WITHOUT_CAS
+  :: atomic { !gone[a] -> intent[S] = REFUSE; goto conclude_refused }
+#else
+  :: atomic { !gone[a] && intent[S] != GO -> intent[S] = REFUSE; goto conclude_refused }
+  :: atomic { !gone[a] && intent[S] == GO -> seen = true; goto wait }
+#endif
+  fi;
+
+propose_go:
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] && intent[S] == NONE -> intent[S] = GO; seen = true; exclusive = true; goto put }
+  :: atomic { !gone[a] && intent[S] == REFUSE -> goto conclude_refused }
+  :: atomic { !gone[a] && intent[S] == GO -> seen = true; goto wait }
+  fi;
+
+take:
+  if
+  MAY_CRASH
+  IF_GONE
+#ifdef BUG_TAKE_WITHOUT_CAS
+  :: atomic { !gone[a] -> goto put }
+#else
+  :: atomic { !gone[a] && turn[S] != WITHDRAWN -> turn[S] = TAKEN; goto put }
+  :: atomic { !gone[a] && turn[S] == WITHDRAWN -> goto conclude_refused }
+#endif
+  fi;
+
+put: /* if absent, and content with what is there already: it is the same */
+  if
+  MAY_CRASH
+  :: atomic { crashes < CRASHES -> crashes++; late_manifest[S] = true; goto dead }
+  :: atomic { APPEAR(S); goto conclude_committed }
+  :: atomic { !manifest[S] && exclusive -> goto withdraw } /* the store said no */
+  :: atomic { late_manifest[S] = true; if :: exclusive -> goto conclude_unknown :: else -> spoiled = true; goto wait fi }
+  :: atomic { APPEAR(S); if :: exclusive -> goto conclude_unknown :: else -> spoiled = true; goto wait fi }
+  fi;
+
+withdraw:
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] && turn[S] != TAKEN -> turn[S] = WITHDRAWN; goto conclude_refused }
+  :: atomic { !gone[a] && turn[S] == TAKEN -> exclusive = false; spoiled = true; goto wait }
+  fi;
+
+conclude_committed:
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] -> if :: outcome[S] == NONE -> outcome[S] = COMMITTED :: else fi; goto done }
+  fi;
+conclude_refused:
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] -> if :: outcome[S] == NONE -> outcome[S] = REFUSED :: else fi; goto done }
+  fi;
+conclude_unknown:
+  if
+  MAY_CRASH
+  IF_GONE
+  :: atomic { !gone[a] -> if :: outcome[S] == NONE -> outcome[S] = UNKNOWN :: else fi; goto done }
+  fi;
+
+done:
+  atomic {
+    assert(outcome[S] != COMMITTED || manifest[S]);
+    assert(outcome[S] != REFUSED || !manifest[S] || finisher_put[S]);
+    WORD(r) = NONE; /* forgotten */
+    seen = false; exclusive = false; spoiled = false;
+    if
+    :: outcome[S] == REFUSED || failed -> goto clear_away
+    :: else -> goto next
+    fi
+  };
+
+lost: /* the job's store is gone: a rank that has failed clears its own away, the others do not know */
+  if
+  :: failed -> goto clear_away
+  :: else -> goto over
+  fi;
+
+clear_away:
+  if
+  MAY_CRASH
+#ifdef BUG_CLEAR_WITHOUT_MARK
+  :: true
+#else
+  :: atomic { mark[S] != BY_FINISHER -> mark[S] = BY_JOB }
+  :: atomic { mark[S] == BY_FINISHER -> goto next }
+#endif
+  fi;
+  if
+  MAY_CRASH
+  :: atomic { manifest[S] -> mark[S] = NONE; goto next }
+  :: !manifest[S]
+  fi;
+#ifdef BUG_UNMARK_EARLY
+  if
+  MAY_CRASH
+  :: atomic { mark[S] = NONE }
+  fi;
+#endif
+  if
+  MAY_CRASH
+  :: atomic { MAY_DELETE(S); fragment[S] = fragment[S] & (ALL - MINE) }
+  fi;
+  if
+  MAY_CRASH
+  :: atomic { MAY_DELETE(S); data[S] = data[S] & (ALL - MINE) }
+  fi;
+  if
+  MAY_CRASH
+  :: atomic { mark[S] = NONE }
+  fi;
+
+next:
+  atomic {
+    failed = false;
+    if
+    :: t + 1 < TIERS && !gone[a] -> t++; goto save
+    :: else
+    fi
+  };
+
+dead:
+over:
+  atomic { seen = false; exclusive = false; spoiled = false; failed = false; t = 0; ENDED(a) }
+}
+
+/* `ckpt finalize --job-is-dead`, or the restore of a later job: at any moment, also while the job lives. */
+proctype Finisher()
+{
+  byte a = 0, t = 0;
+  if :: true :: TIERS == 2 -> t = 1 fi;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+  if :: atomic { owner[t] == a && WHOLE(S) } :: goto over fi;
+  if
+  :: goto over
+#ifdef BUG_FINISH_WITHOUT_MARK
+  :: true
+#else
+  :: atomic { mark[S] != BY_JOB -> mark[S] = BY_FINISHER }
+#endif
+  fi;
+#ifndef BUG_FINISH_WITHOUT_LOOK
+  if :: goto over :: data[S] == ALL fi;
+  if :: goto over :: fragment[S] == ALL fi;
+#endif
+  if
+  :: goto over
+  :: atomic { late_manifest[S] = true; finisher_put[S] = true; goto over } /* it dies, and its put arrives */
+  :: atomic { APPEAR(S); finisher_put[S] = true }
+  fi;
+  if :: goto over :: atomic { mark[S] = NONE } fi;
+over:
+  skip
+}
+
+/* What is on its way arrives at some time, once or twice. */
+proctype Network()
+{
+  byte a = 0, t = 0;
+end:
+  do
+  :: atomic { late_fragment[0] != 0 -> fragment[0] = fragment[0] | late_fragment[0]; late_fragment[0] = 0 }
+  :: atomic { late_manifest[0] -> if :: !manifest[0] -> APPEAR(0) :: else fi; if :: late_manifest[0] = false :: true fi }
+#if ATTEMPTS * TIERS > 1
+  :: atomic { late_fragment[1] != 0 -> fragment[1] = fragment[1] | late_fragment[1]; late_fragment[1] = 0 }
+  :: atomic { late_manifest[1] -> if :: !manifest[1] -> APPEAR(1) :: else fi; late_manifest[1] = false }
+  :: atomic { late_fragment[2] != 0 -> fragment[2] = fragment[2] | late_fragment[2]; late_fragment[2] = 0 }
+  :: atomic { late_manifest[2] -> if :: !manifest[2] -> APPEAR(2) :: else fi; late_manifest[2] = false }
+  :: atomic { late_fragment[3] != 0 -> fragment[3] = fragment[3] | late_fragment[3]; late_fragment[3] = 0 }
+  :: atomic { late_manifest[3] -> if :: !manifest[3] -> APPEAR(3) :: else fi; late_manifest[3] = false }
+#endif
+  od
+}
+
+#ifdef PRUNER
+/* What a job has left that ended long ago. */
+proctype Pruner()
+{
+  byte a = 0, t = 0;
+end:
+  ended[a] == RANKS && late_fragment[S] == 0 && !late_manifest[S];
+  if :: atomic { !manifest[S] } :: goto over fi;
+  if :: atomic { mark[S] != BY_FINISHER -> mark[S] = BY_JOB } :: goto over fi;
+  if :: atomic { manifest[S] -> mark[S] = NONE; goto over } :: !manifest[S] fi;
+  atomic { MAY_DELETE(S); fragment[S] = 0 };
+  atomic { MAY_DELETE(S); data[S] = 0 };
+  atomic { mark[S] = NONE };
+over:
+  skip
+}
+#endif
+
+#ifdef STORE_GOES
+proctype Fire() { gone[0] = true }
+#endif
+
+init {
+  atomic {
+    owner[0] = 0; owner[1] = 0;
+    run Rank(0, 0); run Rank(0, 1); run Rank(0, 2);
+#if ATTEMPTS == 2
+    run Rank(1, 0); run Rank(1, 1); run Rank(1, 2);
+#endif
+    run Network();
+#if FINISHERS > 0
+    run Finisher();
+#endif
+#if FINISHERS > 1
+    run Finisher();
+#endif
+#ifdef PRUNER
+    run Pruner();
+#endif
+#ifdef STORE_GOES
+    run Fire();
+#endif
+  }
+}

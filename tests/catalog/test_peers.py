@@ -1,0 +1,148 @@
+"""What a node gives to others, and what it does not."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ckpt.catalog.peers import _ANSWER, _MAGIC, _REQUEST, Peer, PeerServer, PeerStore, Step
+from ckpt.errors import ObjectNotFound, StorageError
+from ckpt.model.layout import StepRef
+from ckpt.storage.registry import open_backend
+
+REF, OTHER = StepRef(5, "abc123"), StepRef(6, "abc123")
+DATA = secrets.token_bytes((9 << 20) + 5)
+KEY = REF.key("rank-00002.safetensors")
+
+
+@dataclass
+class Node:
+    server: PeerServer
+    peer: Peer
+    store: PeerStore
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    root = tmp_path / "tier"
+    backend = open_backend(str(root))
+    for ref in (REF, OTHER):
+        backend.put(ref.key("rank-00002.safetensors"), [DATA])
+        backend.put(ref.key("rank-00002.json"), [b"{}"])
+        backend.put(ref.manifest, [b"truth"])
+    backend.put("writer.json", [b"secret"])
+    (tmp_path / "beside").write_text("secret")
+    server = PeerServer({1: backend})
+    steps = {ref.folder: Step(True, {"rank-00002.safetensors": len(DATA)}) for ref in (REF, OTHER)}
+    peer = Peer(2, ("127.0.0.1",), server.port, server.token.hex(), {1: steps})
+    server.allow(REF)
+    yield Node(server, peer, PeerStore(1, str(root), [peer]))
+    server.close()
+
+
+def read(store: PeerStore, key: str, offset: int, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    store.read_into(key, offset, memoryview(out))
+    return bytes(out)
+
+
+def asked(node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = _MAGIC) -> bytes:
+    """What comes back for a request, whoever makes it."""
+    name = key.encode()
+    with socket.create_connection(("127.0.0.1", node.server.port), 5) as connection:
+        connection.settimeout(10)
+        connection.sendall(_REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name)
+        got = b""
+        with suppress(OSError):  # what it did not care to read is thrown away, and the connection with it
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                got += piece
+    return got
+
+
+def test_any_range_of_the_chosen_step_is_read_and_its_size_is_told(node: Node) -> None:
+    for offset, nbytes in ((0, len(DATA)), (len(DATA) - 7, 7), (8 << 20, 12), (17, 4096)):
+        assert read(node.store, KEY, offset, nbytes) == DATA[offset : offset + nbytes]
+    assert node.store.head(KEY).size == len(DATA)
+    assert node.store.head(REF.key("rank-00002.json")).size == 2
+    assert read(node.store, REF.manifest, 0, 5) == b"truth"
+    assert read(node.store, OTHER.manifest, 0, 5) == b"truth"
+    assert sorted(node.store.folders("")) == [REF.folder, OTHER.folder]
+
+
+def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
+    with pytest.raises(StorageError, match="were wanted"):
+        read(node.store, KEY, len(DATA) - 2, 3)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        OTHER.key("rank-00002.safetensors"),
+        "writer.json",
+        "../beside",
+        f"{REF.folder}/../writer.json",
+        f"{REF.folder}/../../beside",
+        f"{REF.folder}/.hidden",
+        "/etc/passwd",
+        f"{REF.folder}/rank-00002.safetensors/x",
+        "",
+        "\0",
+    ],
+)
+def test_nothing_else_is_read(node: Node, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.catalog.peers._CONNECT_SECONDS", 0.2)  # how long it waits to hear of the step
+    answer = asked(node, key)
+    assert len(answer) == _ANSWER.size
+    assert _ANSWER.unpack(answer)[1] != 0
+    assert node.server.served_bytes == 0
+
+
+def test_who_knows_no_token_gets_no_answer(node: Node) -> None:
+    assert asked(node, KEY, secrets.token_bytes(32)) == b""
+    assert asked(node, KEY, magic=b"GET ") == b""
+    assert asked(node, KEY) != b""
+    assert len(asked(node, KEY, tier=7)) == _ANSWER.size  # a tier that it does not serve
+
+
+def test_those_who_connect_and_say_nothing_do_not_hold_up_the_end(node: Node) -> None:
+    silent = [socket.create_connection(("127.0.0.1", node.server.port), 5) for _ in range(12)]
+    began = time.monotonic()
+    node.server.close()
+    assert time.monotonic() - began < 5
+    for connection in silent:
+        connection.close()
+
+
+def test_a_node_that_is_gone_is_asked_twice_and_not_again(node: Node) -> None:
+    node.server.close()
+    with pytest.raises(ObjectNotFound, match=r"does not answer|no node that answers"):
+        read(node.store, KEY, 0, 4)
+    began = time.monotonic()
+    with pytest.raises(ObjectNotFound):
+        read(node.store, KEY, 0, 4)
+    assert time.monotonic() - began < 0.1
+
+
+def test_the_next_address_and_the_next_node_are_tried(node: Node) -> None:
+    dead = msgspec.structs.replace(node.peer, rank=0, port=1)
+    other = msgspec.structs.replace(node.peer, addresses=("127.0.0.1.invalid", "127.0.0.1"))
+    assert read(PeerStore(1, "here", [dead, other]), KEY, 3, 5) == DATA[3:8]
+
+
+def test_nothing_is_written_through_it(node: Node) -> None:
+    for attempt in (
+        lambda: node.store.put(KEY, [b"x"]),
+        lambda: node.store.upload(KEY, 1),
+        lambda: node.store.delete(KEY),
+    ):
+        with pytest.raises(StorageError, match="only read"):
+            attempt()

@@ -1,0 +1,145 @@
+"""A commit where no rank sees all: three ranks on two nodes, of which each has a store of its own."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+import ckpt.coordination.nodes
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict, Word
+from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.nodes import ManyNodes
+from ckpt.coordination.refusal import Refused
+from ckpt.errors import OutOfSpace, RootInUse
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import unpack
+from ckpt.model.layout import fragment_name
+from ckpt.model.manifest import Manifest
+from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt_backends.memory import forget_memory, open_memory
+from tests.coordination.test_committer import REF, make_durable
+from tests.coordination.world import World
+
+NODES = ckpt.coordination.nodes.Nodes((0, 0, 1))
+Stores = list[FaultyBackend]
+
+
+@pytest.fixture
+def stores() -> Iterator[Stores]:
+    names = [uuid.uuid4().hex for _ in range(2)]
+    yield [FaultyBackend(open_memory(f"memory://{name}", {})) for name in names]
+    for name in names:
+        forget_memory(name)
+
+
+def commit(
+    world: World, stores: Stores, words: dict[int, Word], ranks: set[int] | None = None
+) -> dict[int, Verdict]:
+    def work(coordinator: Coordinator) -> Verdict:
+        store = OneTier(stores[NODES.of[coordinator.rank]])
+        place = ManyNodes(
+            store, coordinator, NODES, name="tier0", before_put=checks.get(coordinator.rank, lambda: None)
+        )
+        committer = Committer(coordinator, place, name="tier0", timeout=5, takeover=0.3)
+        word = words[coordinator.rank]
+        if isinstance(word, Durable):
+            committer.offer(REF, word)
+        return committer.commit(REF, word)
+
+    checks = getattr(world, "checks", {})
+    return world.run(work, ranks)
+
+
+def all_durable(stores: Stores) -> dict[int, Word]:
+    return {rank: make_durable(stores[NODES.of[rank]], rank, 3) for rank in range(3)}
+
+
+def manifests(stores: Stores) -> list[bytes]:
+    found: list[StorageBackend] = [
+        store for store in stores if any(info.key == REF.manifest for info in store.list(""))
+    ]
+    return [read_object(store, REF.manifest, limit=1 << 20) for store in found]
+
+
+def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store(stores: Stores) -> None:
+    world = World(3, patience=5)
+    heard = commit(world, stores, all_durable(stores))
+    one, two = manifests(stores)
+    assert one == two
+    assert heard == dict.fromkeys(range(3), Committed(checksum(one)))
+    manifest = unpack(one, Manifest, key=REF.manifest)
+    assert [fragment.rank for fragment in manifest.fragments] == [0, 1, 2]
+    left = {key for key, _ in world.words}
+    assert not left - {f"tier0/{REF.folder}/put"}, left  # the committer may have had to wait for it
+    assert max(map(len, world.verdicts.values())) < 200  # verdicts stay
+
+
+def test_a_rank_that_has_failed_is_heard_of_on_all_nodes_and_no_node_has_a_manifest(stores: Stores) -> None:
+    heard = commit(World(3, patience=5), stores, {**all_durable(stores), 2: Failed("disk full")})
+    assert all(
+        isinstance(verdict, Refused) and verdict.failures == {2: "disk full"} for verdict in heard.values()
+    )
+    assert manifests(stores) == []
+
+
+def test_a_node_that_cannot_put_it_fails_the_save_and_nothing_may_be_removed(stores: Stores) -> None:
+    words = all_durable(stores)
+    stores[1] = FaultyBackend(stores[1], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))])
+    heard = commit(World(3, patience=5), stores, words)
+    for verdict in heard.values():
+        assert isinstance(verdict, Unknown), verdict
+        assert "on the node of rank 2" in verdict.reason
+        assert "no space left" in verdict.reason
+    assert len(manifests(stores)) == 1
+
+
+def test_a_node_whose_root_was_taken_over_puts_nothing(stores: Stores) -> None:
+    def taken() -> None:
+        raise RootInUse("here", "another")
+
+    world = World(3, patience=5)
+    world.checks = {2: taken}  # type: ignore[attr-defined]
+    heard = commit(world, stores, all_durable(stores))
+    assert all(
+        isinstance(verdict, Unknown) and "written by another" in verdict.reason for verdict in heard.values()
+    )
+    assert len(manifests(stores)) == 1
+
+
+def test_if_the_committer_s_own_node_cannot_put_it_no_node_does(stores: Stores) -> None:
+    words = all_durable(stores)
+    stores[0] = FaultyBackend(stores[0], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))])
+    heard = commit(World(3, patience=5), stores, words)
+    assert all(isinstance(verdict, Refused) for verdict in heard.values()), heard
+    assert manifests(stores) == []
+
+
+def test_without_the_leader_a_survivor_puts_it_where_it_can(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 shares the leader's node; the other node's lowest rank is alive."""
+    monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 3.0)
+    words = all_durable(stores)
+    world = World(3, patience=5)
+    silent = world.coordinator(0)
+    ManyNodes(OneTier(stores[0]), silent, NODES, name="tier0").offer(REF, words[0].fragment)  # type: ignore[union-attr]
+    silent.tell(f"tier0/{REF.folder}", ckpt.coordination.commit.encode(words[0]))  # type: ignore[attr-defined]
+    heard = commit(world, stores, words, {1, 2})
+    one, two = manifests(stores)
+    assert one == two
+    assert heard == dict.fromkeys((1, 2), Committed(checksum(one)))
+
+
+def test_a_fragment_that_is_not_what_was_told_is_no_part_of_a_checkpoint(stores: Stores) -> None:
+    words = all_durable(stores)
+    world = World(3, patience=5)
+    other = make_durable(stores[1], 2, 3, created_at=7.0)  # put again, with other content
+    assert isinstance(words[2], Durable)
+    assert other.fragment.name == fragment_name(2)
+    heard = commit(world, stores, words)
+    assert not any(isinstance(verdict, Committed) for verdict in heard.values())
+    assert manifests(stores) == []

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from ckpt.config import Tier
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.nodes import agree, on_node
+from ckpt.coordination.parcel import drop, receive, send
+from ckpt.coordination.single import SingleCoordinator
+from ckpt.errors import CommitError, ConfigError
+from ckpt.storage.tiers import Nodes, open_tiers
+from tests.coordination.world import World
+
+
+def test_ranks_that_see_the_same_root_share_a_node_however_they_spell_it(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "link").symlink_to("one")
+    roots = ["one", "two", "link", "two", "three"]
+
+    def nodes(coordinator: Coordinator) -> Nodes | None:
+        tiers = open_tiers(
+            [Tier(str(tmp_path / roots[coordinator.rank]), local=True), Tier(str(tmp_path / "far"))]
+        )
+        near, far = agree(tiers, coordinator)
+        assert far.nodes is None
+        return near.nodes
+
+    found = World(5).run(nodes)
+    assert set(found.values()) == {Nodes((0, 1, 0, 1, 2))}
+    assert found[0].firsts == (0, 1, 4)
+    assert [found[0].mates(rank) for rank in (2, 1, 4)] == [(0, 2), (1, 3), (4,)]
+
+
+def test_one_node_and_one_rank_are_told_nothing_of_nodes(tmp_path: Path) -> None:
+    tier = Tier(str(tmp_path), local=True)
+    assert World(3).run(lambda it: agree(open_tiers([tier]), it)[0].nodes) == dict.fromkeys(range(3))
+    assert agree(open_tiers([tier]), SingleCoordinator())[0].nodes is None
+
+
+def test_ranks_with_other_tiers_are_an_error(tmp_path: Path) -> None:
+    def nodes(coordinator: Coordinator) -> None:
+        tiers = [Tier(str(tmp_path / str(index)), local=True) for index in range(coordinator.rank + 1)]
+        agree(open_tiers(tiers), coordinator)
+
+    assert "rank 1 was given other tiers" in str(World(2).run(nodes)[0])
+
+
+def test_a_store_that_all_see_is_not_local() -> None:
+    with pytest.raises(ConfigError, match="seen by all nodes"):
+        open_tiers([Tier("s3://bucket/x", local=True)])
+
+
+def test_the_ranks_of_a_node_talk_among_themselves() -> None:
+    nodes = Nodes((0, 1, 0, 1))
+
+    def talk(coordinator: Coordinator) -> tuple[int, int, dict[int, bytes], bytes]:
+        mine = on_node(coordinator, nodes)
+        mine.tell("x", str(coordinator.rank).encode())
+        heard: dict[int, bytes] = {}
+        while len(heard) < 2:
+            heard |= mine.hear("x", {0, 1} - heard.keys(), timeout=5)
+        return mine.rank, mine.world_size, heard, mine.decide("y", str(nodes.of[coordinator.rank]).encode())
+
+    found = World(4).run(talk)
+    assert found[2] == (1, 2, {0: b"0", 1: b"2"}, b"0")
+    assert found[3] == (1, 2, {0: b"1", 1: b"3"}, b"1")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5 << 20, 9 << 20])
+def test_a_parcel_arrives_and_leaves_nothing(nbytes: int) -> None:
+    world = World(2)
+    data = secrets.token_bytes(nbytes)
+    sender, receiver = world.coordinator(1), world.coordinator(0)
+    pieces = send(sender, "s", data)
+    assert pieces == len(world.words)
+    assert max(map(len, world.words.values())) <= (4 << 20) + 10  # torch's store takes 8 MiB at once
+    assert receive(receiver, "s", 1, limit=nbytes, timeout=1) == data
+    with pytest.raises(CommitError, match="more than"):
+        receive(receiver, "s", 1, limit=nbytes - 1, timeout=1)
+    drop(sender, "s", pieces)
+    assert not world.words
+    with pytest.raises(CommitError, match="did not come"):
+        receive(receiver, "s", 1, limit=nbytes, timeout=0.1)
+
+
+def test_a_damaged_parcel_is_an_error() -> None:
+    world = World(2)
+    send(world.coordinator(1), "s", b"x" * 1000)
+    world.words["s/0", 1] = world.words["s/0", 1][:-4]
+    with pytest.raises(CommitError, match="damaged"):
+        receive(world.coordinator(0), "s", 1, limit=1000, timeout=1)

@@ -1,0 +1,104 @@
+"""Two nodes of two ranks, each with a tier of its own, under torchrun: separate roots stand for separate disks, network namespaces for separate machines."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import ROOT, WORKERS, torchrun
+
+pytestmark = pytest.mark.distributed
+
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
+}
+
+
+def test_steps_outlive_nodes_as_far_as_their_bytes_do(tmp_path: Path) -> None:
+    assert "ALL WELL" in torchrun(4, "nodes.py", tmp_path)
+
+
+@pytest.mark.torture
+def test_two_machines_that_share_one_wire(tmp_path: Path) -> None:
+    own = ["unshare", "--user", "--map-root-user", "--net"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*own, "ip", "link"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("no network namespaces here (unshare --user --net, ip)")
+    script = Path(__file__).with_name("two_namespaces.sh")
+    done = subprocess.run(
+        [*own, "bash", script, tmp_path, sys.executable, WORKERS / "nodes.py"],
+        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.stdout.count("ALL WELL") == 4
+
+
+def run_and_kill(folder: Path, mapping: str, far: int, log: Path, seconds: float) -> tuple[int, int]:
+    """The step that all ranks restored, and the last that was committed before all were killed at once."""
+    with log.open("w") as out:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
+             WORKERS / "nodes_kill.py", folder, mapping, str(far)],
+            env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            wait_for(lambda: log.read_text().count("COMMITTED") > 0, job, log)
+            time.sleep(seconds)
+            assert job.poll() is None, log.read_text()[-5000:]
+        finally:
+            # torchrun's workers have sessions of their own
+            for pid in children(job.pid) | {job.pid}:
+                os.kill(pid, signal.SIGKILL)
+            job.wait(30)
+    told = log.read_text()
+    (restored,) = set(re.findall(r"RESTORED \d (\d+)", told))
+    assert told.count("RESTORED") == 4
+    return int(restored), max(int(step) for step in re.findall(r"COMMITTED (\d+)", told))
+
+
+def wait_for(come: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 100
+    while not come():
+        assert job.poll() is None, log.read_text()[-5000:]
+        assert time.monotonic() < deadline, log.read_text()[-5000:]
+        time.sleep(0.05)
+
+
+def children(pid: int) -> set[int]:
+    try:
+        return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    except OSError:
+        return set()
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_again_and_again_while_nodes_are_swapped_and_lost(tmp_path: Path, seed: int) -> None:
+    """All bytes on a node that is left: the newest committed step. A node lost: the newest on the shared tier or, for what was fetched before, later. Never a mixture, which the worker looks for."""
+    rng = random.Random(seed)
+    folder, committed, shared = tmp_path / "tiers", 0, 0
+    for turn in range(5):
+        lost = turn > 0 and rng.random() < 0.4
+        if lost:
+            steps = [int(path.parent.name[5:14]) for path in (folder / "shared").glob("step-*/manifest.json")]
+            shared = max(steps, default=0)
+            shutil.rmtree(folder / f"node{rng.randrange(2)}")
+        mapping = rng.choice(["0011", "1100", "0101"])
+        restored, newest = run_and_kill(folder, mapping, 3, tmp_path / f"{turn}.log", rng.uniform(0.2, 2.0))
+        assert restored >= (shared if lost else committed), (turn, mapping, lost)
+        committed = newest

@@ -1,0 +1,55 @@
+"""Any rank may be stopped or killed, and storage may be slow: the others train on, hear a verdict within a bound, and whatever was durable on all becomes a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from tests.distributed.survivors import merged_again, run_world, told
+
+pytestmark = pytest.mark.distributed
+
+
+def test_those_who_live_commit_follow_and_train_on(tmp_path: Path) -> None:
+    outputs = run_world(3, "survive.py", tmp_path, 2, 4, store_here=True)
+    check(told(outputs, 1, 2) + outputs[0], tmp_path)
+
+
+@pytest.mark.torture
+def test_storage_takes_30_s_and_the_process_group_has_5(tmp_path: Path) -> None:
+    outputs = run_world(3, "survive.py", tmp_path, 5, 30, "dcp", store_here=True, timeout=250)
+    said = told(outputs, 1, 2) + outputs[0]
+    check(said, tmp_path)
+    assert "DCP died" in said
+
+
+def check(said: str, tmp_path: Path) -> None:
+    steps = [int(number) for number in re.findall(r"(\d+) steps of training meanwhile", said)]
+    assert len(steps) == 3
+    assert min(steps) > 100
+    assert said.count("told of rank 2: step 2: waited 3 s for the part of rank(s) 2") == 3
+    assert said.count("committed 3") == said.count("committed 4") == 3
+    assert said.count("committed without a leader") == 2
+    assert said.count("told of rank 0") == 2
+    before, after = merged_again(tmp_path / "run", 5, tmp_path)
+    assert before == after
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.steps() == [3, 4, 5]
+
+
+def test_a_job_whose_store_dies_with_its_leader_is_told_at_once_and_the_next_restore_commits(
+    tmp_path: Path,
+) -> None:
+    outputs = run_world(2, "no_store.py", tmp_path / "run", store_here=False)
+    told(outputs, 1)
+    with CheckpointManager(tmp_path / "run") as manager:
+        state = {"x": torch.zeros(1000)}
+        report = manager.restore(state, strict=False)
+        assert report is not None
+        assert report.step == 2
+        assert [step for step, _ in report.finished] == [2]
+        assert torch.equal(state["x"], torch.arange(1000.0))

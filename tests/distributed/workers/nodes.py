@@ -1,0 +1,232 @@
+"""FOLDER: four ranks on two nodes, each node with a root of its own: saved, lost, swapped, and restored."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nets
+import pytest
+import torch
+import torch.distributed as dist
+from nets import assert_same, full, step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt.catalog.peers
+from ckpt import CheckpointManager, RestoreReport, Tier
+from ckpt.errors import NoCheckpoint, TierNotShared
+
+STRAIGHT, SWAPPED = (0, 0, 1, 1), (1, 1, 0, 0)
+asked: list[str] = []
+reached: set[str] = set()
+
+
+def watch() -> None:
+    """Every request to another node is told."""
+    request = ckpt.catalog.peers.PeerStore._request
+
+    def told(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
+        asked.append(key)
+        size = request(self, peer, key, offset, out)
+        reached.update(self._reached.values())
+        return size
+
+    ckpt.catalog.peers.PeerStore._request = told  # type: ignore[method-assign]
+
+
+def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """As ``nets.build``; buffers are the first rank's alone under DDP, unless it is told not to hand them out."""
+    if mode != "ddp without broadcast":
+        return nets.build(mode, seed)
+    net, _ = nets.build("plain", seed)
+    return (
+        wrapped := DistributedDataParallel(net, forward_sync_buffers=False),
+        torch.optim.AdamW(wrapped.parameters(), lr=1e-2),
+    )
+
+
+class Job:
+    """Four ranks, and where each finds what."""
+
+    def __init__(
+        self, folder: Path, of: Sequence[int] = STRAIGHT, *, far: bool = True, memory: str = ""
+    ) -> None:
+        here = of[dist.get_rank()]
+        self.tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=2)]
+        if memory:
+            self.tiers.insert(0, Tier(f"shm://{memory}-{here}"))
+        if far:
+            self.tiers.append(Tier(str(folder / "shared"), every=2))
+
+    def save(self, mode: str, steps: Sequence[int], **settings: Any) -> dict[int, dict[str, Any]]:
+        """What the state was at each step."""
+        model, optimizer = build(mode, 0)
+        found = {}
+        with CheckpointManager(self.tiers, chunk_bytes=1 << 14, **settings) as manager:
+            for number in steps:
+                step(model, optimizer, number)
+                manager.save({"model": model, "optimizer": optimizer, "step": number})
+                found[number] = full(model, optimizer)
+        dist.barrier()
+        return found
+
+    def restore(self, mode: str, saved: dict[int, dict[str, Any]], want: int, **how: Any) -> RestoreReport:
+        """The report, when what was restored is what was saved."""
+        asked.clear()
+        model, optimizer = build(mode, 1)
+        step(model, optimizer, 99)
+        state = {"model": model, "optimizer": optimizer, "step": -1}
+        with CheckpointManager(self.tiers) as manager:
+            report = manager.restore(state, **how)
+        assert report is not None
+        assert (report.step, state["step"]) == (want, want), report
+        assert_same(full(model, optimizer), saved[want])
+        assert report.repaired == (), report
+        dist.barrier()
+        return report
+
+
+def alone(work: Any) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
+def copy_of(folder: Path, name: str, *, without: Sequence[str] = ()) -> Path:
+    """The nodes and what they share, as they would be after ``without`` was lost."""
+    other = folder.parent / name
+
+    def make() -> None:
+        shutil.copytree(folder, other)
+        for lost in without:
+            shutil.rmtree(other / lost)
+
+    alone(make)
+    return other
+
+
+def ranks_on(folder: Path, node: int, number: int) -> list[str]:
+    return sorted(path.name for path in (folder / f"node{node}").glob(f"step-{number:09d}.*/*.safetensors"))
+
+
+def sharded(root: Path) -> None:
+    base = root / "fsdp"
+    saved = Job(base).save("fsdp", (1, 2, 3))
+    # each node has its ranks' files, the same manifest, and prunes for itself; what is shared has all
+    assert ranks_on(base, 0, 3) == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    assert ranks_on(base, 1, 3) == ["rank-00002.safetensors", "rank-00003.safetensors"]
+    for node in (0, 1):
+        assert len({path.read_bytes() for path in base.glob("node*/step-000000003.*/manifest.json")}) == 1
+        assert len(list((base / f"node{node}").glob("step-*/manifest.json"))) == 2
+    assert len(list(base.glob("shared/step-*/*.safetensors"))) == 4
+
+    report = Job(base).restore("fsdp", saved, 3)
+    assert report.tier.endswith(f"node{dist.get_rank() // 2}"), report
+    assert (asked, report.cached_bytes) == ([], 0)
+
+    # the ranks come back on the other nodes: everything from there, once, and kept
+    swapped = copy_of(base, "swapped")
+    job = Job(swapped, SWAPPED, far=False)
+    report = job.restore("fsdp", saved, 3)
+    assert report.tier.endswith("of other nodes"), report
+    assert report.cached_bytes > 0, report
+    assert asked
+    report = job.restore("fsdp", saved, 3)
+    assert (asked, report.cached_bytes) == ([], 0)
+
+    # one node is lost: the newest step is nowhere whole, the one before is on the shared tier
+    lost = copy_of(base, "lost", without=["node1"])
+    report = Job(lost).restore("fsdp", saved, 2)
+    assert [number for number, _ in report.skipped] == [3]
+    assert "2, 3" in report.skipped[0][1]
+    job = Job(copy_of(base, "gone", without=["node1"]), far=False)
+    with pytest.raises(NoCheckpoint, match="nothing in the state was changed"):
+        job.restore("fsdp", saved, 3)
+
+
+def replicated(root: Path) -> None:
+    for mode in ("ddp without broadcast", "hsdp"):
+        base = root / mode
+        saved = Job(base, far=False).save(mode, (1, 2), copies="per_node")
+        report = Job(base, far=False).restore(mode, saved, 2)
+        assert asked == [], asked
+        assert report.tier.endswith(f"node{dist.get_rank() // 2}"), report
+        for node in (0, 1):
+            lost = copy_of(base, f"{mode}-lost{node}", without=[f"node{node}"])
+            report = Job(lost, far=False).restore(mode, saved, 2)
+            assert bool(asked) == (dist.get_rank() // 2 == node), asked
+            assert report.skipped == ()
+
+
+def undeclared(root: Path) -> None:
+    here = root / f"undeclared{dist.get_rank() // 2}"
+    with (
+        CheckpointManager(here, commit_timeout_seconds=20) as manager,
+        pytest.raises(TierNotShared, match=r"rank\(s\) 2 .*local=True"),
+    ):
+        manager.save({"x": 1, "step": 1})
+    dist.barrier()
+    assert not list(here.glob("step-*/*"))
+
+
+def in_memory(root: Path) -> None:
+    base = root / "memory"
+    name = f"test-{root.name}"
+    job = Job(base, far=False, memory=name)
+    saved = job.save("fsdp", (1, 2))
+    shm = list(Path("/dev/shm").glob(f"ckpt-memory-*-{name}-*"))
+    assert not shm, shm  # a manager that is closed leaves nothing there that is durable elsewhere
+    report = Job(base, SWAPPED, far=False, memory=name).restore("fsdp", saved, 2)
+    assert report.tier.endswith("of other nodes")
+
+
+def fewer(root: Path) -> None:
+    """Two of the four come back, one on each node, then both on one."""
+    base = root / "four"
+    saved = Job(base, far=False).save("fsdp", (1, 2))
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    if rank >= 2:
+        return
+    dist.init_process_group("gloo", init_method=f"file://{root}/second", rank=rank, world_size=2)
+    lost = copy_of(base, "four-lost", without=["node1"])
+    Job(base, (1, 0), far=False).restore("fsdp", saved, 2)
+    assert asked
+    with pytest.raises(NoCheckpoint, match=r"rank\(s\) 2, 3"):
+        Job(lost, (0, 0), far=False).restore("fsdp", saved, 2)
+    # what was fetched is kept: now one node has all of it
+    Job(copy_of(base, "four-kept", without=["node1"]), (0, 0), far=False).restore("fsdp", saved, 2)
+
+
+def apart(root: Path) -> None:
+    """The nodes have no interface in common but one: everything is read over that."""
+    saved = Job(root / "apart", far=False).save("fsdp", (1, 2))
+    Job(root / "apart", SWAPPED, far=False).restore("fsdp", saved, 2)
+    assert asked
+    assert reached <= {"10.77.0.1", "10.77.0.2"}, reached
+
+
+def main() -> None:
+    """All, or the one that is named."""
+    dist.init_process_group("gloo")
+    watch()
+    root = Path(sys.argv[1])
+    if sys.argv[2:] == ["apart"]:
+        apart(root)
+    else:
+        sharded(root)
+        replicated(root)
+        undeclared(root)
+        in_memory(root)
+        fewer(root)
+    if dist.is_initialized():
+        print("ALL WELL", flush=True)
+        dist.destroy_process_group()
+
+
+main()

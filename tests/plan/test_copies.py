@@ -1,0 +1,107 @@
+"""Two nodes of two ranks; both nodes have all of a replicated tensor, and each rank a shard of another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckpt.model.box import Box, split_evenly
+from ckpt.model.manifest import Manifest
+from ckpt.plan.copies import nearest_copies, without_copy, writers
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import merge
+from ckpt.plan.restore import plan_restore
+from tests.plan.worlds import fragment_of, with_ref
+
+NODE_OF = (0, 0, 1, 1)
+ARRAYS = {
+    "same": np.arange(160_000, dtype=np.float32).reshape(1600, 100),
+    "zeros": np.zeros((1600, 100), dtype=np.float32),
+    "cut": np.arange(64, dtype=np.float32).reshape(16, 4),
+}
+
+
+def leaves_of(rank: int, node_of: tuple[int, ...] = NODE_OF) -> list[Leaf]:
+    whole = Box.whole(ARRAYS["same"].shape)
+    share = writers((0, 1, 2, 3), rank, node_of)
+    cut = split_evenly(Box.whole((16, 4)), 4)[rank]
+    assert cut is not None
+    return [
+        Leaf("same", "float32", whole.shape, (whole,), share),
+        Leaf("zeros", "float32", whole.shape, (whole,), share),
+        Leaf("cut", "float32", (16, 4), (cut,), ()),
+    ]
+
+
+def manifest_of(node_of: tuple[int, ...] = NODE_OF) -> Manifest:
+    parts = [fragment_of(rank, 4, leaves_of(rank, node_of), ARRAYS, chunk_bytes=1 << 14) for rank in range(4)]
+    return merge(with_ref(fragment) for _, fragment in parts)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "node_of", "expected"),
+    [
+        ((0, 1, 2, 3), (), (0, 1, 2, 3)),
+        ((0, 1, 2, 3), (0, 0, 1, 1), (2, 3)),
+        ((0, 2), (0, 0, 1, 1), ()),  # a copy on each node, by one rank each
+        ((0, 1, 2), (0, 0, 1, 1), ()),  # unequal parts would be no copies of each other
+        ((), (0, 0, 1, 1), ()),
+    ],
+)
+def test_who_shares_the_writing_of_a_copy(
+    replicas: tuple[int, ...], node_of: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    assert writers(replicas, 2, node_of) == expected
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_every_chunk_comes_from_the_own_node_once_and_is_the_same(node: int) -> None:
+    manifest = manifest_of()
+    plan = plan_restore(manifest, leaves_of(2 * node))
+    distance = {rank: int(NODE_OF[rank] != node) for rank in range(4)}
+    near = nearest_copies(plan, manifest, distance)
+    assert {NODE_OF[read.rank] for read in near.reads} == {node}
+    places = [(read.rank, read.offset) for read in near.reads]
+    assert places == sorted(set(places))
+    assert sorted((read.checksum, read.nbytes) for read in near.reads) == sorted(
+        (read.checksum, read.nbytes) for read in plan.reads
+    )
+    targets = {(target, read.checksum) for read in plan.reads for target in read.targets}
+    assert {(target, read.checksum) for read in near.reads for target in read.targets} == targets
+    for read in near.reads:  # the chunk that lies there is the one that is meant
+        file = manifest.file_map()[read.rank]
+        ends = np.cumsum([0, *(chunk.nbytes for chunk in file.chunks)]).tolist()
+        assert file.chunks[ends.index(read.offset)].checksum == read.checksum
+
+
+def test_what_has_no_nearer_copy_stays_where_it_is() -> None:
+    manifest = manifest_of(())
+    plan = plan_restore(manifest, leaves_of(0, ()))
+    near = nearest_copies(plan, manifest, {0: 0, 1: 0, 2: 1, 3: 1})
+    assert {read.rank for read in near.reads if read.checksum not in _zeros(manifest)} == {0, 1, 2, 3}
+    assert nearest_copies(plan, manifest, dict.fromkeys(range(4), 0)) is plan
+
+
+def test_a_node_is_enough_for_what_it_has_a_copy_of() -> None:
+    assert without_copy(manifest_of(), {0, 1, 2, 3}) == []
+    assert without_copy(manifest_of(), {0, 1}) == [2, 3]  # their shards of "cut"
+    whole = [leaf for leaf in leaves_of(0) if leaf.name != "cut"]
+    parts = [
+        fragment_of(
+            rank, 4, [leaf for leaf in leaves_of(rank) if leaf.name != "cut"], ARRAYS, chunk_bytes=1 << 14
+        )
+        for rank in range(4)
+    ]
+    manifest = merge(with_ref(fragment) for _, fragment in parts)
+    assert without_copy(manifest, {2, 3}) == []
+    assert without_copy(manifest, {2}) == [1, 3]  # 0 and 2 have written the same
+    near = nearest_copies(plan_restore(manifest, whole), manifest, {2: 1, 3: 1})
+    assert {read.rank for read in near.reads} == {2, 3}
+
+
+def _zeros(manifest: Manifest) -> set[str]:
+    counts: dict[str, int] = {}
+    for file in manifest.files:
+        for chunk in file.chunks:
+            counts[chunk.checksum] = counts.get(chunk.checksum, 0) + 1
+    return {digest for digest, count in counts.items() if count > 1}
