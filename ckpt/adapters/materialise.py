@@ -27,7 +27,7 @@ def is_meta(value: object) -> bool:
     )
 
 
-class StandIns:
+class RealTensors:
     """Real tensors for those of a match that are on the meta device; one for each, however often it is named.
 
     They are made on the device of a DTensor's mesh, else on torch's default device.
