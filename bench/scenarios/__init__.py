@@ -33,6 +33,7 @@ ALL: Final[dict[str, str]] = {
     "every": "a save every step: how much slower training is",
     "objects": "a real S3 server: our client and others",
     "far": "a far tier that is slow, or down for a minute: what the near one notices",
+    "scale": "simulated worlds of up to 16,384 ranks: plans, fragments, merge, manifest, words",
 }
 
 

@@ -24,8 +24,8 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef, fragment_name, is_file_name
-from ckpt.model.manifest import Fragment
 from ckpt.model.metrics import metrics_of
+from ckpt.model.packed import read_part
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import ObjectInfo, StorageBackend, read_object
 
@@ -141,7 +141,7 @@ class Holdings:
                 with suppress(ObjectNotFound, IntegrityError):
                     if info.key.endswith(".json") and info.key != ref.manifest:
                         data = read_object(self._backend, info.key, limit=MAX_RECORD_BYTES)
-                        dates.append(unpack(data, Fragment, key=info.key).created_at)
+                        dates.append(read_part(data, key=info.key).created_at)
         return max(dates, default=None)
 
 

@@ -120,13 +120,13 @@ def _copy(
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
     """Bytes of the step, if the destination has the same chunks, however they are encoded there; None if it has not."""
-    from ckpt.catalog.index import read_packed
+    from ckpt.catalog.index import read_manifest, read_packed
     from ckpt.errors import IntegrityError, ObjectNotFound
 
-    manifest, packed = read_packed(source, ref)
+    _, packed = read_packed(source, ref)
     try:
         there, same = read_packed(destination, ref)
-        if same == packed or _chunks(there) == _chunks(manifest):
+        if same == packed or _chunks(read_manifest(destination, ref)) == _chunks(read_manifest(source, ref)):
             return there.stored_bytes
         return None
     except (ObjectNotFound, IntegrityError):

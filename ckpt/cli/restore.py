@@ -11,7 +11,7 @@ import typer
 from ckpt.cli.options import ConfigOption, JsonOption, StepOption, one_step, workers_for
 
 if TYPE_CHECKING:
-    from ckpt.catalog.origin import Repair
+    from ckpt.catalog.found import Repair
     from ckpt.catalog.verify import OnProgress
     from ckpt.errors import IntegrityError
     from ckpt.model.layout import StepRef

@@ -60,6 +60,7 @@ CASES = {
     "objects": [("rclone, 20 MiB", ("ckpt", "obstore", "s3fs.signed"), "up_bytes_per_second", 2)],
     "far": [("1 MiB", ("far.none", "far.healthy", "far.1 MB/s", "far.down"), "near_seconds", 2)],
     "codec": [("weights, bf16", ("ckpt.zstd.1", "zstd1"), "encode_bytes_per_second", 2), ("second moments, fp32", ("ckpt.zstd.1",), "decode_cpu_seconds", 2)],
+    "scale": [],
     "every": [("4 MiB", TWO[1:], "clean_step_seconds", 4), ("4 MiB", TWO[1:], "saving_step_seconds", 4)],
 }  # fmt: skip
 
