@@ -226,11 +226,13 @@ class TensorIncomplete(CommitError):
 class RootInUse(CommitError):
     """Another job writes to this root, or has taken it over."""
 
-    def __init__(self, root: str, owner: str) -> None:
+    def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
+        """``here``: the other lives in this very process."""
         self.root, self.owner = root, owner
-        super().__init__(
-            f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
-        )
+        told = f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        if here:
+            told = f"{root} is written by another CheckpointManager of this very process ({owner}): close() that one first, or go on with it"
+        super().__init__(told)
 
 
 class TierNotShared(CommitError):
@@ -306,7 +308,7 @@ class NoCheckpoint(RestoreError):
 
     def __init__(self, root: str, detail: str = "") -> None:
         self.root, self.detail = root, detail
-        super().__init__(f"no checkpoint to restore in {root}" + (f": {detail}" if detail else ""))
+        super().__init__(f"no checkpoint in {root}" + (f": {detail}" if detail else ""))
 
 
 class EntryMissing(RestoreError):

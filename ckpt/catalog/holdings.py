@@ -69,6 +69,11 @@ class Holdings:
         self._backend, self._retry, self._part = backend, RetryPolicy(), part
         self._known: dict[StepRef, Held] = {}
 
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """Of the whole ones that were seen last."""
+        return [held.metrics for held in self._known.values()]
+
     def look(self, *, begun: bool = False) -> list[Held]:
         """All attempts, newest step first; or only those that were ``begun`` and never committed."""
         refs = attempts(self._backend)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from ckpt.catalog.finalize import finalize
+from ckpt.catalog.prune import prune
+from ckpt.coordination.mark import clear_away, mark_finished, mark_refused, unmark
+from ckpt.coordination.owner import Owner, claim
+from ckpt.errors import CommitError, OutOfSpace
+from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.retention import Retention
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt_backends.memory import forget_memory, open_memory
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS
+
+REF = StepRef(7, "abc123")
+DEAD = Owner(attempt="abc123", host="far", machine="elsewhere", pid=1, started=1)
+
+
+@pytest.fixture
+def store():
+    name = uuid.uuid4().hex
+    yield open_memory(f"memory://{name}", {"shared": True})
+    forget_memory(name)
+
+
+@pytest.fixture
+def left(store):
+    """All parts of two ranks, and no manifest."""
+    claim(store, DEAD)
+    write_checkpoint(store, REF.step, ARRAYS, world_size=2, commit=False)
+    return store
+
+
+def names(store) -> set[str]:
+    return {info.key.rpartition("/")[2] for info in store.list(f"{REF.folder}/")}
+
+
+def clear(store, rank: int) -> bool:
+    return clear_away(store, REF, REF.key(fragment_name(rank)), REF.key(data_name(rank)))
+
+
+def finish(store) -> None:
+    with Workers("test", 2) as workers:
+        finalize(store, REF, workers=workers, job_is_dead=True)
+
+
+def test_a_rank_clears_its_own_away_and_leaves_no_mark(left):
+    assert clear(left, 1)
+    assert names(left) == {"rank-00000.json", "rank-00000.safetensors"}
+    assert clear(left, 0)
+    assert names(left) == set()
+
+
+def test_nothing_is_cleared_away_while_somebody_finishes_it(left):
+    before = names(left)
+    assert mark_finished(left, REF)
+    assert not clear(left, 0)
+    assert names(left) == before | {"verdict"}
+    finish(left)
+    assert not clear(left, 0)
+    assert names(left) == before | {"manifest.json"}
+
+
+def test_nothing_is_finished_while_a_rank_clears_away(left):
+    assert mark_refused(left, REF)
+    with pytest.raises(CommitError, match="being cleared away"):
+        finish(left)
+    assert "manifest.json" not in names(left)
+
+
+def test_the_first_mark_stands_and_the_same_again_is_no_error(left):
+    assert mark_refused(left, REF)
+    assert mark_refused(left, REF)
+    assert not mark_finished(left, REF)
+    unmark(left, REF)
+    assert mark_finished(left, REF)
+    assert mark_finished(left, REF)
+    assert not mark_refused(left, REF)
+
+
+def test_a_pruner_leaves_what_is_being_finished(left):
+    mark_finished(left, REF)
+    before = names(left)
+    prune(left, Retention(keep_last=1), grace_seconds=-1, undated=True)
+    assert names(left) == before
+    unmark(left, REF)
+    prune(left, Retention(keep_last=1), grace_seconds=-1, undated=True)
+    assert names(left) == set()
+
+
+def test_a_full_disk_is_cleared_without_a_mark(left):
+    full = FaultyBackend(left, [Rule(verb="put", key="verdict", fault=Raise(OutOfSpace))])
+    assert clear(full, 0)
+    assert names(left) == {"rank-00001.json", "rank-00001.safetensors"}
