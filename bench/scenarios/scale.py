@@ -155,7 +155,7 @@ def _apart(
 
 
 def plot(result: Result, path: str) -> None:
-    reading = "Processor seconds and memory of one process; both axes are logarithmic. Dashed: what is proportional to the ranks."
+    reading = "Processor seconds and memory of one process; both axes are logarithmic."
     panels = (
         (
             "known_seconds",
