@@ -57,12 +57,13 @@ def test_one_process_reads_what_many_have_saved(
 
     net, optimizer = nets.build("plain", seed=9)
     state = nets.state_of(net, optimizer, -1)
-    state["strict"] = PerRank(0, on_resize="first")
+    state |= {"strict": PerRank(0, on_resize="first"), "columns": torch.zeros(96)}
     with CheckpointManager(folder / mode) as manager:
         assert manager.restore(state) is not None
     nets.assert_same(nets.full(net, optimizer), torch.load(folder / f"{mode}.pt")["expected"])
     assert net.other.weight is net.head.weight
     assert state["step"] == 3
+    assert torch.equal(state["columns"], torch.arange(96.0))
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp", "fsdp+tp", "hsdp"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from nets import assert_close, assert_same, build, full, state_of, step
+from nets import assert_close, assert_same, build, columns, full, state_of, step
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import ConfigError
@@ -25,7 +25,7 @@ def save(folder: Path, saved: str) -> None:
     torch.manual_seed(1000 + dist.get_rank())
     with CheckpointManager(folder / saved) as manager:
         pending = manager.save_async(
-            state_of(net, optimizer, 3) | {"strict": PerRank(1, on_resize="same_rank")}
+            state_of(net, optimizer, 3) | {"strict": PerRank(1, on_resize="same_rank"), "columns": columns(1)}
         )
         drawn = torch.rand(3)
         for number in range(3, 5):  # training goes on while it streams
@@ -44,7 +44,11 @@ def load(folder: Path, saved: str, mode: str) -> None:
         net, optimizer = build(mode, seed=9)
         for number in range(70, 70 + already):
             step(net, optimizer, number)
-        state = state_of(net, optimizer, -1) | {"history": None, "common": torch.zeros(7)}
+        state = state_of(net, optimizer, -1) | {
+            "history": None,
+            "common": torch.zeros(7),
+            "columns": columns(0),
+        }
         state["who"].value = state["last"].value = None
         with CheckpointManager(folder / saved) as manager:
             state["strict"] = PerRank(0, on_resize="first")
@@ -63,6 +67,7 @@ def load(folder: Path, saved: str, mode: str) -> None:
         assert_same(full(net, optimizer), kept["expected"])
         assert state["history"] == [0.5, {"loss": (1, 2)}]
         assert torch.equal(state["common"], torch.arange(7.0))
+        assert torch.equal(state["columns"].full_tensor(), columns(1).full_tensor())
         rank, world = dist.get_rank(), report.saved_world_size
         if rank < world:
             assert torch.equal(torch.rand(3), torch.load(folder / f"{saved}.{rank}.drawn"))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -104,6 +104,12 @@ def state_of(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> d
         "who": PerRank(rank, on_resize="first"),
         "last": PerRank({"rank": torch.tensor(rank)}, on_resize=lambda rank, world, saved: saved - 1),
     }
+
+
+def columns(factor: float) -> DTensor:
+    """Columns cut over all ranks, seen flat: of each row a run is here."""
+    numbers = factor * torch.arange(96.0).view(8, 12)
+    return distribute_tensor(numbers, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]).view(-1)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
