@@ -348,7 +348,7 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
     def clear() -> None:
         with suppress(CkptError):
             for held in Holdings(sim.tiers[index]).look(begun=True):
-                if held.ref == attempt.ref:
+                if held.ref == attempt.ref and held.state == "begun":
                     remove(sim.tiers[index], held)
 
     return sim.start(f"pruner {attempt.name}", clear)
