@@ -36,8 +36,8 @@ class ObjectWork:
             raise ValueError("what came down is not what went up")
         return {"up": asdict(up), "down": asdict(down)}
 
-    def far_open(self, near: str, url: str, name: str, size: int) -> Any:
-        """A manager over a folder and a bucket, and a state of one tensor."""
+    def far_open(self, near: str, url: str | None, name: str, size: int) -> Any:
+        """A manager over a folder and a bucket (None: without), and a state of one tensor."""
         import torch
 
         from ckpt import CheckpointManager, Tier
@@ -47,7 +47,7 @@ class ObjectWork:
         }  # fmt: skip
         self._near, self._far = near, Tier(f"s3://{clients.BUCKET}/far-{name}", options=options)
         self._state = {"x": torch.zeros(size // 4, dtype=torch.int32)}
-        self._manager = CheckpointManager([near, self._far], backlog=1000)
+        self._manager = CheckpointManager([near, self._far] if url else near, backlog=1000)
         self._saves: list[Any] = []
         return {}
 
@@ -60,6 +60,10 @@ class ObjectWork:
         stall = time.perf_counter() - began
         self._saves[-1].result(60, tier=self._near)
         return {"stall": stall, "near": time.perf_counter() - began}
+
+    def far_waiting(self) -> Any:
+        """How many saves the bucket has not."""
+        return {"saves": sum(not save.done() for save in self._saves)}
 
     def far_wait(self) -> Any:
         """Until the bucket has all of them."""
@@ -78,4 +82,4 @@ class ObjectWork:
                 manager.restore(self._state, step)
                 if not bool((self._state["x"] == step).all()):
                     raise ValueError(f"step {step} came back different from the far tier")
-        return {}
+        return {"restored": len(self._saves)}

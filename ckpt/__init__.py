@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt.adapters.declared import declare_part
     from ckpt.adapters.local_shards import LocalShards
     from ckpt.adapters.per_rank import PerRank, RngState
     from ckpt.config import SaveConfig, Tier
@@ -30,6 +31,7 @@ _HOMES = {
     "RngState": "ckpt.adapters.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",
+    "declare_part": "ckpt.adapters.declared",
     "open": "ckpt.exchange.opened",
 }
 _ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's
@@ -45,6 +47,7 @@ __all__ = [
     "SaveConfig",
     "Tier",
     "__version__",
+    "declare_part",
     "open",
 ]
 

@@ -278,16 +278,16 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def resolve_tier(flag: str | None) -> Tier:
-    """The place that a command works on: ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a process.
+def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
+    """The place that a command works on: ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a process. ``config``: another file, which goes before the variable.
 
     A flag or variable that names a tier of ``ckpt.toml`` gets that tier's options.
 
     Raises:
         ConfigError: None of the three is there.
     """
-    tiers = load_config().tiers
-    if root := flag or os.environ.get(ROOT_VARIABLE):
+    tiers = load_config(config).tiers
+    if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
         if root == MEMORY:
             raise ConfigError(
                 'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as the log and a restore report print it'
@@ -301,12 +301,13 @@ def resolve_tier(flag: str | None) -> Tier:
     )
 
 
-def resolve_tiers(flags: Sequence[str] | None) -> tuple[Tier, ...]:
-    """The places that a command works on, nearest first: as ``resolve_tier`` for each of ``flags``; without any, and without ``CKPT_ROOT``, all tiers of ``./ckpt.toml`` that outlive a process."""
+def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
+    """The places that a command works on, nearest first: as ``resolve_tier`` for each of ``flags``; without any, and without ``CKPT_ROOT``, all tiers of ``./ckpt.toml`` that outlive a process. ``config``: as there."""
     if flags:
-        return tuple(map(resolve_tier, flags))
-    lasting = tuple(tier for tier in load_config().tiers if not tier.url.startswith("memory:"))
-    return lasting if len(lasting) > 1 and not os.environ.get(ROOT_VARIABLE) else (resolve_tier(None),)
+        return tuple(resolve_tier(flag, config) for flag in flags)
+    lasting = tuple(tier for tier in load_config(config).tiers if not tier.url.startswith("memory:"))
+    named = os.environ.get(ROOT_VARIABLE) and not config
+    return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
 
 
 def resolve_root(flag: str | None) -> str:

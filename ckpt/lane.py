@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from typing import Final
 
 from ckpt.catalog.index import committed, sweep
 from ckpt.catalog.pruner import Pruner
@@ -16,7 +17,7 @@ from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
-from ckpt.coordination.committer import Committer, OneTier, Place
+from ckpt.coordination.committer import Committer, OneTier, Place, in_turn
 from ckpt.coordination.mark import clear_away
 from ckpt.coordination.nodes import ManyNodes, on_node
 from ckpt.coordination.owner import Owner, claim, confirm, release
@@ -44,6 +45,10 @@ from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+_MANY: Final = 16
+"""Ranks; below, threads cost more than they save."""
+_READERS: Final = 8
+"""Threads that fetch fragments for the merge: what takes time is requests, of which there is one for each rank."""
 
 
 class Lane:
@@ -73,6 +78,8 @@ class Lane:
         self._coordinator, self._config = coordinator, config
         self._node = on_node(coordinator, tier.nodes)  # the ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
+        readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))  # fragments, by the leader
+        self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
         self._pruner: Pruner | None = None
         if self._node.rank == LEADER and not self.in_memory:
             self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
@@ -239,6 +246,7 @@ class Lane:
     def close(self, durable_step: int) -> None:
         """Stop the threads and give the root back. Steps up to ``durable_step`` need not stay in memory."""
         self._workers.close()
+        self._readers.close()
         if self._pruner is not None:
             self._pruner.close()
         for path, ref in list(self._lodgers.items()):
@@ -268,6 +276,7 @@ class Lane:
             timeout=self._config.commit_timeout_seconds,
             known=self._known,
             before_put=self._confirm,
+            read_all=self._readers.stream if self._coordinator.world_size >= _MANY else in_turn,
         )
 
     def _confirm(self) -> None:

@@ -9,10 +9,12 @@ from functools import partial
 import msgspec
 
 from ckpt.config import NO_CODEC, SaveConfig
+from ckpt.model import manifest
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
 from ckpt.model.manifest import ENCODED_FORMAT, FORMAT, Chunk, Encoding, File, Fragment, FragmentRef
+from ckpt.model.packed import pack_fragment
 from ckpt.pipeline.codec import Encoder, widths_of
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.retry import RetryPolicy
@@ -121,7 +123,8 @@ class RankFiles:
     ) -> FragmentRef:
         """Tell of the image, once it is durable."""
         name, _ = self.names
-        data = pack(self._fragment(job, chunks, encoding))
+        fragment = self._fragment(job, chunks, encoding)
+        data = pack(pack_fragment(fragment) if self._world_size >= manifest.REFERENCE_FROM else fragment)
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt.catalog.origin import Repair
+from ckpt.catalog.found import Repair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,9 @@ from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.cache import ReadThrough
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.finishing import Finisher
+from ckpt.catalog.found import Found, Repair
 from ckpt.catalog.neighbours import Neighbours, Sources
-from ckpt.catalog.origin import Found, Origin, Repair
+from ckpt.catalog.origin import Origin
 from ckpt.catalog.peers import Peer
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
@@ -289,6 +290,8 @@ class Restorer:
             found = origin.manifest()
             rank, world = self._coordinator.rank, self._coordinator.world_size
             matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
+            # a copy may lie in the file of any rank of another node
+            found = origin.filled(found, None if sources.distance else matched.wanted)
             plan = plan_restore(found.manifest, matched.wanted)
             if sources.distance:
                 near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan

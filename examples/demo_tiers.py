@@ -167,9 +167,15 @@ def show(folder: Path, options: list[str]) -> list[Life]:
     return [look_back(log, expected) for log in logs]
 
 
+LEGEND = """\
+life: from a start to the kill -9 that ends it. resumed from: the nearest tier that had the newest step, in: the time of that restore.
+stall: what the training thread lost per save. durable: from the call of save_async until the step was a checkpoint on that tier.
+equal losses: steps whose loss is, bit for bit, that of the training that nobody disturbed."""
+
+
 def tabulate(lives: list[Life]) -> Table:
     """Return the small table at the end."""
-    table = Table(title="one training, three tiers, three kills")
+    table = Table(title="one training, three tiers, three kills", caption=LEGEND, caption_justify="left")
     for heading in (
         "",
         "resumed from",

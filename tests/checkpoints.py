@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ckpt.model import manifest
 from ckpt.model.box import Box, split_evenly
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest
+from ckpt.model.packed import Part, pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.save import plan_save
@@ -69,15 +71,15 @@ def write_checkpoint(
         )
         for rank in range(world_size)
     ]
-    manifest = merge(parts)
+    merged = merge(parts)
     if commit:
-        backend.put(ref.manifest, [pack(manifest)], if_absent=True)
-    return Written(ref=ref, manifest=manifest)
+        backend.put(ref.manifest, [pack(merged)], if_absent=True)
+    return Written(ref=ref, manifest=merged)
 
 
 def _write_rank(
     backend: StorageBackend, ref: StepRef, arrays: Arrays, empty: Fragment
-) -> tuple[Fragment, FragmentRef]:
+) -> tuple[Part, FragmentRef]:
     rank, world_size = empty.rank, empty.world_size
     leaves = [
         Leaf(name, str(array.dtype), array.shape, _boxes(array, rank, world_size))
@@ -95,7 +97,9 @@ def _write_rank(
         end += nbytes
     backend.put(ref.key(data_name(rank)), [image])
     file = File(data_name(rank), rank, plan.size, tuple(chunks))
-    fragment = msgspec.structs.replace(empty, file=file, tensors=plan.tensors)
+    fragment: Part = msgspec.structs.replace(empty, file=file, tensors=plan.tensors)
+    if world_size >= manifest.REFERENCE_FROM:
+        fragment = pack_fragment(fragment)
     packed = pack(fragment)
     backend.put(ref.key(fragment_name(rank)), [packed])
     return fragment, FragmentRef(fragment_name(rank), rank, len(packed), checksum(packed))

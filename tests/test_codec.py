@@ -239,7 +239,7 @@ def test_an_older_reader_says_that_it_must_be_upgraded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save([Tier(str(tmp_path), codec="zstd")])
-    monkeypatch.setattr(encoding, "ENCODED_FORMAT", 1)
+    monkeypatch.setattr(encoding, "REFERENCE_FORMAT", 1)
     backend = open_backend(str(tmp_path))
     with pytest.raises(FormatTooNew, match="pip install -U"):
         read_manifest(backend, committed(backend)[0])

@@ -81,3 +81,16 @@ def test_where_ranks_differ_the_metrics_of_rank_0_count(tmp_path):
     manifest = read_manifest(backend, committed(backend)[0])
     assert metrics_of(manifest.metadata) == {"loss": 0.0}
     assert msgspec.json.decode(manifest.metadata)["team"] == "a"
+
+
+def test_a_metric_that_no_save_tells_is_said_once(tmp_path, cli, caplog):  # noqa: F811
+    tier = Tier(str(tmp_path / "runs"), keep_last=1, keep_best=("los", "min"))
+    with CheckpointManager(tier) as manager:
+        for step in range(4):
+            manager.save({"x": torch.ones(3)}, step, metrics={"loss": 1.0, "accuracy": 0.5})
+    told = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
+    assert len(told) == 1
+    assert "'los'" in told[0]
+    assert "'accuracy', 'loss'" in told[0]
+    ran = cli("prune", "--root", "runs", "--keep-last", 1, "--keep-best", "los:min", "--dry-run")
+    assert "goes by 'los', which no checkpoint has" in ran.err

@@ -425,7 +425,7 @@ def test_a_second_manager_on_a_living_ones_root_is_refused_and_writes_nothing(ro
         before = sorted(str(path) for path in Path(root).rglob("*"))
         with CheckpointManager(root) as second:
             assert second.restore({"x": 0}) is not None  # reading is free
-            with pytest.raises(RootInUse):
+            with pytest.raises(RootInUse, match="of this very process"):
                 second.save({"x": 2}, 2)
         assert sorted(str(path) for path in Path(root).rglob("*")) == before
         first.save({"x": 3}, 3)

@@ -145,6 +145,22 @@ def test_a_file_that_cannot_be_written_anew_stays_as_it_is_and_is_told(
     assert "stays damaged" in caplog.text
 
 
+def test_the_report_names_every_tier_that_should_have_had_it(tmp_path: Path) -> None:
+    """Changed on the first, gone from the second, cut on the third; the fourth has it."""
+    roots = [tmp_path / name for name in "abcd"]
+    with CheckpointManager(roots) as manager:
+        manager.save(state_of(3))
+    flip(files(roots[0], 3)["data"])
+    files(roots[1], 3)["data"].unlink()
+    cut(files(roots[2], 3)["data"])
+    target = blank()
+    with CheckpointManager(roots) as manager:
+        report = manager.restore(target)
+    assert_is(target, 3)
+    assert report is not None
+    assert [repair.tier for repair in report.repaired] == [str(root) for root in roots[:3]]
+
+
 def test_a_file_encoded_otherwise_than_far_is_read_from_there_and_stays_damaged(tmp_path: Path) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     tiers = [Tier(str(near), codec="zstd"), Tier(str(far))]

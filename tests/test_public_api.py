@@ -20,6 +20,7 @@ PUBLIC = {
     "SaveConfig",
     "Tier",
     "__version__",
+    "declare_part",
     "open",
 }
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"

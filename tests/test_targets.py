@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import EntryMissing, RestoreError, ShapeMismatch
 from ckpt.report import RestoreReport
 
@@ -127,6 +127,19 @@ def test_on_the_default_device_only(root: str, saved: dict[str, Any]) -> None:
     assert model.embed.weight.is_meta
     restored(root, {"model": model}, only="model/*")
     assert torch.equal(model.embed.weight, saved["model"].embed.weight)
+
+
+def test_the_default_device_is_not_for_what_is_saved_on_the_cpu(
+    tmp_path: Path, saved: dict[str, Any]
+) -> None:
+    """Random states are refused by torch on any other; the meta device stands for another one here."""
+    more = {"rng": PerRank(RngState()), "history": [[torch.ones(2)], 1], "model": saved["model"]}
+    with CheckpointManager(str(tmp_path)) as manager:
+        manager.save(more, 1)
+        state = {"rng": PerRank(RngState()), "history": None, "model": Net()}
+        with torch.device("meta"):
+            manager.restore(state)
+    assert state["history"][0][0].tolist() == [1, 1]
 
 
 def test_what_is_not_read_stays_without_memory_and_is_named(root: str) -> None:

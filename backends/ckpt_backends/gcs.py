@@ -13,9 +13,10 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
+from ckpt_backends.gcs_upload import ResumableUpload
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _SINGLE_REQUEST: Final = 1 << 62
@@ -116,8 +117,9 @@ class GCSBackend(StorageBackendOnFsspec):
 
     def __init__(self, fs: Any, root: str, url: str, *, secrets: Sequence[str]) -> None:
         capabilities = Capabilities(
-            put_if_absent=True, shared=True, part_bytes=PART_BYTES, max_concurrency=16, parallel_parts=False
-        )
+            put_if_absent=True, shared=True, part_bytes=PART_BYTES, max_concurrency=16, parallel_parts=False,
+            takes_parts=True,
+        )  # fmt: skip
         super().__init__(fs, root, url, secrets=secrets, capabilities=capabilities)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
@@ -140,9 +142,38 @@ class GCSBackend(StorageBackendOnFsspec):
 
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
-        if size >= 2 * self._capabilities.part_bytes:
-            self._check_bucket(key)
-        return super().upload(key, size)
+        if size < 2 * self._capabilities.part_bytes:
+            return PutUpload(self, key, size)
+        self._check_bucket(key)
+        bucket, _, name = self._path(key).partition("/")
+        with self._errors(key):
+            from fsspec.asyn import sync
+            from gcsfs.core import initiate_upload
+
+            location: object = sync(self._fs.loop, initiate_upload, self._fs, bucket, name)
+        # a bucket of a single zone has uploads of another kind
+        return (
+            ResumableUpload(self, key, size, location)
+            if isinstance(location, str)
+            else PutUpload(self, key, size)
+        )
+
+    def request(
+        self,
+        key: str,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        data: memoryview | None = None,
+    ) -> tuple[int, Mapping[str, Any]]:
+        """One request as it is, without gcsfs's tries: status and headers of the answer."""
+        from fsspec.asyn import sync
+
+        once = type(self._fs)._request.__wrapped__
+        with self._errors(key):
+            found: Any = sync(self._fs.loop, once, self._fs, method, url, headers=headers, data=data)
+        return found[0], found[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         none = True

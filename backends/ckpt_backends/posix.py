@@ -35,33 +35,15 @@ from ckpt_backends.direct_io import (
     write_all,
 )
 from ckpt_backends.direct_read import read_at
+from ckpt_backends.lustre import Striping, stripe_count
+from ckpt_backends.mounts import on_network
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.rooted import RootedFolder
 
 _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # a live upload touches its file with every part
 _NAME_BYTES: Final = 255
-_NETWORK: Final = frozenset(
-    [
-        "nfs",
-        "nfs4",
-        "lustre",
-        "gpfs",
-        "ceph",
-        "cifs",
-        "smb3",
-        "beegfs",
-        "wekafs",
-        "panfs",
-        "9p",
-        "afs",
-        "orangefs",
-        "gfs2",
-        "ocfs2",
-        "virtiofs",
-    ]
-)
-_OPTIONS: Final = frozenset({"put_if_absent", "shared", "direct"})
+_FLAGS: Final = frozenset({"put_if_absent", "shared", "direct"})
 
 T = TypeVar("T")
 
@@ -72,33 +54,47 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
     Args:
         url: Where the root is or shall be.
         options: ``shared`` (bool; default: whether the folder lies on a network file system), ``put_if_absent`` (bool, default true; false
-            for file systems that can neither link nor rename without replacing), ``direct`` (bool, default true: use O_DIRECT).
+            for file systems that can neither link nor rename without replacing), ``direct`` (bool, default true: use O_DIRECT), ``stripe_count`` (int: see `Striping`).
 
     Raises:
-        ConfigError: The root is a file, or an option is unknown or not a bool.
+        ConfigError: The root is a file, or an option is unknown or not what it must be.
     """
+    flags: dict[str, bool] = {}
     for name, value in options.items():
-        if name not in _OPTIONS or not isinstance(value, bool):
+        if name == "stripe_count":
+            continue
+        if name not in _FLAGS or not isinstance(value, bool):
             raise ConfigError(
-                f"a folder takes the options {', '.join(sorted(_OPTIONS))} (true or false), not {name}={value!r}"
+                f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and stripe_count (a number), not {name}={value!r}"
             )
+        flags[name] = value
+    count = stripe_count(options["stripe_count"]) if "stripe_count" in options else None
     root = _path_of(url)
     if os.path.lexists(root) and not os.path.isdir(root):
         raise ConfigError(f"{root} is not a folder: name a folder, or a path that is free")
-    flags = {name: bool(value) for name, value in options.items()}
     return PosixBackend(
         root,
-        shared=flags["shared"] if "shared" in flags else _on_network(root),
+        shared=flags["shared"] if "shared" in flags else on_network(root),
         put_if_absent=flags.get("put_if_absent", True),
         direct=flags.get("direct", True),
+        striping=Striping(root, count),
     )
 
 
 class PosixBackend(RootedFolder):
     """A folder as a store. Threads: every method from any thread, at once. No descriptor stays open between calls; a thread that reads keeps a buffer of 2 MiB until it ends."""
 
-    def __init__(self, root: str, *, shared: bool, put_if_absent: bool = True, direct: bool = True) -> None:
+    def __init__(
+        self,
+        root: str,
+        *,
+        shared: bool,
+        put_if_absent: bool = True,
+        direct: bool = True,
+        striping: Striping | None = None,
+    ) -> None:
         self._root, self._direct = root, direct
+        self._striping = striping or Striping(root, 0)
         self._capabilities = Capabilities(
             put_if_absent=put_if_absent,
             shared=shared,
@@ -225,6 +221,8 @@ class PosixBackend(RootedFolder):
         for path in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
+                if path == missing[0]:  # whose files are written next
+                    self._striping.apply(path)
             if not stat.S_ISDIR(
                 os.stat(path).st_mode
             ):  # FileNotFoundError: removed again by another thread; once more
@@ -297,6 +295,7 @@ class _PosixUpload:
     ) -> None:
         self._backend, self._key, self._paths, self._writer, self._size = backend, key, paths, writer, size
         self._written: dict[int, int] = {}
+        self._failed: StorageError | None = None
 
     @property
     def part_bytes(self) -> int:
@@ -313,14 +312,18 @@ class _PosixUpload:
         self._written[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted."""
+        """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted. Tried again, it says the same again."""
+        if self._failed is not None:
+            raise type(self._failed)(self._key, self._failed.detail)
         try:
             size = check_written(self._key, sum(self._written.values()), self._size, size)
             with mapped(self._key, missing=StorageError):
                 self._writer.sync(size)
                 self._writer.close()
                 self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StorageError):
+                self._failed = type(error)(self._key, error.detail)  # without what its traceback sees
             self.abort()
             raise
         return ObjectInfo(key=self._key, size=size)
@@ -340,20 +343,6 @@ def _path_of(url: str) -> str:
     if not url:
         raise ConfigError("a folder must be named")
     return os.path.abspath(os.path.expanduser(url))
-
-
-def _on_network(path: str) -> bool:
-    """Whether the file system that holds, or will hold, ``path`` is one that other machines see."""
-    path = os.path.realpath(path)
-    found, kind = "", ""
-    with suppress(OSError), open("/proc/self/mounts", encoding="utf-8", errors="surrogateescape") as mounts:
-        for line in mounts:
-            point, name = line.split()[1:3]
-            point = point.replace("\\040", " ")
-            inside = path == point or path.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(found):  # of two mounts on one point the later hides the earlier
-                found, kind = point, name
-    return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def _temporary_beside(target: str) -> str:

@@ -337,10 +337,11 @@ class _S3Upload:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload"
             )
-        self._done[number + 1] = (
-            self._backend.send_part(self._key, self._id, number + 1, data),
-            data.nbytes,
-        )
+        try:
+            sent = self._backend.send_part(self._key, self._id, number + 1, data)
+        except ObjectNotFound as error:
+            raise self._forgotten(error) from error
+        self._done[number + 1] = (sent, data.nbytes)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         try:
@@ -353,6 +354,8 @@ class _S3Upload:
             self._call("complete_multipart_upload", MultipartUpload={"Parts": parts})
         except StorageError as error:
             if not self._complete_anyway(size):
+                if isinstance(error, ObjectNotFound):
+                    raise self._forgotten(error) from error
                 if not isinstance(error, TransientStorageError):  # else it may be tried again
                     self.abort()
                 raise
@@ -361,6 +364,12 @@ class _S3Upload:
     def abort(self) -> None:
         with suppress(StorageError):
             self._call("abort_multipart_upload")
+
+    def _forgotten(self, error: ObjectNotFound) -> TransientStorageError:
+        """The server was started anew, or somebody has aborted the upload: its parts are gone, and whoever has the bytes may send them all again."""
+        return TransientStorageError(
+            self._key, f"the server has forgotten this upload: it must be sent anew ({error.detail})"
+        )
 
     def _complete_anyway(self, size: int) -> bool:
         """Whether only the reply was lost: the upload is known no more, and the object is there. Only we could have ended it."""

@@ -26,11 +26,14 @@ ALL: Final[dict[str, str]] = {
     "train": "a training loop: stall, drag, durable, memory",
     "restore": "load a checkpoint into live tensors, cold and warm",
     "ranks": "2 and 4 ranks under torchrun, FSDP2 shards",
+    "replicas": "2 and 4 ranks restore the same state: each reads all, or one reads for all",
     "growth": "64 MiB to 8 GiB: how each grows",
     "soak": "200 saves: memory, descriptors, threads",
     "codec": "a trained model's weights and moments through a codec: how much shorter, how fast",
     "every": "a save every step: how much slower training is",
-    "objects": "a real S3 server: our client and others, and a far tier in trouble",
+    "objects": "a real S3 server: our client and others",
+    "far": "a far tier that is slow, or down for a minute: what the near one notices",
+    "scale": "simulated worlds of up to 16,384 ranks: plans, fragments, merge, manifest, words",
 }
 
 

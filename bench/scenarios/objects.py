@@ -1,4 +1,4 @@
-"""Scenario 9: one large object up to and down from a real S3 server on this machine, by us and by other clients; and what a far tier in trouble costs.
+"""Scenario 9: one large object up to and down from a real S3 server on this machine, by us and by other clients.
 
 The server takes its share of the cores, so rates are its as much as the client's; CPU seconds are the client's alone.
 """
@@ -13,13 +13,12 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from bench import clients, plots
 from bench.measure import Spread
 from bench.process import BenchError
-from bench.proxy import Proxy
 from bench.result import Column, Line, Result
 from bench.runner import Bench, size_label
 from bench.scenarios import told
@@ -31,9 +30,6 @@ _COLUMNS: Final = (
     Column("down_bytes_per_second", "down", "per_second"),
     Column("down_cpu_seconds_per_gib", "down: CPU s/GiB", "seconds"),
     Column("down_delay_seconds", "down: worst delay", "seconds"),
-    Column("stall_seconds", "stall", "seconds"),
-    Column("near_seconds", "near durable", "seconds"),
-    Column("far_seconds", "far durable", "seconds"),
     Column("rounds", "rounds", "count"),
 )
 _LEAST_ROUNDS: Final = 5
@@ -43,8 +39,6 @@ _NOTES: Final = (
     "clients in turn within each, after one that does not count. What came down was compared; it came down once before, for rclone hashes an object when it is first asked for it.",
     "**CPU s/GiB**: of the client's process alone (`getrusage`), kernel included. **worst delay**: of a thread in the same process that wants to wake each millisecond; the 99th percentile is in the CSV and JSON.",
     "Over http, payloads unsigned (as every client does over https); *signed* lines hash them with SHA-256, which is the default over plain http.",
-    "**far tier** lines: saves of {far_mib} MiB to a folder and to the same server behind a wire that is healthy, cut, or slowed to 1 MB/s. **stall**: of the call. **near durable**: until the folder has it. "
-    "**far durable**: until the server has all of them, for the two in trouble from when the wire was well again. All were restored from there and compared.",
 )
 
 
@@ -55,30 +49,18 @@ class Options:
     threads: int = told(4, "parts at a time")
     part_mib: int = told(8, "of a part")
     servers: tuple[str, ...] = told(("rclone", "moto"), "rclone, moto")
-    far_mib: int = told(32, "of each save to the far tier")
-    far_saves: int = told(5, "for each state of the wire")
-    outage_seconds: float = told(20.0, "that the far tier is down, or slow")
     budget_seconds: float = told(240.0, "after which no other round is begun")
 
 
-QUICK = Options(
-    size_mib=20, repeats=2, servers=("rclone",), far_mib=1, far_saves=2, outage_seconds=2, budget_seconds=60
-)
+QUICK = Options(size_mib=20, repeats=2, servers=("rclone",), budget_seconds=60)
 
 
 def run(bench: Bench, options: Options) -> Result:
     lines: list[Line] = []
     for name in options.servers:
-        with served(name, bench) as (port, url):
+        with served(name, bench) as (_, url):
             lines += _clients(bench, options, name, url)
-            if name == "rclone":
-                lines += _far(bench, options, port)
-    given = {
-        "threads": options.threads,
-        "part": options.part_mib,
-        "repeats": options.repeats,
-        "far_mib": options.far_mib,
-    }
+    given = {"threads": options.threads, "part": options.part_mib, "repeats": options.repeats}
     return bench.result("An object store", _COLUMNS, [note.format(**given) for note in _NOTES], lines)
 
 
@@ -216,75 +198,10 @@ def _line(bench: Bench, case: str, kind: tuple[str, bool], answers: list[dict[st
     return line
 
 
-# -- a far tier in trouble --------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Seen:
-    stalls: list[float] = field(default_factory=list)
-    nears: list[float] = field(default_factory=list)
-    far: float = 0.0
-
-
-def _far(bench: Bench, options: Options, port: int) -> list[Line]:
-    case = f"far tier, {options.far_mib} MiB"
-    lines = []
-    with Proxy(port) as wire:
-        for trouble in ("healthy", "dead", "1 MB/s"):
-            bench.show(f"{case}, {trouble}")
-            process = bench.process()
-            try:
-                seen = _in_trouble(process, bench, options, wire, trouble)
-            except BenchError as error:
-                bench.fail(case, f"far.{trouble}", error)
-                continue
-            finally:
-                wire.down, wire.bytes_per_second = False, 0.0
-                process.end()
-            numbers: dict[str, Any] = {
-                "stall_seconds": Spread.of(seen.stalls),
-                "near_seconds": Spread.of(seen.nears),
-                "far_seconds": seen.far,
-            }
-            lines.append(Line(case, f"far.{trouble}", f"far tier {trouble}", numbers))
-            told = lines[-1]
-            bench.say(
-                f"{case}, {trouble}: stall {told.median('stall_seconds') or 0:.4f} s, near {told.median('near_seconds') or 0:.3f} s, far {seen.far:.1f} s"
-            )
-    return lines
-
-
-def _in_trouble(process: Any, bench: Bench, options: Options, wire: Proxy, trouble: str) -> _Seen:
-    near = os.path.join(bench.folder, f"near-{trouble.split()[0]}".replace("/", ""))
-    process.ask("far_open", near=near, url=wire.url, name=trouble.split()[0], size=options.far_mib << 20)
-    process.ask("far_save")  # of a warm process
-    process.ask("far_wait")
-    if trouble == "dead":
-        wire.down = True
-    elif trouble != "healthy":
-        wire.bytes_per_second = 1e6
-    began, seen = time.monotonic(), _Seen()
-    for _ in range(options.far_saves):
-        answer = process.ask("far_save")
-        seen.stalls.append(answer["stall"])
-        seen.nears.append(answer["near"])
-    if trouble != "healthy":
-        time.sleep(max(0.0, began + options.outage_seconds - time.monotonic()))
-        wire.down, wire.bytes_per_second, began = False, 0.0, time.monotonic()
-    process.ask("far_wait")
-    seen.far = time.monotonic() - began
-    process.ask("far_check")
-    return seen
-
-
 def plot(result: Result, path: str) -> None:
-    kept = Result(
-        result.scenario, result.title, result.columns, result.notes,
-        [line for line in result.lines if not line.name.startswith("far.")], conditions=result.conditions,
-    )  # fmt: skip
     panels = (
         plots.Panel("up_cpu_seconds_per_gib", "up: CPU", "seconds per GiB, client only"),
         plots.Panel("down_cpu_seconds_per_gib", "down: CPU", "seconds per GiB, client only"),
         plots.Panel("up_delay_seconds", "up: worst delay", "of a 1 ms ticker"),
     )
-    plots.bars(kept, panels, path)
+    plots.bars(result, panels, path)

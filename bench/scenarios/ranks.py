@@ -92,10 +92,10 @@ def _job(
     """Run one job until it ends or fails; returns who has not had a turn."""
     folder = bench.place()
     os.makedirs(folder)
-    answers = os.path.join(folder, "answers")
+    told_in = os.path.join(folder, "answers")
     plan: dict[str, Any] = {
         "folder": folder,
-        "answers": answers,
+        "answers": told_in,
         "names": list(names),
         "size": options.size_mib << 20,
         **{key: getattr(options, key) for key in ("layers", "batch", "repeats", "clean_steps")},
@@ -116,9 +116,9 @@ def _job(
     left = list(names)
     current = left[0]
     with open(os.path.join(folder, "log"), "wb") as log:
-        job = subprocess.Popen(command, env=_environment(), stdout=log, stderr=log, start_new_session=True)
+        job = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, start_new_session=True)
     try:
-        for answer in _answers(job, answers):
+        for answer in answers(job, told_in):
             if begun := answer.get("begin"):
                 current = begun
                 left.remove(begun)
@@ -129,16 +129,16 @@ def _job(
             elif ended := answer.get("end"):
                 bench.say(f"{case}, {label(ended)}: {_told(_line(case, ended, seen[ended]))}")
         if job.returncode:
-            raise BenchError(f"{_tail(log.name)}the job ended with code {job.returncode}")
+            raise BenchError(f"{tail(log.name)}the job ended with code {job.returncode}")
     except BenchError as error:
         bench.fail(case, current, error)
         left = [name for name in left if name != current]  # it may have failed before it began
     finally:
-        _end(job)
+        end(job)
     return left
 
 
-def _answers(job: subprocess.Popen[bytes], path: str) -> Any:
+def answers(job: subprocess.Popen[bytes], path: str) -> Any:
     """What the ranks say, until the job ends. Raises ``BenchError`` if they fall silent."""
     offset, heard = 0, time.monotonic()
     while True:
@@ -155,7 +155,8 @@ def _answers(job: subprocess.Popen[bytes], path: str) -> Any:
         time.sleep(0.1)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """Of a job under torchrun."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -164,12 +165,13 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _tail(path: str) -> str:
+def tail(path: str) -> str:
+    """Of a log."""
     with open(path, errors="replace") as log:
         return log.read()[-4000:] + "\n"
 
 
-def _end(job: subprocess.Popen[bytes]) -> None:
+def end(job: subprocess.Popen[bytes]) -> None:
     """The job has a session of its own: all that it has started ends with it."""
     if job.poll() is None:
         job.terminate()

@@ -101,7 +101,7 @@ class Broadcast:
             wanted = _gather(np.array(list(self._reads), dtype=np.int64), world)
             sizes = {key: read.nbytes for key, read in self._reads.items()}
             shares = share(sizes, wanted, worth_bytes=WORTH_BYTES, parcel_bytes=PARCEL_BYTES)
-            most = torch.tensor([max(shares.rounds, 1)])
+            most = torch.tensor([max(shares.rounds, 1)], device="cpu")
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world)
             for group in shares.groups:
                 everybody = len(group.ranks) == dist.get_world_size()
@@ -276,11 +276,11 @@ def _mark(read: ChunkRead) -> Target:
 
 def _gather(keys: Keys, group: Any) -> list[Keys]:
     """Of all ranks."""
-    count = torch.tensor([len(keys)])
+    count = torch.tensor([len(keys)], device="cpu")  # whatever torch's default is
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count, group=group)
     most = max(int(each.item()) for each in counts)
-    mine = torch.zeros(most, dtype=torch.int64)
+    mine = torch.zeros(most, dtype=torch.int64, device="cpu")
     mine[: len(keys)] = torch.from_numpy(keys)
     tables = [torch.empty_like(mine) for _ in counts]
     dist.all_gather(tables, mine, group=group)

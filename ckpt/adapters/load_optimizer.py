@@ -189,20 +189,19 @@ class _Loader:
 
     def _held(self, each: _Found, key: object, held: Any, saved: Tensor) -> Source:
         """Memory for one value: that which is there, if it can hold it."""
-        parameter = self._match.real.of(each.name, each.parameter)
-        here = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
-        if fits(held, here, each.part.piece) and not is_meta(held):
+        if self._match.selection.cast:
+            saved = msgspec.structs.replace(saved, dtype=self._dtype(each, held, saved))
+        if fits(held, saved, each.part.piece) and not is_meta(held):
             kept: Source = held
             return kept
+        parameter = self._match.real.of(each.name, each.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
-            return self._optimizer.new_state(parameter, key, getattr(torch, here.dtype), here.shape)
-        return new_state(parameter, each.group, key, here, each.part.piece)
+            return self._optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
+        return new_state(parameter, each.group, key, saved, each.part.piece)
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
-        if not self._match.selection.cast:
-            return saved.dtype
-        if isinstance(held, torch.Tensor):
+        if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
         weight = self._match.saved.tensors.get(each.weight)
         alike = weight is not None and (weight.dtype, weight.shape) == (saved.dtype, saved.shape)

@@ -11,7 +11,7 @@ import torch
 
 from ckpt.adapters.layout import leaf_of
 from ckpt.adapters.local_shards import Source
-from ckpt.adapters.materialise import StandIns
+from ckpt.adapters.materialise import RealTensors
 from ckpt.adapters.modules import Parameters
 from ckpt.adapters.remake import Remaker
 from ckpt.adapters.saved import Saved, kind, tag
@@ -62,7 +62,7 @@ class Matching:
         """``parameters`` are those of the modules in the state."""
         self.saved, self.selection, self.parameters = saved, selection, parameters
         self.values = Remaker(saved.tensors, self._want)
-        self.real = StandIns()
+        self.real = RealTensors()
         self.actions: list[Callable[[], None]] = []
         self.opened: set[str] = set()
         self._taken: set[str] = set()

@@ -22,10 +22,12 @@ _WAY = "materialise the module first, with to_empty(device=...), and build its o
 
 def is_meta(value: object) -> bool:
     """Whether it is a tensor without memory."""
-    return isinstance(value, torch.Tensor) and (value.is_meta or local(value).is_meta)
+    return isinstance(value, torch.Tensor) and (
+        value.is_meta or (isinstance(value, DTensor) and local(value).is_meta)
+    )
 
 
-class StandIns:
+class RealTensors:
     """Real tensors for those of a match that are on the meta device; one for each, however often it is named.
 
     They are made on the device of a DTensor's mesh, else on torch's default device.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from ckpt.adapters.declared import DeclaredPart, declared
 from ckpt.adapters.layout import mesh_ranks
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.sharded import Piece, flat_parameters, flat_ranks, gathered, hookless_state, is_fsdp1
@@ -26,6 +27,7 @@ from ckpt.errors import RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
 
+AnyPiece = Piece | DeclaredPart
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -36,19 +38,19 @@ class Entry:
     key: str
     fqn: str
     value: Any
-    piece: Piece | None = None
+    piece: AnyPiece | None = None
 
 
 class Part(NamedTuple):
     """A parameter that an optimizer has, all of it or a piece."""
 
     path: str
-    piece: Piece | None = None
+    piece: AnyPiece | None = None
 
     @property
     def is_here(self) -> bool:
         """Whether this rank holds any of it."""
-        return self.piece is None or self.piece.length > 0
+        return self.piece is None or self.piece.is_here
 
     def all_of(self, parameter: Source) -> Source:
         """The parameter itself."""
@@ -102,9 +104,9 @@ def raw_state(module: nn.Module) -> dict[str, Any]:
 def entries(module: nn.Module) -> Iterator[Entry]:
     """The module's state dict with canonical names, tensors not detached. Order is the module's own."""
     prefixes = _wrapper_prefixes(module)
-    flats: Mapping[int, Mapping[str, Piece | None]] = flat_parameters(module)
+    flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
     for key, value in raw_state(module).items():
-        for name, piece in flats.get(id(value), {"": None}).items():
+        for name, piece in flats.get(id(value), {"": declared(value)}).items():
             yield Entry(key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece)
 
 
@@ -174,7 +176,7 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
         }
         ranks = max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=())
         ranks = max(ranks, flat_ranks(module), key=len)
-    parts: dict[int, dict[Piece | None, Part]] = defaultdict(dict)
+    parts: dict[int, dict[AnyPiece | None, Part]] = defaultdict(dict)
     for entry in found:
         if isinstance(entry.value, nn.Parameter):
             parts[id(entry.value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
@@ -226,7 +228,7 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
     return join(f"{optimizer_path}/{parameter_path}", key)
 
 
-def fits(held: Any, saved: Tensor, piece: Piece | None) -> bool:
+def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
     """Whether a value of an optimizer's state can be filled in place."""
     if not isinstance(held, torch.Tensor | LocalShards):
         return False
@@ -241,7 +243,7 @@ def fits(held: Any, saved: Tensor, piece: Piece | None) -> bool:
 
 
 def new_state(
-    parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor, piece: Piece | None
+    parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor, piece: AnyPiece | None
 ) -> torch.Tensor:
     """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
     dtype = getattr(torch, saved.dtype)

@@ -38,7 +38,7 @@ class Remaker:
             name = node["n"]
             if (tensor := self._tensors.get(name)) is None:
                 raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
-            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
             self._want(name, self._made[name])
         elif tag == "object":
             decode(node["v"], partial(self._order, path))

@@ -33,6 +33,11 @@ class Piece(NamedTuple):
     size: int
     replicas: tuple[int, ...]
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds any of it."""
+        return self.length > 0
+
     def fits(self, memory: torch.Tensor) -> bool:
         """Whether it is such a memory."""
         return memory.shape == (self.size,)

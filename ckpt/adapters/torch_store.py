@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
 """How long one wait lasts before ranks are looked at one by one: bounds how late a failure is heard of."""
+_REST: Final = 4
+"""A look at thousands of ranks takes seconds of the store's time: so many times as long nobody looks after it."""
+_BLOCK: Final = 256
+"""Keys in a request: the server's time for one grows faster than linearly with them, and a request for each costs seven times as much (docs/scale.md)."""
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
 """How long rank 0 waits at the end for ranks that are slower."""
@@ -56,17 +60,17 @@ class TorchStoreCoordinator:
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", word.decode()))
 
     def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        """Words of ``ranks`` that have come. One request waits for all; after a while each is looked at by itself."""
+        """Words of ``ranks`` that have come. One request waits for the last of them; when it is there, or after a while, all are looked at."""
         keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
-        deadline = time.monotonic() + timeout
+        deadline, pause = time.monotonic() + timeout, _LOOK_SECONDS
         while keys:
-            if self._wait(list(keys.values()), min(_LOOK_SECONDS, deadline - time.monotonic())):
-                return {rank: self._get(key) for rank, key in keys.items()}
-            there = {rank: key for rank, key in keys.items() if self._is_there(key)}
-            if there:
-                return {rank: self._get(key) for rank, key in there.items()}
+            self._wait([keys[max(keys)]], min(pause, deadline - time.monotonic()))
+            began = time.monotonic()
+            if there := self._there(list(keys.items())):
+                return {rank: self._get(key) for rank, key in there}
             if time.monotonic() >= deadline:
                 break
+            pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - began))
         return {}
 
     def decide(self, subject: str, verdict: bytes) -> bytes:
@@ -77,7 +81,7 @@ class TorchStoreCoordinator:
         """The verdict, or None after ``timeout`` seconds. Without any it is a look, no wait."""
         key = f"{subject}/verdict"
         if timeout <= 0:
-            return self._get(key) if self._is_there(key) else None
+            return self._get(key) if self._are_there([key]) else None
         return self._get(key) if self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
@@ -102,8 +106,17 @@ class TorchStoreCoordinator:
     def _get(self, key: str) -> bytes:
         return _asked(lambda: self._store.get(key))
 
-    def _is_there(self, key: str) -> bool:
-        return _asked(lambda: self._store.check([key]))
+    def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Those that have a value: asked for block by block, and one by one only in a block that is not full."""
+        found: list[tuple[int, str]] = []
+        for start in range(0, len(keys), _BLOCK):
+            block = keys[start : start + _BLOCK]
+            full = self._are_there([key for _, key in block])
+            found += block if full else [(rank, key) for rank, key in block if self._are_there([key])]
+        return found
+
+    def _are_there(self, keys: list[str]) -> bool:
+        return _asked(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         try:

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Final
 
 from ckpt.catalog.evictor import Evictor
-from ckpt.catalog.origin import Found, Origin
+from ckpt.catalog.found import Found
+from ckpt.catalog.origin import Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Meter, Span, verify_files
 from ckpt.config import ranks_on_this_node

@@ -31,6 +31,11 @@ class Difference:
     read_names: int = 0
 
     @property
+    def compared(self) -> int:
+        """Tensors of the same dtype and shape in both."""
+        return self.equal + len(self.values)
+
+    @property
     def any(self) -> bool:
         return bool(self.only_one or self.only_two or self.kinds or self.values)
 

@@ -26,10 +26,12 @@ from ckpt.coordination.mark import mark_finished, unmark
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
+from ckpt.model.encoding import MAX_RECORD_BYTES, pack
 from ckpt.model.layout import StepRef, fragment_name, is_file_name
-from ckpt.model.manifest import Fragment, FragmentRef, Manifest
-from ckpt.model.validate import check_fragment
+from ckpt.model.manifest import FragmentRef, Manifest
+from ckpt.model.packed import Packed, Part, fragment_of, read_part
+from ckpt.model.reference import fill
+from ckpt.model.validate import check_fragment, check_manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
@@ -71,12 +73,13 @@ def finalize(
     _check_last(backend, ref, owner)
     parts = _read_fragments(backend, ref, workers, retry)
     manifest = merge(parts)
-    encodings = manifest.encodings()
+    whole = _whole(manifest, [part for part, _ in parts], key=ref.manifest)
+    encodings = whole.encodings()
     if read_data:
         faults, _ = verify_files(
             backend,
             ref,
-            manifest.files,
+            whole.files,
             workers=workers,
             on_progress=on_progress,
             retry=retry,
@@ -91,6 +94,15 @@ def finalize(
         raise CommitError(f"step {ref.step}: another process took the root over meanwhile: try again")
     _put(backend, ref, manifest, workers, retry)
     return manifest
+
+
+def _whole(manifest: Manifest, parts: Sequence[Part], *, key: str) -> Manifest:
+    """With what it leaves to the fragments."""
+    if not manifest.by_reference:
+        return manifest
+    packed = [part for part in parts if isinstance(part, Packed)]
+    whole = fill(manifest, {part.rank: fragment_of(part, key=key) for part in packed}, key=key)
+    return check_manifest(whole, key=key)
 
 
 def _put(
@@ -162,7 +174,7 @@ def _of_leader(name: str) -> bool:
 
 def _read_fragments(
     backend: StorageBackend, ref: StepRef, workers: Workers, retry: RetryPolicy
-) -> list[tuple[Fragment, FragmentRef]]:
+) -> list[tuple[Part, FragmentRef]]:
     """Those of all ranks.
 
     Raises:
@@ -183,16 +195,18 @@ def _read_fragments(
 
 def _read_fragment(
     backend: StorageBackend, ref: StepRef, name: str, retry: RetryPolicy
-) -> tuple[Fragment, FragmentRef]:
+) -> tuple[Part, FragmentRef]:
     key = ref.key(name)
     data = retry.call(partial(read_object, backend, key, limit=MAX_RECORD_BYTES))
-    fragment = check_fragment(unpack(data, Fragment, key=key), key=key)
+    fragment = read_part(data, key=key)  # one of a large world is checked as it is merged
+    if not isinstance(fragment, Packed):
+        check_fragment(fragment, key=key)
     if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (ref.step, ref.attempt, name):
         raise ManifestCorrupt(key, "it belongs to another save, or to another rank")
     return fragment, FragmentRef(name, fragment.rank, len(data), checksum(data))
 
 
-def _check_world(ref: StepRef, fragments: Sequence[Fragment]) -> None:
+def _check_world(ref: StepRef, fragments: Sequence[Part]) -> None:
     world = fragments[0].world_size
     if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
         told = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")

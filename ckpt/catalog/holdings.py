@@ -24,8 +24,8 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef, fragment_name, is_file_name
-from ckpt.model.manifest import Fragment
 from ckpt.model.metrics import metrics_of
+from ckpt.model.packed import read_part
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import ObjectInfo, StorageBackend, read_object
 
@@ -68,6 +68,11 @@ class Holdings:
     def __init__(self, backend: StorageBackend, *, part: bool = False) -> None:
         self._backend, self._retry, self._part = backend, RetryPolicy(), part
         self._known: dict[StepRef, Held] = {}
+
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """Of the whole ones that were seen last."""
+        return [held.metrics for held in self._known.values()]
 
     def look(self, *, begun: bool = False) -> list[Held]:
         """All attempts, newest step first; or only those that were ``begun`` and never committed."""
@@ -136,7 +141,7 @@ class Holdings:
                 with suppress(ObjectNotFound, IntegrityError):
                     if info.key.endswith(".json") and info.key != ref.manifest:
                         data = read_object(self._backend, info.key, limit=MAX_RECORD_BYTES)
-                        dates.append(unpack(data, Fragment, key=info.key).created_at)
+                        dates.append(read_part(data, key=info.key).created_at)
         return max(dates, default=None)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.fragments import filled, load_fragment
 from ckpt.errors import (
     AccessDenied,
     IntegrityError,
@@ -18,7 +19,7 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
-from ckpt.model.manifest import Manifest
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, read_object
@@ -31,7 +32,7 @@ class Entry:
     """One attempt at a step, as far as its manifest tells. Its data was not looked at.
 
     Attributes:
-        manifest: None if the attempt is not committed, or its manifest is damaged.
+        manifest: Perhaps one by reference. None if the attempt is not committed, or its manifest is damaged.
         damage: Why the manifest cannot be trusted.
         finished_ranks: Fragments that are there; counted for an attempt without a manifest only.
         nbytes: Of all data files; for an attempt without a manifest, of what lies there.
@@ -81,19 +82,25 @@ def sweep(backend: StorageBackend, *, keep: str, but_newest: bool = False) -> No
 
 
 def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
-    """The manifest of a committed step, checked.
+    """The manifest of a committed step, whole and checked. That of a large world is put together from all of its fragments.
 
     Raises:
-        ObjectNotFound: The step is not committed here.
-        ManifestCorrupt, FormatTooNew: It cannot be trusted.
+        ObjectNotFound: The step is not committed here, or a fragment is missing.
+        ManifestCorrupt, ChecksumMismatch, FormatTooNew: It cannot be trusted.
     """
-    return read_packed(backend, ref, retry=retry)[0]
+    manifest = read_packed(backend, ref, retry=retry)[0]
+
+    def read(named: FragmentRef, file: File | None) -> Fragment:
+        return retry.call(partial(load_fragment, backend, ref, manifest, named, file))[0]
+
+    with about(backend.url):
+        return filled(manifest, read, None, key=ref.manifest)
 
 
 def read_packed(
     backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
 ) -> tuple[Manifest, bytes]:
-    """As ``read_manifest``, and the very bytes it was read from."""
+    """The manifest as it lies there, which may be one by reference, checked as far as it goes; and the very bytes it was read from. Raises as ``read_manifest`` does."""
     with about(backend.url):
         data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
     manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
@@ -135,7 +142,7 @@ def survey(backend: StorageBackend) -> list[Entry]:
 
 def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
     try:
-        manifest = read_manifest(backend, ref)
+        manifest, _ = read_packed(backend, ref)
         if gone := _missing(backend, ref, manifest):
             return Entry(
                 ref=ref,
@@ -170,7 +177,7 @@ def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[
 def born(backend: StorageBackend, ref: StepRef) -> float:
     """When a manifest was made. One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why."""
     try:
-        return read_manifest(backend, ref).created_at
+        return read_packed(backend, ref)[0].created_at
     except (AccessDenied, TransientStorageError):
         raise
     except (IntegrityError, StorageError):

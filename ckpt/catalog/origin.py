@@ -10,60 +10,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from ckpt.catalog.found import Found, OnRepair, Repair
+from ckpt.catalog.fragments import filled, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.missed import Missed, Told
-from ckpt.catalog.verify import Span, check_chunks, read_fragment
+from ckpt.catalog.parts import Parts
+from ckpt.catalog.verify import Span, check_chunks
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.checksum import verify
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import File, FragmentRef, Manifest, stored_size
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.leaf import Leaf
 from ckpt.plan.rebase import rebase, same_file
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.plan.sources import Reach, reach_of, verdict, without
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
-    """A store should have had this intact, and had not: it was asked of the next.
-
-    Attributes:
-        tier: URL of the store.
-        key: The file; empty if the store did not answer at all.
-        reason: What was wrong first.
-        nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
-        mended: Whether the file is whole there again.
-    """
-
-    tier: str
-    key: str
-    reason: str
-    nbytes: int
-    mended: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A manifest, the very bytes it was read from, and the position of the source."""
-
-    position: int
-    manifest: Manifest
-    packed: bytes
-
-
-OnRepair = Callable[[Repair], None]
-"""Told once for each file and store, when it is met first; from several threads, one call at a time."""
 
 
 class Origin:
@@ -94,6 +66,8 @@ class Origin:
         self._manifests: dict[int, Manifest] = {}
         self._places: dict[int, Mapping[int, tuple[str, int]]] = {}
         self._here: Manifest | None = None
+        self._packed = b""
+        self._parts: Parts | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
         self._repairs: dict[tuple[str, str], Repair] = {}
         self._noting = True
@@ -125,7 +99,21 @@ class Origin:
 
         position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
         self._here = self._manifests[position] = manifest
-        return Found(position, manifest, packed)
+        self._packed = packed
+        self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
+        return Found(position, self._parts.outline, packed)
+
+    def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
+        """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted``, or all (None). Once, before anything is read.
+
+        Raises:
+            IntegrityError, StorageError: A fragment is intact nowhere.
+        """
+        here = self._here
+        if here is None or self._parts is None or not here.by_reference:
+            return found
+        self._here = self._manifests[found.position] = self._parts.filled(wanted, key=self.ref.manifest)
+        return replace(found, manifest=self._here)
 
     def layout(self, position: int) -> Manifest:
         """How files lie on a source: as its own manifest says, else as that which was found. Asked when the source is needed."""
@@ -136,7 +124,7 @@ class Origin:
             known = self._here
             if self.gone(position, "") is None and self.gone(position, self.ref.manifest) is None:
                 try:
-                    known, _ = read_packed(self.sources[position], self.ref, retry=self._retry)
+                    known = self._read_layout(position, self._here)
                     self.listing.add(position)
                 except (IntegrityError, StorageError) as error:
                     if reach_of(error) is Reach.STORE:
@@ -145,14 +133,33 @@ class Origin:
                 self._manifests[position] = known
         return known
 
+    def _read_layout(self, position: int, here: Manifest) -> Manifest:
+        manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
+        if packed == self._packed:
+            return here
+
+        def read(named: FragmentRef, file: File | None) -> Fragment:
+            return self._load(position, manifest, named, file)[0]
+
+        return filled(manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest)
+
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
+        return self._fragment(manifest, named, file)[1]
 
-        def found(position: int) -> bytes:
-            source = self.sources[position]
-            return self._retry.call(partial(read_fragment, source, self.ref, manifest, named, file))
+    def _fragment(
+        self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
+    ) -> tuple[Fragment, bytes]:
+        def found(position: int) -> tuple[Fragment, bytes]:
+            return self._load(position, manifest, named, file)
 
-        return self._nearest(self.ref.key(named.name), 0, found)[1]
+        return self._nearest(self.ref.key(named.name), 0, found, first=first)[1]
+
+    def _load(
+        self, position: int, manifest: Manifest, named: FragmentRef, file: File | None
+    ) -> tuple[Fragment, bytes]:
+        source = self.sources[position]
+        return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def read_span(self, span: Span, data: memoryview) -> int:
         """Fill ``data`` with chunks that are intact; returns the position of the farthest source that was needed.
@@ -361,9 +368,11 @@ class Origin:
         else:
             self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
 
-    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T]) -> tuple[int, T]:
+    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
+        """``first``: where to begin; those before it come last."""
         told: list[tuple[str, Exception]] = []
-        for position, source in enumerate(self.sources):
+        for position in (*range(first, len(self.sources)), *range(first)):
+            source = self.sources[position]
             error = self.gone(position, key)
             if error is None:
                 try:

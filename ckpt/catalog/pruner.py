@@ -10,7 +10,7 @@ from ckpt.catalog.prune import prune
 from ckpt.config import SaveConfig
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.retention import Retention
+from ckpt.plan.retention import Retention, unknown_metric
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -33,7 +33,7 @@ class Pruner:
         self._rule = Retention.of(tier.tier)
         self._holdings = Holdings(tier.backend, part=tier.tier.local is True)
         self._workers = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
-        self._queued = self._done = False
+        self._queued = self._done = self._told = False
 
     def ask(self) -> None:
         """Prune soon. Returns at once."""
@@ -56,5 +56,8 @@ class Pruner:
                 holdings=self._holdings,
             )
             self._done = True
+            if not self._told and (told := unknown_metric(self._rule, self._holdings.metrics)):
+                self._told = True
+                _log.warning("ckpt: %s: %s", self._tier.url, told)
         except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)

@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.origin import OnRepair, Origin
+from ckpt.catalog.found import OnRepair
+from ckpt.catalog.origin import Origin
 from ckpt.catalog.verify import (
     Meter,
     OnProgress,
@@ -80,7 +81,7 @@ def fetch_step(
     retry = retry or RetryPolicy()
     origin = Origin((source, *others), ref, retry=retry, on_repair=on_repair)
     with _about_the_source():
-        found = origin.manifest()
+        found = origin.filled(origin.manifest(), None)
     manifest, packed = found.manifest, found.packed
     _make_way(destination, ref, packed, retry)
     missing, encodings = _missing(destination, ref, manifest, workers, retry), manifest.encodings()

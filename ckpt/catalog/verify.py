@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.index import read_manifest
+from ckpt.catalog.fragments import load_fragment
+from ckpt.catalog.index import read_packed
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -29,9 +30,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.model.checksum import checksum
 from ckpt.model.checksum import verify as verify_bytes
-from ckpt.model.encoding import unpack
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import (
     Chunk,
@@ -43,11 +42,12 @@ from ckpt.model.manifest import (
     stored_lengths,
     stored_size,
 )
-from ckpt.model.validate import check_fragment
+from ckpt.model.reference import fill
+from ckpt.model.validate import check_manifest
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
 
 OnProgress = Callable[[int, int], None]
 """Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
@@ -114,18 +114,22 @@ def verify_step(
     start = time.perf_counter()
     retry = retry or RetryPolicy()
     try:
-        manifest = read_manifest(backend, ref, retry=retry)
+        manifest, _ = read_packed(backend, ref, retry=retry)
     except FormatTooNew:
         raise
     except (IntegrityError, StorageError) as error:
         fault = fault_of(error)
         return VerifyReport(ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start)
     files = {file.rank: file for file in manifest.files}
-    checks = [
-        partial(_check_fragment, backend, ref, manifest, fragment, files.get(fragment.rank), retry)
+    parts = workers.run_all(
+        partial(_fragment, backend, ref, manifest, fragment, files.get(fragment.rank), retry)
         for fragment in manifest.fragments
-    ]
-    faults = [fault for fault in workers.run_all(checks) if fault]
+    )
+    faults = [part for part in parts if isinstance(part, Fault)]
+    try:
+        manifest = _filled(manifest, [part for part in parts if isinstance(part, Fragment)], ref.manifest)
+    except ManifestCorrupt as error:
+        faults.append(fault_of(error))
     data_faults, verified = verify_files(
         backend,
         ref,
@@ -229,31 +233,6 @@ def check_chunks(span: Span, data: memoryview) -> list[ChecksumMismatch]:
     return found
 
 
-def read_fragment(
-    backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
-) -> bytes:
-    """The bytes of a fragment that is the one the manifest was merged from.
-
-    Raises:
-        ObjectNotFound: It is missing.
-        ChecksumMismatch, ManifestCorrupt: It is another, or damaged.
-    """
-    key = ref.key(named.name)
-    size = backend.head(key).size
-    if size != named.size:
-        raise ManifestCorrupt(key, f"has {size} bytes, should have {named.size}")
-    data = read_object(backend, key, limit=named.size)
-    if checksum(data) != named.checksum:
-        raise ChecksumMismatch(key, 0, len(data))
-    fragment = check_fragment(unpack(data, Fragment, key=key), key=key)
-    mine = (fragment.step, fragment.attempt, fragment.rank, fragment.world_size, fragment.chunk_bytes)
-    if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
-        raise ManifestCorrupt(key, "belongs to another save")
-    if fragment.file != file:
-        raise ManifestCorrupt(key, "its data file is not the one that the manifest tells of")
-    return data
-
-
 class Meter:
     """Counts bytes for ``on_progress``. Threads: ``add`` from any."""
 
@@ -321,19 +300,26 @@ def _halves(span: Span) -> tuple[Span, Span]:
     return left, _span(span.key, span.offset + left.nbytes, pairs[middle:])
 
 
-def _check_fragment(
+def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest:
+    """One by reference with the fragments that are intact: of files whose fragment is not, only the size can be compared."""
+    if not manifest.by_reference:
+        return manifest
+    manifest = fill(manifest, {part.rank: part for part in parts}, key=key)
+    return manifest if manifest.by_reference else check_manifest(manifest, key=key)
+
+
+def _fragment(
     backend: StorageBackend,
     ref: StepRef,
     manifest: Manifest,
     named: FragmentRef,
     file: File | None,
     retry: RetryPolicy,
-) -> Fault | None:
+) -> Fragment | Fault:
     try:
-        retry.call(partial(read_fragment, backend, ref, manifest, named, file))
+        return retry.call(partial(load_fragment, backend, ref, manifest, named, file))[0]
     except (IntegrityError, StorageError) as error:
         return fault_of(error)
-    return None
 
 
 def _size_fault(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, open_root, workers_for
+from ckpt.cli.options import ConfigFileOption, JsonOption, open_root, workers_for
 
 if TYPE_CHECKING:
     from ckpt.errors import CkptError
@@ -33,6 +33,7 @@ def copy(
         bool,
         typer.Option("--check", help="Read what DEST has already too, and replace what is damaged there."),
     ] = False,
+    config: ConfigFileOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Copy checkpoints between any two places.
@@ -54,7 +55,7 @@ def copy(
 
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
-    origin, destination = open_root(source), open_root(dest)
+    origin, destination = open_root(source, config), open_root(dest, config)
     _check_apart(origin.url, destination.url)
     refs = find(origin, step)
     if not all_steps and step is None:
@@ -119,13 +120,13 @@ def _copy(
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
     """Bytes of the step, if the destination has the same chunks, however they are encoded there; None if it has not."""
-    from ckpt.catalog.index import read_packed
+    from ckpt.catalog.index import read_manifest, read_packed
     from ckpt.errors import IntegrityError, ObjectNotFound
 
-    manifest, packed = read_packed(source, ref)
+    _, packed = read_packed(source, ref)
     try:
         there, same = read_packed(destination, ref)
-        if same == packed or _chunks(there) == _chunks(manifest):
+        if same == packed or _chunks(read_manifest(destination, ref)) == _chunks(read_manifest(source, ref)):
             return there.stored_bytes
         return None
     except (ObjectNotFound, IntegrityError):

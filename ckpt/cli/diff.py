@@ -134,6 +134,14 @@ def _show(
     if found.any or plain:
         parts.append(f"{output.count(len(rows), 'difference')}")
     output.show_line(", ".join(parts) + ("" if rows else ": the checkpoints are the same"))
+    if found.compared and not found.read_names:
+        output.show_line(
+            "compared by checksum alone: no data was read" + (" but for --values" if far else "")
+        )
+    elif found.read_names:
+        output.show_line(
+            f"{output.count(found.read_names, 'tensor')} saved in another layout: read, the others compared by checksum"
+        )
 
 
 def _kind(tensor: Tensor) -> str:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, open_root, workers_for
+from ckpt.cli.options import (
+    ConfigFileOption,
+    JsonOption,
+    RootOption,
+    StepOption,
+    one_step,
+    open_root,
+    workers_for,
+)
 
 if TYPE_CHECKING:
     from ckpt.errors import CkptError
@@ -18,16 +26,23 @@ if TYPE_CHECKING:
 
 
 def finalize(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL.", show_default=False)],
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="This step. Default: all unfinished.")
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STEP]",
+            help="This step. Default: all unfinished. (A folder or URL here is the same as --root.)",
+            show_default=False,
+        ),
     ] = None,
+    step_too: StepOption = None,
     job_is_dead: Annotated[
         bool,
         typer.Option(
             "--job-is-dead", help="The job ran on another machine, and all its processes have ended."
         ),
     ] = False,
+    root: RootOption = None,
+    config: ConfigFileOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Finish a save whose first rank died before the last write.
@@ -39,14 +54,19 @@ def finalize(
 
     \b
     Examples:
-      ckpt finalize runs/gpt                 all that ckpt ls calls "incomplete"
-      ckpt finalize s3://bucket/run42 --step 1300 --job-is-dead
+      ckpt finalize --root runs/gpt          all that ckpt ls calls "incomplete"
+      ckpt finalize 1300 --root s3://bucket/run42 --job-is-dead
     """
     from ckpt.catalog.index import attempts, is_committed
     from ckpt.cli import output
-    from ckpt.errors import NoCheckpoint
+    from ckpt.errors import ConfigError, NoCheckpoint
 
-    backend = open_root(root)
+    step = one_step(int(what) if what is not None and what.isdigit() else None, step_too)
+    if what is not None and not what.isdigit():
+        if root is not None:
+            raise ConfigError(f"{what} and --root {root} are two places: leave one out")
+        root = what
+    backend = open_root(root, config)
     every = attempts(backend)
     refs = [ref for ref in every if step in (None, ref.step)]
     if not refs:

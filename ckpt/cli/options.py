@@ -34,17 +34,32 @@ RootsOption = Annotated[
 ConfigOption = Annotated[
     str | None, typer.Option("--config", metavar="FILE", help="All tiers of this ckpt.toml.")
 ]
+ConfigFileOption = Annotated[
+    str | None, typer.Option("--config", metavar="FILE", help="What to go by instead of ./ckpt.toml.")
+]
+StepOption = Annotated[
+    int | None, typer.Option("--step", metavar="N", min=0, help="The same as STEP.", show_default=False)
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")
 ]
 
 
-def open_root(root: str | None) -> StorageBackend:
-    """The store that ``--root``, the environment or ``ckpt.toml`` names."""
+def one_step(argument: int | None, option: int | None) -> int | None:
+    """The step that was given as STEP or as --step."""
+    from ckpt.errors import ConfigError
+
+    if argument is not None and option not in (None, argument):
+        raise ConfigError(f"STEP {argument} and --step {option} are two: leave one out")
+    return option if argument is None else argument
+
+
+def open_root(root: str | None, config: str | None = None) -> StorageBackend:
+    """The store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names."""
     from ckpt.config import resolve_tier
     from ckpt.storage.registry import open_backend
 
-    tier = resolve_tier(root)
+    tier = resolve_tier(root, config)
     return open_backend(tier.url, tier.options)
 
 

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, RootOption
+from ckpt.cli.options import ConfigFileOption, JsonOption, RootOption
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpt.catalog.holdings import State
+    from ckpt.catalog.holdings import Held, State
     from ckpt.catalog.prune import Judged, Pruned
-    from ckpt.config import Best
+    from ckpt.config import Best, Tier
+    from ckpt.coordination.owner import Owner
+    from ckpt.model.layout import StepRef
+    from ckpt.plan.retention import Retention
 
 
 def prune(
@@ -35,13 +38,18 @@ def prune(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be removed, and why the rest is kept.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also where a job may run whose farther tiers still read from here."),
+    ] = False,
     root: RootOption = None,
+    config: ConfigFileOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Remove old checkpoints, those that have lost files, and the remains of saves that failed more than a day ago.
 
-    The newest checkpoint always stays, and so do files that are not ours. A job that writes to the root may run meanwhile, but what its
-    farther tiers still have to read from here is not known to this command: give it a --keep-last with room for them.
+    The newest checkpoint always stays, and so do files that are not ours. A job may write to the root meanwhile. What its farther tiers still have to read from here stays, if ckpt.toml
+    names them; if not, a root whose job is alive, or may be so on another machine, is left alone without --force.
 
     \b
     Examples:
@@ -57,7 +65,7 @@ def prune(
     from ckpt.plan.retention import Retention
     from ckpt.storage.registry import open_backend
 
-    tier = resolve_tier(root)
+    tier = resolve_tier(root, config)
     rule = Retention(
         keep_last=tier.keep_last if keep_last is None else keep_last,
         keep_every=tier.keep_every if keep_every is None else keep_every,
@@ -67,36 +75,77 @@ def prune(
         raise ConfigError("how many shall be kept? Give --keep-last N, or write keep_last into ckpt.toml")
     backend = open_backend(tier.url, tier.options)
     owner = read_owner(backend)
+    found = Holdings(backend, part=tier.local is True).look()
+    _warn_of_names(rule, found)
+    late = (
+        frozenset["StepRef"]() if force else _late(backend.url, owner, tier, config, found, dry_run=dry_run)
+    )
     judged = judge(
-        Holdings(backend, part=tier.local is True).look(),
+        found,
         rule,
         own=owner.attempt if owner else "",
         alive=owner is not None and owner.alive,
         undated=owner is None,
+        protected=lambda: late,
     )
-    found = carry_out(backend, judged, dry_run=dry_run)
+    gone = carry_out(backend, judged, dry_run=dry_run)
     kept = [one for one in judged if one.kept]
     if json:
         output.show_json(
             {
                 "root": backend.url,
                 "dry_run": dry_run,
-                "pruned": [_as_json(one) for one in found],
-                "kept": [
-                    {
-                        "step": one.held.ref.step,
-                        "attempt": one.held.ref.attempt,
-                        "why": list(one.kept),
-                        "metrics": dict(one.held.metrics),
-                    }
-                    for one in kept
-                ],
+                "pruned": [_as_json(one) for one in gone],
+                "kept": [_kept_as_json(one) for one in kept],
             }
         )
         return
-    _show(found, kept if dry_run else [])
-    total = output.size(sum(one.nbytes for one in found))
-    output.show_line(f"{output.count(len(found), 'step')} {'would be ' if dry_run else ''}removed, {total}")
+    _show(gone, kept if dry_run else [])
+    total = output.size(sum(one.nbytes for one in gone))
+    output.show_line(f"{output.count(len(gone), 'step')} {'would be ' if dry_run else ''}removed, {total}")
+
+
+def _late(
+    url: str, owner: Owner | None, tier: Tier, config: str | None, found: Sequence[Held], *, dry_run: bool
+) -> frozenset[StepRef]:
+    """Steps that a running job's farther tiers lack, and so may be reading.
+
+    Raises:
+        RootInUse: A job may run, and what farther tiers it has is not known.
+    """
+    from ckpt.catalog.index import committed
+    from ckpt.cli import output
+    from ckpt.config import load_config
+    from ckpt.errors import CkptError, CommitError
+    from ckpt.storage.registry import open_backend
+
+    if owner is None or not (owner.alive or owner.is_unknown):
+        return frozenset()
+    tiers = load_config(config).tiers
+    if tier not in tiers:
+        state = "is alive" if owner.alive else "may be alive"
+        told = f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still have to read is not known: write all its tiers into ckpt.toml (--config), or give --force"
+        if dry_run:
+            output.warn(told)
+            return frozenset()
+        raise CommitError(told)
+    late: set[StepRef] = set()
+    for farther in tiers[tiers.index(tier) + 1 :]:
+        taken = {held.ref for held in found if held.state == "whole" and held.ref.step % farther.every == 0}
+        try:
+            late |= taken - set(committed(open_backend(farther.url, farther.options)))
+        except CkptError as error:
+            output.warn(f"what {farther.url} lacks cannot be seen, so all that it takes stays: {error}")
+            late |= taken
+    return frozenset(late)
+
+
+def _warn_of_names(rule: Retention, found: Sequence[Held]) -> None:
+    from ckpt.cli import output
+    from ckpt.plan.retention import unknown_metric
+
+    if told := unknown_metric(rule, [held.metrics for held in found]):
+        output.warn(told)
 
 
 def _show(found: Sequence[Pruned], kept: Sequence[Judged]) -> None:
@@ -144,4 +193,13 @@ def _as_json(one: Pruned) -> dict[str, object]:
         "bytes": one.nbytes,
         "committed": one.committed,
         "state": one.state,
+    }
+
+
+def _kept_as_json(one: Judged) -> dict[str, object]:
+    return {
+        "step": one.held.ref.step,
+        "attempt": one.held.ref.attempt,
+        "why": list(one.kept),
+        "metrics": dict(one.held.metrics),
     }

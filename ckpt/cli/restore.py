@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, workers_for
+from ckpt.cli.options import ConfigOption, JsonOption, StepOption, one_step, workers_for
 
 if TYPE_CHECKING:
-    from ckpt.catalog.origin import Repair
+    from ckpt.catalog.found import Repair
     from ckpt.catalog.verify import OnProgress
     from ckpt.errors import IntegrityError
     from ckpt.model.layout import StepRef
@@ -22,10 +22,13 @@ _DEFAULT_FOLDER = "restored"
 
 
 def restore(
+    step: Annotated[
+        int | None, typer.Argument(metavar="[STEP]", min=0, help="This step or none.", show_default=False)
+    ] = None,
     latest: Annotated[
         bool, typer.Option("--latest", help="The newest intact step. This is the default.")
     ] = False,
-    step: Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="This step or none.")] = None,
+    step_too: StepOption = None,
     root: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,6 +45,7 @@ def restore(
             help="Where to copy it. Default: the nearest folder of several tiers, else ./restored; from a local folder alone, nothing is copied.",
         ),
     ] = None,
+    config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Fetch and verify the newest checkpoint.
@@ -58,14 +62,17 @@ def restore(
       ckpt restore --latest --root runs/gpt
       ckpt restore --latest --root s3://bucket/run42 --to /nvme/run42
       ckpt restore --latest --root /nvme/run42 --root s3://bucket/run42
-      ckpt restore --step 1200 --json | jq -r .place
+      ckpt restore 1200 --json | jq -r .place
     """
     from ckpt.cli import output
     from ckpt.errors import ConfigError
 
+    step = one_step(step, step_too)
     if latest and step is not None:
         raise ConfigError("--latest and --step exclude each other: leave one out")
-    sources = _sources(root)
+    if root and config:
+        raise ConfigError("--root and --config exclude each other: leave one out")
+    sources = _sources(root, config)
     found = _first_intact(sources, step, _destination(sources, to))
     seconds, nbytes = found.seconds, found.nbytes
     if json:
@@ -109,12 +116,12 @@ class _Found:
     repaired: tuple[Repair, ...] = ()
 
 
-def _sources(roots: list[str] | None) -> list[StorageBackend]:
+def _sources(roots: list[str] | None, config: str | None) -> list[StorageBackend]:
     """Nearest first."""
     from ckpt.config import resolve_tiers
     from ckpt.storage.tiers import open_tiers
 
-    return [tier.backend for tier in open_tiers(resolve_tiers(roots))]
+    return [tier.backend for tier in open_tiers(resolve_tiers(roots, config))]
 
 
 def _destination(sources: list[StorageBackend], to: str | None) -> StorageBackend | None:

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckpt.cli.options import JsonOption, RootOption, open_root
+from ckpt.cli.options import (
+    ConfigFileOption,
+    JsonOption,
+    RootOption,
+    StepOption,
+    one_step,
+    open_root,
+)
 
 if TYPE_CHECKING:
     import msgspec
@@ -19,8 +26,12 @@ _MOST_CHARS: Final = 100
 
 
 def show(
-    step: Annotated[int, typer.Argument(metavar="STEP", min=0, show_default=False)],
+    step: Annotated[
+        int | None, typer.Argument(metavar="[STEP]", min=0, help="Default: the newest.", show_default=False)
+    ] = None,
+    step_too: StepOption = None,
     root: RootOption = None,
+    config: ConfigFileOption = None,
     files: Annotated[
         bool, typer.Option("--files", help="Also the files, and the rank that wrote each.")
     ] = False,
@@ -39,8 +50,8 @@ def show(
     from ckpt.catalog.index import find, read_manifest
     from ckpt.cli import output
 
-    backend = open_root(root)
-    ref = find(backend, step)[0]
+    backend = open_root(root, config)
+    ref = find(backend, one_step(step, step_too))[0]
     manifest = read_manifest(backend, ref)
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))

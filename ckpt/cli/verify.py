@@ -12,6 +12,8 @@ from ckpt.cli.options import (
     JsonOption,
     Reached,
     RootsOption,
+    StepOption,
+    one_step,
     open_each,
     workers_for,
 )
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 
 def verify(
     step: Annotated[
-        int | None, typer.Argument(metavar="STEP", min=0, help="Default: the newest.", show_default=False)
+        int | None, typer.Argument(metavar="[STEP]", min=0, help="Default: the newest.", show_default=False)
     ] = None,
+    step_too: StepOption = None,
     all_steps: Annotated[bool, typer.Option("--all", help="Every committed step.")] = False,
     all_tiers: Annotated[
         bool, typer.Option("--all-tiers", help="On every tier of --config, or of ./ckpt.toml.")
@@ -50,6 +53,7 @@ def verify(
     """
     from ckpt.errors import ConfigError
 
+    step = one_step(step, step_too)
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
     places = open_each(root, config, all_tiers=all_tiers)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final, Protocol, TypeVar, assert_never
 
 import msgspec
@@ -53,9 +54,10 @@ from ckpt.errors import (
     placed,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
+from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import Fragment, FragmentRef
+from ckpt.model.manifest import FragmentRef
+from ckpt.model.packed import Packed, Part, read_part
 from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, read_object
@@ -76,6 +78,15 @@ class Retry(Protocol):
 
 def _at_once(work: Callable[[], T], /) -> T:
     return work()
+
+
+ReadAll = Callable[[Iterable[Callable[[], Part]]], Iterator[Part]]
+"""Calls all of it, perhaps on several threads; results come in order, and few of them wait."""
+
+
+def in_turn(reads: Iterable[Callable[[], Part]]) -> Iterator[Part]:
+    """On this thread, one after the other."""
+    return (read() for read in reads)
 
 
 class Place(Protocol):
@@ -156,6 +167,7 @@ class Committer:
         timeout: Seconds a rank waits for the last rank's word before it refuses.
         takeover: Seconds after which others look whether the leader has left something to do.
         before_put: Raises if this job may not commit here any more.
+        read_all: See `ReadAll`.
     """
 
     def __init__(
@@ -168,7 +180,9 @@ class Committer:
         takeover: float = TAKEOVER_SECONDS,
         known: Known | None = None,
         before_put: Callable[[], None] = lambda: None,
+        read_all: ReadAll = in_turn,
     ) -> None:
+        self._read_all = read_all
         self._coordinator, self._place, self._name = coordinator, place, name
         self._bounds = Bounds(timeout, takeover)
         self._known, self._before_put = known or Known(), before_put
@@ -199,6 +213,7 @@ class _Commit:
             committer._known,
             committer._before_put,
         )
+        self._read_all = committer._read_all
         self._ref, self._subject = ref, f"{committer._name}/{ref.folder}"
         self._manifest = b""
 
@@ -259,10 +274,8 @@ class _Commit:
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
-            parts = [(self._read(fragment), fragment) for fragment in fragments]
-            manifest = merge(parts, self._known)
-            self._known.parts = {part.rank: part for part, _ in parts}
-            self._manifest = pack(manifest)
+            parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
+            self._manifest = pack(merge(zip(parts, fragments, strict=True), self._known))
             self._before_put()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
@@ -271,7 +284,7 @@ class _Commit:
             return Spoiled(Refused(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
         return Merged(checksum(self._manifest))
 
-    def _read(self, fragment: FragmentRef) -> Fragment:
+    def _read(self, fragment: FragmentRef) -> Part:
         key = self._ref.key(fragment.name)
         try:
             data = self._place.read(self._ref, fragment)
@@ -281,9 +294,10 @@ class _Commit:
             raise TierNotShared(self._place.url, [fragment.rank]) from None
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
-        return check_fragment(
-            unpack(data, Fragment, key=key), key=key, known=self._known.parts.get(fragment.rank)
-        )
+        part = read_part(data, key=key)
+        if isinstance(part, Packed):  # checked as it is merged
+            return part
+        return check_fragment(part, key=key, known=self._known.parts.get(fragment.rank))
 
     def _put(self) -> PutEnded:
         try:

@@ -58,6 +58,16 @@ class Owner(msgspec.Struct, frozen=True):
         """Whether ``other`` is of a later start of the same run: torchrun has ended all of this one's processes, on every machine, before it starts the next."""
         return self.run == other.run != "" and self.restart < other.restart
 
+    @property
+    def here_too(self) -> bool:
+        """Whether it is this very process."""
+        return self.alive and self.pid == os.getpid()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nobody here can know if it lives: it is on another machine."""
+        return self.machine != _machine()
+
     def __str__(self) -> str:
         return f"attempt {self.attempt}, process {self.pid} on {self.host}"
 
@@ -66,7 +76,7 @@ def claim(backend: StorageBackend, me: Owner) -> None:
     """Make the root ours. Raises ``RootInUse`` if its owner is alive on this machine."""
     owner = read_owner(backend)
     if owner is not None and owner.attempt not in {me.attempt, *_ended} and owner.alive:
-        raise RootInUse(backend.url, str(owner))
+        raise RootInUse(backend.url, str(owner), here=owner.here_too)
     backend.put(OWNER, [msgspec.json.encode(me)])
     _ended.discard(me.attempt)
 
@@ -75,7 +85,7 @@ def confirm(backend: StorageBackend, me: Owner) -> None:
     """Raises ``RootInUse`` if another attempt has taken the root over since."""
     owner = read_owner(backend)
     if owner is not None and owner.attempt != me.attempt:
-        raise RootInUse(backend.url, str(owner))
+        raise RootInUse(backend.url, str(owner), here=owner.here_too)
 
 
 def release(backend: StorageBackend, me: Owner) -> None:

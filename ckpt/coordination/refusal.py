@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Final
+
 import msgspec
 
 from ckpt.errors import (
+    AccessDenied,
     CkptError,
     CommitError,
     CommitTimeout,
     HistoryHidden,
+    OutOfSpace,
     PeerFailed,
     ReplicasDiverged,
     RootInUse,
     StepExists,
+    StorageError,
     TensorIncomplete,
     TierNotShared,
+    TransientStorageError,
+    placed,
 )
+
+_STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
+    kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, TransientStorageError)
+}
+"""What a store that fails the leader is told as to the others; by name."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -53,12 +66,17 @@ def refusal(error: CkptError) -> Refused:
             return Refused(reason=error.root, failures={}, kind=kind, ranks=error.ranks)
         case RootInUse():
             return Refused(reason=error.owner, failures={}, kind=kind, names=(error.root,))
+        case StorageError() if kind in _STORAGE_ERRORS:
+            return Refused(reason=error.detail, failures={}, kind=kind, names=(error.key, error.root))
         case _:
             return Refused(reason=f"{kind}: {error}", failures={})
 
 
-def rebuild(verdict: Refused, step: int) -> CommitError:
-    """The error that a refusal carries."""
+def rebuild(verdict: Refused, step: int) -> CkptError:
+    """The error that a refusal carries: a store that failed the leader is told as such to all."""
+    if kind := _STORAGE_ERRORS.get(verdict.kind):
+        key, root = verdict.names
+        return placed(kind(key, verdict.reason), root)
     match verdict.kind:
         case "PeerFailed":
             return PeerFailed(step, verdict.failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import torch
 
 from ckpt.errors import ConfigError, IntegrityError, MissingExtra, UnsupportedValue
 from ckpt.exchange.inert import Inert, read_inert
+from ckpt.exchange.sniff import what_is
 from ckpt.exchange.torch_file import Scratch
 from ckpt.model.dtype import DTYPES
 from ckpt.staging.image import copyable
@@ -89,15 +91,19 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
     except FileNotFoundError:
         raise IntegrityError(f"{name} is missing") from None
     except OSError as error:
+        if error.errno == errno.EINVAL:  # of mmap
+            raise IntegrityError(f"{name} is not a whole file of torch.save: it was cut short") from None
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # noqa: BLE001 - of the unpickler, the zip reader, or what broken bytes lead them to
         text = str(error)
+        if isinstance(path, str) and (kind := what_is(path)):
+            raise ConfigError(f"{name} is no file of torch.save, but {kind}") from None
         if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
             found = re.search(r"GLOBAL ([\w.]+)", text)
             what = f"pickle of more than tensors ({found[1]})" if found else "pickle of more than tensors"
             raise UnsupportedValue(name, what, _WAY_OUT) from None
         raise IntegrityError(
-            f"{name} is not a whole file of torch.save: {text.splitlines()[0][:200]}"
+            f"{name} is not a whole file of torch.save: {(text.splitlines() or ['it is empty'])[0][:200]}"
         ) from None
 
 

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.modules import Entry, ModuleItems, Part, entries
 from ckpt.adapters.stand_in import ModuleStandIn, OptimizerStandIn
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.zero_layout import Partition, Piece, partitions_of, span_of_shard
 
 _ZERO: Final = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
@@ -235,7 +235,9 @@ class ZeroOptimizer(OptimizerStandIn):
                         partition.flat, dtype=dtype, requires_grad=False
                     )
                 return _view(partition.pieces[index], self._fresh[(partition, key)])
-        raise ConfigError(f"DeepSpeed: {key!r} of {shape} in the checkpoint belongs to no parameter")
+        raise RestoreError(
+            f"DeepSpeed: {key!r} of shape {shape} in the checkpoint has another shape than its parameter: of such optimizers the model alone can be restored"
+        )
 
     def extra(self) -> dict[str, Any]:
         engine, scheduler = self._zero.engine, self._zero.engine.lr_scheduler
@@ -329,10 +331,14 @@ def _check(engine: Any) -> None:
             f"zero_state takes the engine of deepspeed.initialize under ZeRO 1, 2 or 3; this one's optimizer is {kind}. "
             'Without ZeRO put {"model": engine.module, "optimizer": engine.optimizer} into the state'
         )
+    ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
     wrong = {
-        "model parallelism": engine.mp_world_size > 1,
+        "parallelism of another kind than that of data and sequences": len(ranks) < dist.get_world_size(),
         "a pipeline": type(engine).__name__ == "PipelineEngine",
         "experts": engine.has_moe_layers,
+        "quantized parameters that are not trained": getattr(
+            optimizer, "zero_quantized_nontrainable_weights", False
+        ),
         "ZenFlow": getattr(optimizer, "zenflow", False),
         "optimizer state on NVMe": getattr(optimizer, "swap_optimizer", False),
         "parameters on NVMe": getattr(optimizer, "params_in_nvme_and_cpu", False),

@@ -13,7 +13,7 @@ import msgspec
 
 from ckpt.errors import FormatTooNew, ManifestCorrupt
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import ENCODED_FORMAT, Fragment, Manifest
+from ckpt.model.manifest import REFERENCE_FORMAT
 
 MAX_RECORD_BYTES: Final = 4 << 30
 """No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
@@ -39,7 +39,7 @@ _envelope = msgspec.json.Decoder(_Envelope)
 _version = msgspec.json.Decoder(_Version)
 
 
-def pack(record: Manifest | Fragment) -> bytes:
+def pack(record: msgspec.Struct) -> bytes:
     """The bytes of a manifest or fragment; the same record gives the same bytes on every machine."""
     body = _json.encode(record)
     packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
@@ -58,21 +58,35 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
         ManifestCorrupt: Truncated, damaged, not JSON, or not of this kind.
         FormatTooNew: Written by a later version.
     """
+    version, body = open_envelope(data, key=key)
+    if version > REFERENCE_FORMAT:
+        raise FormatTooNew(key, version, REFERENCE_FORMAT)
+    return decode_body(body, kind, key=key)
+
+
+def open_envelope(data: bytes, *, key: str) -> tuple[int, msgspec.Raw]:
+    """Format and body of a record; every byte of ``data`` is as it was written. Raises ``ManifestCorrupt``."""
     raw = _decompress(data, key) if data.startswith(_COMPRESSED) else data
     try:
         envelope = _envelope.decode(raw)
-        if checksum(bytes(envelope.body)) != envelope.checksum:
+        body = bytes(envelope.body)
+        if checksum(body) != envelope.checksum:
             raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
         version = _version.decode(envelope.body).format
-        if version > ENCODED_FORMAT:
-            raise FormatTooNew(key, version, ENCODED_FORMAT)
-        record = msgspec.json.decode(envelope.body, type=kind)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
     # a byte the JSON reader forgives (say, in white space) is still not what was written
-    if raw != b'{"checksum":"' + envelope.checksum.encode() + b'","body":' + bytes(envelope.body) + b"}":
+    if raw != b'{"checksum":"' + envelope.checksum.encode() + b'","body":' + body + b"}":
         raise ManifestCorrupt(key, "bytes outside of its body were changed")
-    return record
+    return version, envelope.body
+
+
+def decode_body(body: msgspec.Raw, kind: type[Record], *, key: str) -> Record:
+    """Raises ``ManifestCorrupt`` if it is not of this kind."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
 
 
 def _decompress(data: bytes, key: str) -> bytes:

@@ -17,10 +17,15 @@ import msgspec
 
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
+from ckpt.model.runs import Runs
 
 FORMAT = 1
 ENCODED_FORMAT = 2
-"""The newest that is understood. Written only where a file is encoded: readers of version 1 can read all else."""
+"""Written only where a file is encoded: readers of version 1 can read all else."""
+REFERENCE_FORMAT = 3
+"""The newest that is understood. Written by worlds of at least ``REFERENCE_FROM`` ranks: their manifest leaves to the fragments what only some rank needs."""
+REFERENCE_FROM = 16
+"""Ranks. A smaller world's manifest is read faster with everything in it than with one more request for each fragment."""
 HEADER_ALIGNMENT = 4096
 
 
@@ -111,11 +116,16 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The merged fragments: the truth of a checkpoint. It exists if and only if the checkpoint does.
 
+    One that is ``by_reference`` lacks what is in the fragments, for ranks whose fragments have not been filled in (``model.reference``): files have no chunks, an encoding one length,
+    which is that of the file, tensors no shards, and the ``PerRank`` values are not there.
+
     Attributes:
         tied: name -> the name its bytes are stored under.
         tree: Plain values and the shape of containers (see ``model.values``).
         per_rank: rank -> the tree of its ``PerRank`` values.
         encoded: Of the files that do not lie there as they were staged.
+        layouts: By reference only: what ranks hold of a tensor, as runs; each once, however many tensors lie alike.
+        layout_of: By reference only: for each tensor the index of its layout.
     """
 
     format: int
@@ -129,9 +139,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensors: tuple[Tensor, ...]
     tied: dict[str, str]
     tree: msgspec.Raw
-    per_rank: dict[str, msgspec.Raw]
+    per_rank: Mapping[str, msgspec.Raw]
     metadata: msgspec.Raw
     encoded: tuple[Encoding, ...] = ()
+    by_reference: bool = False
+    layouts: tuple[Runs, ...] = ()
+    layout_of: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -8,13 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.box import split_rows, tiling_fault
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.layout import data_name, fragment_name
-from ckpt.model.manifest import FORMAT, Encoding, File, Fragment, Manifest, Shard, Tensor
+from ckpt.model.manifest import (
+    FORMAT,
+    REFERENCE_FORMAT,
+    Encoding,
+    File,
+    Fragment,
+    Manifest,
+    Shard,
+    Tensor,
+)
+from ckpt.model.runs import fault_of
+
+if TYPE_CHECKING:
+    from ckpt.model.packed import Packed
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
@@ -24,19 +38,23 @@ _MAX_BYTES = 1 << 60
 
 def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     """Return it, or raise ``ManifestCorrupt`` with the first fault."""
-    _require(manifest.world_size >= 1 and manifest.step >= 0, key, "step or world size is out of range")
+    require(manifest.world_size >= 1 and manifest.step >= 0, key, "step or world size is out of range")
     _check_chunk_bytes(manifest.chunk_bytes, key)
     for fragment in manifest.fragments:
-        _require(fragment.name == fragment_name(fragment.rank), key, f"fragment name {fragment.name[:80]!r}")
-        _require(
+        require(fragment.name == fragment_name(fragment.rank), key, f"fragment name {fragment.name[:80]!r}")
+        require(
             0 <= fragment.size <= _MAX_BYTES and _is_checksum(fragment.checksum),
             key,
             f"fragment {fragment.name}",
         )
     ranks = [fragment.rank for fragment in manifest.fragments]
     whole = len(ranks) == manifest.world_size and sorted(ranks) == list(range(len(ranks)))
-    _require(whole, key, "not one fragment for each rank")
-    _check_files(manifest.files, key, encoded=manifest.encodings())
+    require(whole, key, "not one fragment for each rank")
+    if manifest.by_reference:
+        return _check_reference(manifest, key)
+    require(not manifest.layouts and not manifest.layout_of, key, "layouts beside shards")
+    _check_names(manifest.files, key, encoded=manifest.encodings())
+    _check_chunks(manifest.files, key)
     _check_encoded(manifest, {file.rank: file for file in manifest.files}, key)
     _check_tensors(manifest.tensors, {file.rank: file for file in manifest.files}, manifest.chunk_bytes, key)
     for tensor in manifest.tensors:
@@ -46,21 +64,64 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     return manifest
 
 
+def _check_reference(manifest: Manifest, key: str) -> Manifest:
+    """As far as it goes without the fragments: whether boxes overlap shows where they are filled in, and where something is planned by them."""
+    require(manifest.format >= REFERENCE_FORMAT, key, f"a reference in a record of format {manifest.format}")
+    encodings, files = manifest.encodings(), manifest.file_map()
+    _check_names(manifest.files, key, encoded=encodings)
+    require(len(encodings) == len(manifest.encoded), key, "a file is encoded twice")
+    for encoding in manifest.encoded:
+        fits = encoding.rank in files and len(encoding.lengths) == 1 and 0 < encoding.size <= _MAX_BYTES
+        require(fits, key, f"the encoded size of rank {encoding.rank}")
+        require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
+    require(
+        not manifest.per_rank and not any(file.chunks for file in manifest.files), key, "parts of fragments"
+    )
+    require(len(manifest.layout_of) == len(manifest.tensors), key, "not one layout for each tensor")
+    seen: set[str] = set()
+    told: dict[tuple[int, tuple[int, ...]], str | None] = {}
+    for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True):
+        check_tensor(tensor.name, tensor.dtype, tensor.shape, seen, key)
+        require(
+            not tensor.shards and 0 <= index < len(manifest.layouts),
+            key,
+            f"tensor {tensor.name!r} has no layout",
+        )
+        if (index, tensor.shape) not in told:
+            told[index, tensor.shape] = fault_of(manifest.layouts[index], tensor.shape, manifest.world_size)
+        if fault := told[index, tensor.shape]:
+            raise ManifestCorrupt(key, f"tensor {tensor.name!r}: {fault}")
+    _check_tied(manifest.tied, seen, key)
+    return manifest
+
+
+def check_heading(record: Fragment | Packed, key: str) -> None:
+    """What a fragment says of its save and its rank."""
+    require(
+        0 <= record.rank < record.world_size and record.step >= 0,
+        key,
+        "step, rank or world size is out of range",
+    )
+    _check_chunk_bytes(record.chunk_bytes, key)
+    files = (record.file,) if record.file else ()
+    encodings = {encoding.rank: encoding for encoding in record.encoded}
+    _check_names(files, key, encoded=encodings)
+    require(all(file.rank == record.rank for file in files), key, "holds the file of another rank")
+    require(set(encodings) <= {file.rank for file in files}, key, "an encoding of no file")
+    for encoding in record.encoded:
+        require(record.format > FORMAT, key, f"encoded files in a record of format {record.format}")
+        require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
+
+
 def check_fragment(fragment: Fragment, *, key: str, known: Fragment | None = None) -> Fragment:
     """Return it, or raise ``ManifestCorrupt`` with the first fault. Its boxes are only a part of the tensors.
 
     ``known`` is an earlier one of that rank that was in order: tensors that are the same, in chunks of the same lengths, are not looked at again.
     """
-    _require(
-        0 <= fragment.rank < fragment.world_size and fragment.step >= 0,
-        key,
-        "step, rank or world size is out of range",
-    )
-    _check_chunk_bytes(fragment.chunk_bytes, key)
+    check_heading(fragment, key)
     files = (fragment.file,) if fragment.file else ()
-    _check_files(files, key, encoded={encoding.rank: encoding for encoding in fragment.encoded})
+    _check_chunks(files, key)
     _check_encoded(fragment, {file.rank: file for file in files}, key)
-    _require(all(file.rank == fragment.rank for file in files), key, "holds the file of another rank")
     if known is None or not _same_places(fragment, known):
         _check_tensors(fragment.tensors, {file.rank: file for file in files}, fragment.chunk_bytes, key)
     _check_tied(fragment.tied, {tensor.name for tensor in fragment.tensors}, key)
@@ -77,7 +138,8 @@ def _same_places(one: Fragment, two: Fragment) -> bool:
     )
 
 
-def _require(condition: bool, key: str, detail: str) -> None:
+def require(condition: bool, key: str, detail: str) -> None:
+    """Raises ``ManifestCorrupt`` unless ``condition`` holds."""
     if not condition:
         raise ManifestCorrupt(key, detail)
 
@@ -87,23 +149,27 @@ def _is_checksum(text: str) -> bool:
 
 
 def _check_chunk_bytes(chunk_bytes: int, key: str) -> None:
-    _require(16 <= chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {chunk_bytes} bytes")
+    require(16 <= chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {chunk_bytes} bytes")
 
 
-def _check_files(files: Iterable[File], key: str, *, encoded: Mapping[int, Encoding]) -> None:
+def _check_names(files: Iterable[File], key: str, *, encoded: Mapping[int, Encoding]) -> None:
     seen: set[int] = set()
     for file in files:
-        _require(
+        require(
             file.rank >= 0 and file.name == data_name(file.rank, encoded=file.rank in encoded),
             key,
             f"file name {file.name[:80]!r} is not that of its rank",
         )
-        _require(file.rank not in seen, key, f"file {file.name} is named twice")
+        require(file.rank not in seen, key, f"file {file.name} is named twice")
         seen.add(file.rank)
-        _require(0 < file.size <= _MAX_BYTES, key, f"file {file.name} of {file.size} bytes")
+        require(0 < file.size <= _MAX_BYTES, key, f"file {file.name} of {file.size} bytes")
+
+
+def _check_chunks(files: Iterable[File], key: str) -> None:
+    for file in files:
         for chunk in file.chunks:
-            _require(chunk.nbytes > 0 and _is_checksum(chunk.checksum), key, f"a chunk of {file.name}")
-        _require(
+            require(chunk.nbytes > 0 and _is_checksum(chunk.checksum), key, f"a chunk of {file.name}")
+        require(
             sum(chunk.nbytes for chunk in file.chunks) == file.size,
             key,
             f"the chunks of {file.name} do not add up to its size",
@@ -114,17 +180,17 @@ def _check_encoded(record: Manifest | Fragment, files: Mapping[int, File], key: 
     """What a chunk decodes to is reserved before it is decoded: it must have a size that a save makes."""
     if not record.encoded:
         return
-    _require(record.format > FORMAT, key, f"encoded files in a record of format {record.format}")
+    require(record.format > FORMAT, key, f"encoded files in a record of format {record.format}")
     ranks = [encoding.rank for encoding in record.encoded]
-    _require(len(set(ranks)) == len(ranks), key, "a file is encoded twice")
+    require(len(set(ranks)) == len(ranks), key, "a file is encoded twice")
     for encoding in record.encoded:
         file = files.get(encoding.rank)
         if file is None or len(encoding.lengths) != len(file.chunks):
             raise ManifestCorrupt(key, f"the lengths of rank {encoding.rank} are not those of its chunks")
-        _require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
+        require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
         for chunk, length in zip(file.chunks, encoding.lengths, strict=True):
             fits = length == chunk.nbytes or 0 < length < chunk.nbytes <= MAX_CHUNK_BYTES
-            _require(fits, key, f"a chunk of {file.name} of {chunk.nbytes} bytes is encoded as {length}")
+            require(fits, key, f"a chunk of {file.name} of {chunk.nbytes} bytes is encoded as {length}")
 
 
 def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_bytes: int, key: str) -> None:
@@ -134,22 +200,25 @@ def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_b
     }
     seen: set[str] = set()
     for tensor in tensors:
-        _require(tensor.name not in seen, key, f"tensor {tensor.name!r} is named twice")
-        seen.add(tensor.name)
-        _require(
-            tensor.dtype in DTYPES, key, f"tensor {tensor.name!r} has the unknown dtype {tensor.dtype[:40]!r}"
-        )
-        fits = len(tensor.shape) <= MAX_DIMENSIONS and all(0 <= n < 2**62 for n in tensor.shape)
-        _require(
-            fits and math.prod(n for n in tensor.shape if n) <= _MAX_BYTES,
-            key,
-            f"tensor {tensor.name!r} has an impossible shape",
-        )
+        check_tensor(tensor.name, tensor.dtype, tensor.shape, seen, key)
         for shard in tensor.shards:
-            _require(
+            require(
                 shard.box.inside(tensor.shape), key, f"tensor {tensor.name!r}: a box is not inside its shape"
             )
             _check_shard(tensor, shard, edges.get(shard.rank), chunk_bytes, key)
+
+
+def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], key: str) -> None:
+    """``seen`` are the names before, and gets this one."""
+    require(name not in seen, key, f"tensor {name!r} is named twice")
+    seen.add(name)
+    require(dtype in DTYPES, key, f"tensor {name!r} has the unknown dtype {dtype[:40]!r}")
+    fits = len(shape) <= MAX_DIMENSIONS and all(0 <= n < 2**62 for n in shape)
+    require(
+        fits and math.prod(n for n in shape if n) <= _MAX_BYTES,
+        key,
+        f"tensor {name!r} has an impossible shape",
+    )
 
 
 def _check_shard(tensor: Tensor, shard: Shard, edges: set[int] | None, chunk_bytes: int, key: str) -> None:
@@ -157,7 +226,7 @@ def _check_shard(tensor: Tensor, shard: Shard, edges: set[int] | None, chunk_byt
         raise ManifestCorrupt(key, f"tensor {tensor.name!r}: rank {shard.rank} has no file")
     itemsize = DTYPES[tensor.dtype].itemsize
     # asked before the parts are listed: a few bytes of nonsense must not claim more parts than the file has chunks
-    _require(
+    require(
         shard.box.numel * itemsize < len(edges) * chunk_bytes,
         key,
         f"tensor {tensor.name!r}: a shard has more bytes than its file has chunks",
@@ -165,13 +234,13 @@ def _check_shard(tensor: Tensor, shard: Shard, edges: set[int] | None, chunk_byt
     offset = shard.offset
     for part in split_rows(shard.box, chunk_bytes // itemsize):
         fits = offset in edges and offset + part.numel * itemsize in edges
-        _require(fits, key, f"tensor {tensor.name!r}: a shard does not lie on the chunks of its file")
+        require(fits, key, f"tensor {tensor.name!r}: a shard does not lie on the chunks of its file")
         offset += part.numel * itemsize
 
 
 def _check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:
     for name, target in tied.items():
-        _require(
+        require(
             target in names and name not in names,
             key,
             f"{name[:80]!r} is tied to {target[:80]!r}, which is not stored",

@@ -7,8 +7,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Final, ParamSpec, Protocol, Self, TypeVar
 
 P = ParamSpec("P")
@@ -54,6 +56,20 @@ class Workers:
             if not future.cancelled() and (error := future.exception()) is not None:
                 raise error
         return [future.result() for future in futures]
+
+    def stream(self, work: Iterable[Callable[[], T]]) -> Iterator[T]:
+        """Run all of it here; results come in order, and only few of them are kept waiting. What has not begun when one fails, or nobody takes more, never does."""
+        ahead: deque[Future[T]] = deque()
+        items = iter(work)
+        try:
+            while True:
+                ahead.extend(self._pool.submit(item) for item in islice(items, 4 * self.count - len(ahead)))
+                if not ahead:
+                    return
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish what was submitted (or, with ``cancel``, only what has begun) and join the threads."""

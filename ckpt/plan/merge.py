@@ -7,7 +7,7 @@ box are kept once (lowest rank); copies that differ, holes and overlaps are refu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -15,7 +15,9 @@ from ckpt.errors import CommitError, ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
+from ckpt.model.packed import Packed, Part
 from ckpt.model.values import Node, join
+from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, marks_of, merge_layouts
 from ckpt.plan.faults import forms_told, kind_of, mixed, ranks_told
 
 _sorted = msgspec.json.Encoder(order="deterministic")
@@ -29,7 +31,9 @@ class Known:
 
     def __init__(self) -> None:
         self.parts: dict[int, Fragment] = {}
-        """rank -> its last fragment; it was in order."""
+        """rank -> its last fragment; it was in order. Of small worlds only."""
+        self.layouts: Layouts | None = None
+        """Of large worlds: what the last merge has made of their boxes."""
         self._merged: tuple[Tensor, ...] = ()
         self._merged_from: list[tuple[Tensor, ...]] = []
 
@@ -44,25 +48,74 @@ class Known:
         return self._merged
 
 
-def merge(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known | None = None) -> Manifest:
+def merge(parts: Iterable[tuple[Part, FragmentRef]], known: Known | None = None) -> Manifest:
     """The manifest of one attempt at one step. ``known`` remembers from call to call.
+
+    Parts may come in any order, and one at a time: of those of a large world only what is needed is kept.
 
     Raises:
         ReplicasDiverged: Copies, or plain values, that should be equal are not.
         TensorIncomplete: A hole, an overlap, or ranks that disagree about a tensor's shape or dtype.
+        ManifestCorrupt: The fragment of a large world is none that we write; those of small ones come checked.
         CommitError: Fragments of different saves.
     """
+    small: list[tuple[Fragment, FragmentRef]] = []
+    large = Gathered()
+    for part, ref in parts:
+        if isinstance(part, Packed):
+            large.add(part, ref)
+        else:
+            small.append((part, ref))
+    if small and large.ranks:
+        one, two = small[0][0].rank, large.ranks[0].rank
+        raise CommitError(
+            f"ranks {one} and {two} have written fragments of different formats: run the same ckpt on all ranks"
+        )
+    return _merge_large(large, known or Known()) if large.ranks else _merge_small(small, known or Known())
+
+
+def _merge_large(gathered: Gathered, known: Known) -> Manifest:
+    ranks = sorted(gathered.ranks, key=lambda rank: rank.rank)
+    _check_same_save(ranks)
+    first = ranks[0]
+    _check_replicas(marks_of(ranks))
+    _check_kinds(first_of(ranks, "tree"), lambda: holders_of(gathered, ranks))
+    found = known.layouts = merge_layouts(gathered, ranks, known.layouts)
+    return Manifest(
+        format=max(rank.format for rank in ranks),
+        step=first.step,
+        attempt=first.attempt,
+        world_size=first.world_size,
+        created_at=max(rank.created_at for rank in ranks),
+        chunk_bytes=first.chunk_bytes,
+        files=tuple(rank.file for rank in ranks if rank.file),
+        fragments=tuple(rank.ref for rank in ranks),
+        tensors=found.tensors,
+        tied=_merge_tied(ranks, {tensor.name for tensor in found.tensors}),
+        tree=_merge_raw("", [(rank, msgspec.Raw(text)) for rank, text in first_of(ranks, "tree")]),
+        per_rank={},
+        metadata=_merge_raw(
+            "metadata", [(rank, msgspec.Raw(text)) for rank, text in first_of(ranks, "metadata")]
+        ),
+        encoded=tuple(encoding for rank in ranks for encoding in rank.encoded),
+        by_reference=True,
+        layouts=found.layouts,
+        layout_of=found.layout_of,
+    )
+
+
+def _merge_small(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known) -> Manifest:
     ordered = sorted(parts, key=lambda part: part[0].rank)
     fragments = [fragment for fragment, _ in ordered]
     first = fragments[0]
-    for other in fragments:
-        if (other.step, other.attempt, other.world_size, other.chunk_bytes) != (
-            first.step, first.attempt, first.world_size, first.chunk_bytes,
-        ):  # fmt: skip
-            raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
-    _check_replicas(fragments)
-    _check_kinds(fragments)
-    tensors = (known or Known()).tensors(fragments)
+    _check_same_save(fragments)
+    _check_replicas((fragment.rank, fragment.replicas) for fragment in fragments)
+    _check_kinds(
+        [(fragment.rank, bytes(fragment.tree)) for fragment in fragments],
+        lambda: {tensor.name: fragment.rank for fragment in fragments for tensor in fragment.tensors},
+    )
+    tensors = known.tensors(fragments)
+    known.parts = {fragment.rank: fragment for fragment in fragments}
     return Manifest(
         format=max(FORMAT, *(fragment.format for fragment in fragments)),
         step=first.step,
@@ -81,27 +134,36 @@ def merge(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known | None = N
     )
 
 
-def _check_replicas(fragments: Sequence[Fragment]) -> None:
+def _check_same_save(parts: Sequence[Fragment | Light]) -> None:
+    first = parts[0]
+    for other in parts:
+        if (other.step, other.attempt, other.world_size, other.chunk_bytes) != (
+            first.step, first.attempt, first.world_size, first.chunk_bytes,
+        ):  # fmt: skip
+            raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
+
+
+def _check_replicas(marks: Iterable[tuple[int, Mapping[str, str]]]) -> None:
     """Each rank's digest of what it holds but did not write whole: equal boxes must have equal digests."""
     seen: dict[tuple[str, str], tuple[int, str]] = {}
-    for fragment in fragments:
-        for name, mark in fragment.replicas.items():
+    for mine, replicas in marks:
+        for name, mark in replicas.items():
             boxes, _, digest = mark.partition("=")
-            rank, known = seen.setdefault((name, boxes), (fragment.rank, digest))
+            rank, known = seen.setdefault((name, boxes), (mine, digest))
             if known != digest:
-                raise ReplicasDiverged(name, [rank, fragment.rank])
+                raise ReplicasDiverged(name, [rank, mine])
 
 
-def _check_kinds(fragments: Sequence[Fragment]) -> None:
-    """What a module or optimizer has as a tensor on one rank must not be a plain value of it on another: where trees are equal it is not."""
-    trees: dict[bytes, int] = {}
-    for fragment in fragments:
-        trees.setdefault(bytes(fragment.tree), fragment.rank)
-    if len(trees) > 1:
-        tensors = {tensor.name: fragment.rank for fragment in fragments for tensor in fragment.tensors}
-        if found := mixed([(rank, msgspec.json.decode(tree)) for tree, rank in trees.items()], tensors):
-            name, one, two = found
-            raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
+def _check_kinds(trees: Iterable[tuple[int, bytes]], tensors: Callable[[], Mapping[str, int]]) -> None:
+    """What a module or optimizer has as a tensor on one rank must not be a plain value of it on another: where trees are equal it is not. ``tensors``: name -> a rank that has it."""
+    unique: dict[bytes, int] = {}
+    for rank, tree in trees:
+        unique.setdefault(tree, rank)
+    if len(unique) > 1 and (
+        found := mixed([(rank, msgspec.json.decode(tree)) for tree, rank in unique.items()], tensors())
+    ):
+        name, one, two = found
+        raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
 
 
 def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
@@ -152,7 +214,7 @@ class _Checksums:
         return [chunk.checksum for chunk in file.chunks[start : start + count]]
 
 
-def _merge_tied(fragments: Sequence[Fragment], stored: set[str]) -> dict[str, str]:
+def _merge_tied(fragments: Sequence[Fragment | Light], stored: set[str]) -> dict[str, str]:
     """A name that some rank stores under its own name needs no tie."""
     tied: dict[str, str] = {}
     holder: dict[str, int] = {}

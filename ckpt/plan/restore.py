@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckpt.errors import DtypeMismatch, EntryMissing, ShapeMismatch
-from ckpt.model.box import Box, split_rows
+from ckpt.errors import DtypeMismatch, EntryMissing, ManifestCorrupt, ShapeMismatch
+from ckpt.model.box import Box, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Manifest, Shard, Tensor, chunk_offsets, stored_lengths
 from ckpt.plan.leaf import Leaf
@@ -73,6 +73,8 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
     for index, leaf in enumerate(wanted):
         tensor = tensors[leaf.name]
         _check(leaf, tensor)
+        if manifest.by_reference:
+            _check_whole(leaf, tensor)
         for shard in tensor.shards:
             held = shard.box
             for piece, box in enumerate(leaf.boxes):
@@ -90,6 +92,14 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
         raise ShapeMismatch(leaf.name, tensor.shape, leaf.shape)
     if leaf.dtype != tensor.dtype:
         raise DtypeMismatch(leaf.name, tensor.dtype, leaf.dtype)
+
+
+def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
+    """A manifest by reference proves that its boxes have the volume of the tensor; that those which are read cover what is wanted, once, is seen here."""
+    for box in leaf.boxes:
+        parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]
+        if parts != [box] and (fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])):
+            raise ManifestCorrupt(leaf.name, fault)
 
 
 @dataclass(slots=True)

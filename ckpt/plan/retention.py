@@ -76,6 +76,14 @@ def reasons(
     return {ref: tuple(name for name, kept in why.items() if ref.step in kept) for ref in committed}
 
 
+def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) -> str:
+    """What to say if the rule goes by a metric that no step has, though they have others; else nothing."""
+    names = sorted({name for told in metrics for name in told})
+    if rule.keep_best is None or not names or rule.keep_best.metric in names:
+        return ""
+    return f"keep_best goes by {rule.keep_best.metric!r}, which no checkpoint has: there is {', '.join(map(repr, names))}"
+
+
 def doomed(
     committed: Collection[StepRef],
     rule: Retention,

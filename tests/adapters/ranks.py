@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -22,6 +23,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # it would give results the mesh of the rank before, whose own coordinate that has
 
 
 def mesh_of(shape: Sequence[int]) -> DeviceMesh:

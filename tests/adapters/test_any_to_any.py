@@ -6,30 +6,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import distribute_tensor
 
 from ckpt import LocalShards
-from ckpt.adapters.collect import collect
 from ckpt.adapters.layout import leaf_of, memories
-from ckpt.adapters.load import match
 from ckpt.adapters.local_shards import Source
-from ckpt.adapters.prepare import PlanCache
-from ckpt.adapters.sink import TensorSink
 from ckpt.model.box import Box
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.manifest import Manifest
-from ckpt.model.validate import check_fragment, check_manifest
-from ckpt.plan.coalesce import coalesce
-from ckpt.plan.merge import merge
-from ckpt.plan.restore import plan_restore
-from ckpt.staging.slot import Slot
 from tests.adapters.ranks import mesh_of, mesh_shapes, placements, rank_of
+from tests.adapters.worlds import restore, save_each
 from tests.model.boxes import partition, shapes
-from tests.plan.worlds import fragment_over, with_ref
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
@@ -103,41 +92,7 @@ def states(world: World, wholes: dict[str, torch.Tensor]) -> Iterator[tuple[int,
 def save(
     world: World, wholes: dict[str, torch.Tensor], chunk_bytes: int
 ) -> tuple[dict[int, bytes], Manifest]:
-    images: dict[int, bytes] = {}
-    parts = []
-    for rank, world_size, state in states(world, wholes):
-        found = collect(state, rank=rank)
-        prepared = PlanCache(rank, chunk_bytes).prepare(found)
-        slot = Slot(prepared.plan.size, None)
-        snapshot = prepared.snapshot(slot, found.parts, 5, overlap=False)
-        snapshot.copy_eager()
-        snapshot.copy_late()
-        images[rank] = bytes(slot.view[: prepared.plan.size])
-        fragment = fragment_over(
-            rank, world_size, prepared.plan, images[rank], chunk_bytes=chunk_bytes, tied=found.tied,
-            tree=msgspec.Raw(msgspec.json.encode(found.tree)), replicas=snapshot.replicas(),
-        )  # fmt: skip
-        parts.append(with_ref(check_fragment(fragment, key="k")))
-    return images, unpack(pack(check_manifest(merge(parts), key="k")), Manifest, key="k")
-
-
-def restore(
-    state: dict[str, Any], images: dict[int, bytes], manifest: Manifest, rank: int, world_size: int
-) -> None:
-    matched = match(state, manifest, rank=rank, world_size=world_size)
-    plan = plan_restore(manifest, matched.wanted)
-    sink = TensorSink(matched.wanted, matched.targets)
-    places = [(read.rank, read.offset) for read in plan.reads]
-    assert places == sorted(set(places)), "a chunk is read twice"
-    for run in coalesce(plan.reads, most_bytes=1 << 20, gap_bytes=8):
-        data = memoryview(bytearray(images[run.rank][run.offset : run.offset + run.nbytes]))
-        for read in run.reads:
-            part = data[read.offset - run.offset :][: read.nbytes]
-            if (memory := sink.direct(read)) is not None:
-                memory[:] = part
-            else:
-                sink.place(read, part)
-    matched.apply()
+    return save_each(states(world, wholes), chunk_bytes)
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,6 +18,7 @@ from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound,
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, page_aligned, payload, send, store
 from ckpt_backends import direct_io
+from ckpt_backends import mounts as mounts_module
 from ckpt_backends import posix as posix_module
 from ckpt_backends.posix import open_posix
 
@@ -142,7 +143,7 @@ def test_a_network_file_system_is_shared(tmp_path, monkeypatch, kind, shared):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x /data\\040set {kind} rw 0 0\n")
     real_open = open
-    monkeypatch.setattr(posix_module, "open", lambda path, **how: real_open(mounts, **how), raising=False)
+    monkeypatch.setattr(mounts_module, "open", lambda path, **how: real_open(mounts, **how), raising=False)
     assert open_posix("/data set/run", {}).capabilities.shared is shared
     assert not open_posix("/data settlers", {}).capabilities.shared
 

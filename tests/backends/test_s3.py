@@ -491,3 +491,19 @@ def test_a_server_that_dies_under_an_upload(rclone, rclone_s3):
     finally:
         rclone_s3.start()
     assert list(rclone.list("")) == []
+
+
+@pytest.mark.parametrize("when", ["a part", "the end"])
+def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
+    """A server that was started anew knows its uploads no more: nothing is missing that could not be sent again."""
+    data = memoryview(payload(20 << 20))
+    upload = rclone.upload("key", len(data))
+    part = upload.part_bytes
+    upload.write(0, data[:part])
+    if when == "the end":
+        send(upload, data)
+    rclone.call("key", "abort_multipart_upload", UploadId=upload._id)
+    go_on = upload.finish if when == "the end" else lambda: upload.write(part, data[part : 2 * part])
+    with pytest.raises(TransientStorageError, match="sent anew"):
+        go_on()
+    upload.abort()

@@ -54,10 +54,13 @@ CASES = {
     "train": [("8 MiB", TWO, "stall_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "idle_durable_seconds", 2)],
     "restore": [("8 MiB", TWO, "cold_seconds", 2), ("8 MiB", TWO, "warm_bytes_per_second", 2)],
     "ranks": [("2 ranks", TWO[1:], "stall_seconds", 2), ("2 ranks", TWO[1:], "durable_seconds", 2)],
+    "replicas": [("2 ranks, local disk", ("read", "broadcast"), "restore_seconds", 2)],
     "growth": [("4 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2)],
     "soak": [("4 MiB", TWO[1:], "memory_bytes", 12), ("4 MiB", TWO[1:], "descriptors", 12)],
-    "objects": [("rclone, 20 MiB", ("ckpt", "obstore", "s3fs.signed"), "up_bytes_per_second", 2), ("far tier, 1 MiB", ("far.dead",), "near_seconds", 2)],
+    "objects": [("rclone, 20 MiB", ("ckpt", "obstore", "s3fs.signed"), "up_bytes_per_second", 2)],
+    "far": [("1 MiB", ("far.none", "far.healthy", "far.1 MB/s", "far.down"), "near_seconds", 2)],
     "codec": [("weights, bf16", ("ckpt.zstd.1", "zstd1"), "encode_bytes_per_second", 2), ("second moments, fp32", ("ckpt.zstd.1",), "decode_cpu_seconds", 2)],
+    "scale": [],
     "every": [("4 MiB", TWO[1:], "clean_step_seconds", 4), ("4 MiB", TWO[1:], "saving_step_seconds", 4)],
 }  # fmt: skip
 
@@ -88,6 +91,15 @@ def test_every_save_in_training_was_compared(results: Path) -> None:
         line = result.find("8 MiB", name)
         assert line is not None
         assert line.numbers["saves_compared_equal"] == 4  # the first, two in training, the last idle
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_that_a_far_tier_in_trouble_got_was_restored_from_there(results: Path) -> None:
+    result = report.read(str(results))["far"]
+    numbers = {line.name: line.numbers for line in result.lines}
+    assert {numbers[name]["restored"] for name in ("far.healthy", "far.1 MB/s", "far.down")} == {3}
+    assert numbers["far.down"]["waiting"] == 2
 
 
 @pytest.mark.slow

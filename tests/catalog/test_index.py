@@ -259,7 +259,7 @@ def test_what_is_no_manifest_at_all_is_refused(backend: StorageBackend, data: by
 
 
 def test_a_later_format_says_that_ckpt_must_be_upgraded(backend: StorageBackend) -> None:
-    body = b'{"format":3,"something":"new"}'
+    body = b'{"format":9,"something":"new"}'
     ref = StepRef(1, "abc123")
     backend.put(ref.manifest, [b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"])
     with pytest.raises(FormatTooNew, match="upgrade with pip"):

@@ -38,6 +38,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
         backend.put(ref.key("rank-00002.safetensors"), [DATA])
         backend.put(ref.key("rank-00002.json"), [b"{}"])
         backend.put(ref.manifest, [b"truth"])
+        backend.put(f"{ref.folder}/notes.txt", [b"secret"])
     backend.put("writer.json", [b"secret"])
     (tmp_path / "beside").write_text("secret")
     server = PeerServer({1: backend})
@@ -91,7 +92,7 @@ def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
         "../beside",
         f"{REF.folder}/../writer.json",
         f"{REF.folder}/../../beside",
-        f"{REF.folder}/.hidden",
+        f"{REF.folder}/notes.txt",
         "/etc/passwd",
         f"{REF.folder}/rank-00002.safetensors/x",
         "",

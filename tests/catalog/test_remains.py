@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ckpt.catalog.evictor import Evictor
+from ckpt.catalog.holdings import Holdings
 from ckpt.catalog.prune import prune
 from ckpt.catalog.room import Room
 from ckpt.config import Tier
@@ -90,3 +94,26 @@ def test_a_manifest_that_cannot_be_read_stops_no_pruning(tmp_path: Path) -> None
     prune(tier(tmp_path).backend, Retention(keep_last=1), own=ONE)
     assert not gone.exists()
     assert kept.exists()
+
+
+def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: Path) -> None:
+    """A full disk is met by several ranks in the same moment: each looks and takes off for itself."""
+    for step in range(1, 9):
+        attempt(tmp_path, step, ONE)
+    waited_for = frozenset({StepRef(3, ONE)})
+    gate = threading.Barrier(6)
+
+    def rank(_: int) -> bool:
+        evictor = Evictor(
+            tier(tmp_path, capacity="1GB"), ONE, waiting=lambda: waited_for, elsewhere=lambda _: False
+        )
+        gate.wait()
+        return evictor.free(StepRef(9, ONE), 2500, restored=None)
+
+    with ThreadPoolExecutor(6) as ranks:
+        outcomes = list(ranks.map(rank, range(6)))
+    assert any(outcomes)
+    left = {held.ref.step: held.state for held in Holdings(tier(tmp_path).backend).look()}
+    assert left[3] == left[8] == "whole"
+    assert set(left.values()) == {"whole"}  # nothing is left half removed
+    assert 1 not in left

@@ -290,3 +290,40 @@ def test_no_scratch_file_stays(cli: Cli) -> None:
     dcp.save({"model": {"w": torch.ones(1000)}}, checkpoint_id="c")
     cli("import", "c", "runs", "--step", 1)
     assert [path.name[:14] for path in Path("runs").iterdir()] == ["step-000000001"]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"\x89HDF\r\n\x1a\n" + bytes(2000), "HDF5"),
+        (b"\x93NUMPY\x01\x00" + bytes(200), "numpy.save"),
+        (b"GGUF" + bytes(100), "GGUF"),
+        (b"<!DOCTYPE html><html>not found</html>", "a web page"),
+        (b'{"weights": [1, 2]}', "JSON"),
+        (b"import torch\n", "text"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS"),
+        ((16).to_bytes(8, "little") + b'{"a":{}}        ' + bytes(50), "safetensors"),
+        (b"\x1f\x8b" + bytes(100), "gzip"),
+    ],
+)
+def test_what_is_no_torch_file_is_called_by_its_name(cli: Cli, content: bytes, told: str) -> None:
+    Path("model.pt").write_bytes(content)
+    ran = cli("import", "model.pt", "runs", "--step", 1)
+    assert ran.code == 2
+    assert "is no file of torch.save, but" in ran.err
+    assert told in ran.err
+
+
+def test_an_archive_of_numpy_is_called_so_and_a_torn_torch_file_torn(cli: Cli) -> None:
+    import numpy as np
+
+    np.savez("a.npz", x=np.ones(3))
+    ran = cli("import", "a.npz", "runs", "--step", 1)
+    assert (ran.code, "numpy.savez" in ran.err) == (2, True)
+    torch.save({"x": torch.ones(5000)}, "b.pt")
+    whole = Path("b.pt").read_bytes()
+    for length in (0, 100, len(whole) // 2, len(whole) - 10):
+        Path("b.pt").write_bytes(whole[:length])
+        ran = cli("import", "b.pt", "runs", "--step", 1)
+        assert ran.code == 4, (length, ran.err)
+        assert "not a whole file of torch.save" in ran.err

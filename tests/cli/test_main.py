@@ -60,7 +60,7 @@ def test_every_verb_has_help_with_examples(cli: Cli, verb: str) -> None:
     assert "\\b" not in ran.out
 
 
-@pytest.mark.parametrize("args", [["nope"], ["ls", "--nope"], ["show"], ["show", "x"], ["show", "-1"]])
+@pytest.mark.parametrize("args", [["nope"], ["ls", "--nope"], ["copy"], ["show", "x"], ["show", "-1"]])
 def test_a_wrong_call_exits_with_2(cli: Cli, args: list[str]) -> None:
     assert cli(*args).code == 2
 

@@ -98,7 +98,7 @@ def test_another_attempt_at_the_same_step_may_help(cli: Cli, steps: dict[int, Wr
 def test_there_is_nothing_to_restore(cli: Cli) -> None:
     ran = cli("restore", "--latest")
     assert ran.code == 7
-    assert ran.err.startswith("error: no checkpoint to restore in ")
+    assert ran.err.startswith("error: no checkpoint in ")
 
 
 def test_latest_and_step_exclude_each_other(cli: Cli, steps: dict[int, Written]) -> None:

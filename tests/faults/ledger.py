@@ -38,7 +38,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "no-space": Fault("ENOSPC on a mount of its own, at the pages of a save in turn, on each tier on disk", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
     "no-inodes": Fault("no inode left, at every file of a save", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
     "read-only": Fault("a mount turned read-only between the calls of a save", "remounts", "that save, with `AccessDenied`", "tests/faults/test_disk.py"),
-    "io-error": Fault("EIO, ENOSPC, EDQUOT or ESTALE from each system call of a save, a prune and a restore", "failed calls", "that save, with `StorageError`", "tests/faults/test_syscalls.py"),
+    "io-error": Fault("EIO, ENOSPC, EDQUOT, ESTALE, EROFS or EACCES from each system call of a save, a prune and a restore", "failed calls", "that save, with the `StorageError` of that error number", "tests/faults/test_syscalls.py"),
     "nfs": Fault("a real NFS server: out of space late, stopped and started under a soft and a hard mount, files deleted while open", "saves", "that save, with our error", "tests/faults/nfs.sh"),
     "flipped": Fault("a flipped bit in any file of any tier", "damaged files", "nothing while another tier or step is whole; else said, never restored", "tests/faults/test_damage.py"),
     "cut": Fault("any file of any tier cut at any length, emptied or removed", "damaged files", "nothing while another tier or step is whole; else said, never restored", "tests/faults/test_damage.py"),

@@ -47,7 +47,6 @@ class DeepSpeedZeroOptimizer:
 
 
 class Engine:
-    mp_world_size = 1
     has_moe_layers = False
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.AdamW, *, scheduled: bool = True) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckpt import CheckpointManager
 from ckpt.adapters.collect import Memory, collect
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed import zero_state
 from tests.adapters.saving import manifest_of, new_root, restored, saved
 from tests.integrations.flat_engine import Engine
@@ -249,7 +249,7 @@ def test_a_dynamic_loss_scale_comes_back_and_a_fixed_one_stays() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda e: setattr(e, "mp_world_size", 2), "model parallelism"),
+        (lambda e: setattr(e.optimizer, "swap_optimizer", True), "NVMe"),
         (lambda e: setattr(e, "has_moe_layers", True), "experts"),
         (lambda e: setattr(e.optimizer, "zenflow", True), "ZenFlow"),
         (lambda e: setattr(e, "optimizer", e.optimizer.optimizer), "AdamW"),
@@ -261,6 +261,26 @@ def test_what_cannot_be_saved_is_refused_at_once(change: Any, told: str) -> None
     change(wrong)
     with pytest.raises(ConfigError, match=told):
         zero_state(wrong)
+
+
+def test_ranks_that_hold_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = engine(1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)  # of which its data parallel group has one
+    with pytest.raises(ConfigError, match="another kind than that of data"):
+        zero_state(wrong)
+
+
+def test_state_of_another_shape_than_its_parameter_is_refused_with_nothing_changed() -> None:
+    net, optimizer = plain(1)
+    step_plainly(net, optimizer)
+    net.fixed.bfloat16()
+    optimizer.state[net.up.weight]["rows"] = torch.zeros(4)
+    root, target = saved({"model": net, "optimizer": optimizer}), engine(2)
+    target.train(1)
+    before = masters(target)
+    with pytest.raises(RestoreError, match="'rows' of shape"):
+        restored(root, zero_state(target))
+    assert all(map(torch.equal, before, masters(target)))
 
 
 def test_optimizer_state_that_belongs_to_no_parameter_is_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ckpt.errors import CkptError, FormatTooNew, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
-from ckpt.model.manifest import ENCODED_FORMAT, FORMAT, Fragment, Manifest
+from ckpt.model.manifest import FORMAT, REFERENCE_FORMAT, Fragment, Manifest
 from tests.model.records import large_record, records
 
 MANIFEST, FRAGMENT = records()
@@ -114,10 +114,10 @@ def test_a_compressed_record_cut_or_lengthened_is_refused(large):
 
 
 def test_a_later_format_is_refused_with_the_way_out():
-    body = msgspec.json.encode({"format": ENCODED_FORMAT + 1, "something": "new"})
+    body = msgspec.json.encode({"format": REFERENCE_FORMAT + 1, "something": "new"})
     error = refused(sealed(body), Manifest)
     assert isinstance(error, FormatTooNew)
-    assert (error.found, error.supported) == (ENCODED_FORMAT + 1, ENCODED_FORMAT)
+    assert (error.found, error.supported) == (REFERENCE_FORMAT + 1, REFERENCE_FORMAT)
     assert "upgrade" in str(error)
 
 

@@ -74,6 +74,18 @@ def test_every_chunk_comes_from_the_own_node_once_and_is_the_same(node: int) -> 
         assert file.chunks[ends.index(read.offset)].checksum == read.checksum
 
 
+def test_unequal_shares_are_whole_on_every_rank() -> None:
+    assert [writers((0, 1, 2), rank, (0, 0, 1, 1)) for rank in range(3)] == [(), (), ()]
+
+
+def test_equal_chunks_of_other_tensors_are_not_read_twice() -> None:
+    """Zeros are like zeros."""
+    manifest = manifest_of()
+    near = nearest_copies(plan_restore(manifest, leaves_of(0)), manifest, {0: 0, 1: 1})
+    places = [(read.rank, read.offset) for read in near.reads]
+    assert len(places) == len(set(places))
+
+
 def test_what_has_no_nearer_copy_stays_where_it_is() -> None:
     manifest = manifest_of(())
     plan = plan_restore(manifest, leaves_of(0, ()))

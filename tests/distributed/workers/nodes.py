@@ -150,17 +150,23 @@ def sharded(root: Path) -> None:
 
 
 def replicated(root: Path) -> None:
-    for mode in ("ddp without broadcast", "hsdp"):
+    for mode, node in (("ddp without broadcast", 0), ("hsdp", 1)):
         base = root / mode
         saved = Job(base, far=False).save(mode, (1, 2), copies="per_node")
-        report = Job(base, far=False).restore(mode, saved, 2)
-        assert asked == [], asked
-        assert report.tier.endswith(f"node{dist.get_rank() // 2}"), report
-        for node in (0, 1):
-            lost = copy_of(base, f"{mode}-lost{node}", without=[f"node{node}"])
-            report = Job(lost, far=False).restore(mode, saved, 2)
-            assert bool(asked) == (dist.get_rank() // 2 == node), asked
-            assert report.skipped == ()
+        if mode == "hsdp":
+            report = Job(base, far=False).restore(mode, saved, 2)
+            assert asked == [], asked
+            assert report.tier.endswith(f"node{dist.get_rank() // 2}"), report
+        lost = copy_of(base, f"{mode}-lost", without=[f"node{node}"])
+        report = Job(lost, far=False).restore(mode, saved, 2)
+        assert bool(asked) == (dist.get_rank() // 2 == node), asked
+        assert report.skipped == ()
+    # buffers that are the first rank's alone are asked for, and no file is fetched for them
+    base = root / "ddp"
+    saved = Job(base, far=False).save("ddp", (1,), copies="per_node")
+    report = Job(base, far=False).restore("ddp", saved, 1)
+    assert any("rank-00000" in key for key in asked) == (dist.get_rank() >= 2), asked
+    assert report.cached_bytes == 0
 
 
 def undeclared(root: Path) -> None:

@@ -1,6 +1,7 @@
-"""Saves and restores DeepSpeed engines: ``zero.py FOLDER save:2:bf16 load:2:bf16:1:fp32 ...`` (stage and dtype to save; those that were saved, then those to restore into).
+"""Saves and restores DeepSpeed engines: ``zero.py FOLDER save:2-bf16 load:2-bf16:1-fp32 ...``: what to save; what was saved, and what to restore it into. An engine is its stage, dtype
+and perhaps a variant (``2-bf16-robin``); ``plain-fp32`` is what the test itself has saved, without DeepSpeed.
 
-What is compared comes from DeepSpeed's own tools (``safe_get_full_...``), never from ours.
+What is compared is seen through DeepSpeed's own eyes, never through ours.
 """
 
 from __future__ import annotations
@@ -18,19 +19,43 @@ from ckpt import CheckpointManager
 from ckpt.integrations.deepspeed import zero_state
 
 STEPS, MORE = 3, 2
+NEAR = {"fp32": 2e-7, "bf16": 2e-3, "cast": 2e-2}
+"""How far losses may be apart where sums are taken in another order: other ranks, memory is aligned otherwise, or one of them in bf16."""
+
 KEYS = ("exp_avg", "exp_avg_sq")
 
 
-def engine_of(stage: int, dtype: str, seed: int, **zero: object) -> object:
+VARIANTS = {
+    "": {},
+    "robin": {"zero_optimization": {"round_robin_gradients": True}},
+    "sums": {
+        "data_types": {"grad_accum_dtype": "fp32"}
+    },  # under ZeRO 1 and bf16 another optimizer of DeepSpeed's
+    "groups": {"zero_optimization": {"sub_group_size": 40}},
+    "offload": {
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    },
+}
+
+
+def engine_of(kind: str, seed: int):
+    stage, dtype, *rest = kind.split("-")
+    variant = VARIANTS["".join(rest)]
     net, optimizer = build(seed)
+    # ZeRO 3 would put another F.linear in place, for engines of other stages in this process too
+    zero = {"stage": int(stage), "stage3_param_persistence_threshold": 20, "memory_efficient_linear": False}
+    scheduler = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10}
     config = {
         "train_batch_size": 12,
         "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 20, **zero},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10}},
-        dtype: {"enabled": True},
-    }  # fmt: skip
-    config.pop("fp32", None)
+        "zero_allow_untested_optimizer": True,
+        "scheduler": {"type": "WarmupLR", "params": scheduler},
+        **variant,
+        "zero_optimization": {**zero, **variant.get("zero_optimization", {})},
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
     return deepspeed.initialize(model=net, optimizer=optimizer, config=config)[0]
 
 
@@ -99,16 +124,11 @@ def low_precision(engine) -> dict[str, torch.Tensor]:
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert one.keys() == two.keys(), one.keys() ^ two.keys()
     for name, tensor in one.items():
-        assert torch.equal(tensor.float(), two[name].float()), (name, tensor, two[name])
+        assert torch.equal(tensor.to(two[name].dtype), two[name]), (name, tensor, two[name])
 
 
-def file_of(folder: Path, stage: str, dtype: str) -> Path:
-    return folder / f"zero{stage}-{dtype}"
-
-
-def save(folder: Path, stage: str, dtype: str) -> None:
-    engine = engine_of(int(stage), dtype, seed=1)
-    at = file_of(folder, stage, dtype)
+def save(folder: Path, kind: str) -> None:
+    engine, at = engine_of(kind, seed=1), folder / kind
     with CheckpointManager(at) as manager:
         state = {**zero_state(engine), "step": 0}
         assert manager.restore(state) is None
@@ -124,43 +144,40 @@ def save(folder: Path, stage: str, dtype: str) -> None:
     kept["model/seen"] = ranks[0]  # that of the first rank counts
     if dist.get_rank() == 0:
         told = {"kept": kept, "seen": seen, "losses": losses, "world": dist.get_world_size()}
-        torch.save(told, at.with_suffix(".pt"))
+        torch.save(told, f"{at}.pt")
     dist.barrier()
     engine.destroy()
 
 
-def load(folder: Path, saved_stage: str, saved_dtype: str, stage: str, dtype: str) -> None:
-    at = file_of(folder, saved_stage, saved_dtype)
-    told = torch.load(at.with_suffix(".pt"))
-    engine = engine_of(int(stage), dtype, seed=2)
+def load(folder: Path, saved: str, kind: str) -> None:
+    told = torch.load(folder / f"{saved}.pt")
+    engine, world = engine_of(kind, seed=2), dist.get_world_size()
+    dtype, cast = kind.split("-")[1], kind.split("-")[1] != saved.split("-")[1]
     state = {**zero_state(engine), "step": 0}
-    with CheckpointManager(at) as manager:
-        assert manager.restore(state, read_through=False) is not None
+    with CheckpointManager(folder / saved) as manager:
+        assert manager.restore(state, read_through=False, cast=cast) is not None
     assert state["step"] == STEPS
     same(told["kept"], full(engine))
-    same(told["seen"] if dtype == saved_dtype else rounded(told["kept"], dtype), low_precision(engine))
-    assert engine.global_steps == STEPS
-    assert engine.lr_scheduler.last_batch_iteration == STEPS - 1, engine.lr_scheduler.state_dict()
+    same(rounded(told["kept"], dtype) if cast else told["seen"], low_precision(engine))
+    if not saved.startswith("plain"):
+        assert engine.global_steps == STEPS
+        assert engine.lr_scheduler.last_batch_iteration == STEPS - 1, engine.lr_scheduler.state_dict()
     losses = train(engine, STEPS, MORE)
-    exactly = (told["world"], saved_stage, saved_dtype) == (dist.get_world_size(), stage, dtype)
-    if exactly:
-        assert losses == told["losses"], (losses, told["losses"])
-    elif dtype == saved_dtype:
-        near = 1e-6 if dtype == "fp32" else 2e-2
-        assert all(abs(a - b) < near for a, b in zip(losses, told["losses"], strict=True)), (losses, told["losses"])  # fmt: skip
+    apart = max(abs(one - two) for one, two in zip(losses, told["losses"], strict=False))
+    as_it_was = (told["world"], saved) == (world, kind)
+    assert apart <= (0.0 if as_it_was else NEAR["cast" if cast else dtype]), (losses, told["losses"])
     if dist.get_rank() == 0:
-        print("loaded", saved_stage, saved_dtype, told["world"], "->", stage, dtype, dist.get_world_size(),
-              "loss apart", max(abs(a - b) for a, b in zip(losses, told["losses"], strict=True)))  # fmt: skip
+        print(f"loaded {saved} of {told['world']} into {kind} of {world}: losses differ by {apart:.1e}")
     engine.destroy()
 
 
 def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """The weights that the forward pass of an engine of ``dtype`` sees."""
     to = torch.bfloat16 if dtype == "bf16" else torch.float32
-    return {
-        name.removeprefix("model/"): tensor.to(to).float()
-        for name, tensor in kept.items()
-        if name.startswith("model/") and name != "model/seen"
+    weights = {
+        name.removeprefix("model/"): value for name, value in kept.items() if name.startswith("model/")
     }
+    return {name: value.to(to).float() for name, value in weights.items() if name != "seen"}
 
 
 def main() -> None:
@@ -168,8 +185,8 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     folder, *orders = sys.argv[1:]
     for order in orders:
-        verb, *words = order.split(":")
-        {"save": save, "load": load}[verb](Path(folder), *words)
+        verb, *kinds = order.split(":")
+        {"save": save, "load": load}[verb](Path(folder), *kinds)
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")

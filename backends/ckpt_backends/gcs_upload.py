@@ -1,0 +1,115 @@
+"""A large object as one resumable upload of Google Cloud Storage: what has been sent is let go, and a break goes on where the server is.
+
+The server takes parts in order only. One that comes early is copied, and waits; with a few writers that is a few parts. After an error the same bytes are sent again from where the server last said it was: it ignores those that
+it has (an emulator may not; so the size is compared in the end). A session that the server has forgotten cannot be gone on with: that is a passing error, for the whole object may be sent anew.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from ckpt.errors import ObjectNotFound, StorageError, TransientStorageError
+from ckpt.storage.api import ObjectInfo, check_written
+
+if TYPE_CHECKING:
+    from ckpt_backends.gcs import GCSBackend
+
+STEP_BYTES: Final = 256 << 10
+"""All parts of a session but the last are multiples of this."""
+
+
+class ResumableUpload:
+    """Threads: one call at a time."""
+
+    def __init__(self, backend: GCSBackend, key: str, size: int, location: str) -> None:
+        self._backend, self._key, self._size, self._location = backend, key, size, location
+        self._early: dict[int, memoryview] = {}
+        self._sent = 0
+        self._lost = self._over = False
+
+    @property
+    def part_bytes(self) -> int:
+        return self._backend.capabilities.part_bytes
+
+    def write(self, offset: int, data: memoryview) -> None:
+        data = data.cast("B")
+        if offset % STEP_BYTES or offset + data.nbytes > self._size:
+            raise StorageError(
+                self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload"
+            )
+        self._check()
+        if offset + data.nbytes <= self._sent:
+            return  # a repeated part
+        if (
+            offset > self._sent or data.nbytes % STEP_BYTES
+        ):  # early, or the last: how long all is, is not known yet
+            self._early[offset] = memoryview(bytes(data))
+        else:
+            self._send(offset, data)
+        while (waiting := self._early.get(self._sent)) is not None and not waiting.nbytes % STEP_BYTES:
+            start = self._sent
+            self._send(start, waiting)
+            del self._early[start]
+
+    def finish(self, size: int | None = None) -> ObjectInfo:
+        self._check()
+        rest = self._early.get(self._sent, memoryview(b""))
+        waiting = sum(part.nbytes for part in self._early.values())
+        try:
+            size = check_written(self._key, self._sent + waiting, self._size, size)
+        except StorageError:
+            self.abort()
+            raise
+        span = f"bytes {self._sent}-{size - 1}/{size}" if rest.nbytes else f"bytes */{size}"
+        try:
+            self._ask(span, rest)
+        except TransientStorageError:
+            if not self._lost:
+                raise  # it may be tried again
+        with suppress(ObjectNotFound):
+            if (
+                self._backend.head(self._key).size == size
+            ):  # also if only the reply was lost, and then the session
+                return ObjectInfo(key=self._key, size=size)
+        raise TransientStorageError(self._key, "is not what was sent: it must be sent anew")
+
+    def abort(self) -> None:
+        self._early.clear()
+        with suppress(StorageError):
+            self._backend.request(self._key, "DELETE", self._location)
+
+    def _send(self, offset: int, data: memoryview) -> None:
+        """All of ``data``, in as many requests as the server takes."""
+        while self._sent < offset + data.nbytes:
+            before, rest = self._sent, data[self._sent - offset :]
+            self._ask(f"bytes {self._sent}-{self._sent + rest.nbytes - 1}/*", rest)
+            if self._sent <= before:
+                raise TransientStorageError(self._key, f"the server takes no more than {before} bytes")
+
+    def _check(self) -> None:
+        if self._lost:
+            raise TransientStorageError(
+                self._key, "the server has forgotten this upload: it must be sent anew"
+            )
+
+    def _ask(self, span: str, data: memoryview) -> None:
+        headers = {"Content-Range": span, "Content-Length": str(data.nbytes)}
+        try:
+            status, answer = self._backend.request(
+                self._key, "PUT", self._location, headers=headers, data=data if data.nbytes else None
+            )
+        except StorageError as error:
+            self._lost = isinstance(error, ObjectNotFound) or bool(re.search(r"\b410\b", error.detail))
+            self._check()
+            raise
+        if status not in (200, 201):
+            self._sent = _persisted(answer)
+
+
+def _persisted(headers: Mapping[str, Any]) -> int:
+    """Bytes that the server has: 'Range: bytes=0-42' are 43."""
+    found = str(headers.get("Range", ""))
+    return int(found.rpartition("-")[2]) + 1 if "-" in found else 0

@@ -1,0 +1,89 @@
+"""Lustre: how the files of a step are spread over its storage targets.
+
+A file lies on one target unless its folder says otherwise, and then one image has the bandwidth of one target. So a new folder of ours gets a layout for what is put into it: the first 64 MiB of a file on one
+target (fragments and manifests stay small things), the rest over several, in pieces of 4 MiB. Where the site or the user has given the folder above a layout of its own, that is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+from typing import Final
+
+from ckpt.errors import ConfigError
+from ckpt_backends.mounts import kind_of
+
+_log = logging.getLogger("ckpt")
+_COUNT: Final = 4
+_MOST: Final = 2000  # targets of one file
+_SECONDS: Final = 10.0
+
+
+class Striping:
+    """Threads: ``apply`` from any. It never raises: a checkpoint on one target is a checkpoint too.
+
+    Args:
+        root: Of the store; need not be there yet.
+        count: Targets for each large file, -1 for all there are. None: four, unless a layout is inherited; 0: as it is.
+    """
+
+    def __init__(self, root: str, count: int | None) -> None:
+        self._root, self._count = root, count
+        self._lfs: str | None = None
+        self._looked = False
+
+    def apply(self, folder: str) -> None:
+        """A layout for ``folder``, which is new and empty."""
+        if not self._looked:
+            self._looked = True
+            self._lfs = self._find()
+        if self._lfs is None:
+            return
+        count = str(self._count or _COUNT)
+        layout = ["-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c", count, "-S", "4M"]
+        if (error := _run([self._lfs, "setstripe", *layout, folder])[1]) is not None:
+            _log.warning("ckpt: no striping on %s: %s", folder, error)
+            self._lfs = None  # said once
+
+    def _find(self) -> str | None:
+        """The program, if there is something for it to do."""
+        if self._count == 0 or kind_of(self._root) != "lustre" or not (lfs := shutil.which("lfs")):
+            return None
+        if self._count is None:
+            there = self._root
+            while not os.path.isdir(there):
+                there = os.path.dirname(there)
+            if _run([lfs, "getstripe", "-d", "-c", there])[0].strip() != "1":
+                return None  # a composite one has no one number
+        return lfs
+
+
+def stripe_count(value: object) -> int:
+    """The option, checked."""
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST:
+        raise ConfigError(
+            f"stripe_count={value!r}: give a number of Lustre storage targets from 1 to {_MOST}, -1 for all, or 0 to leave folders as they are"
+        )
+    return value
+
+
+def _run(command: list[str]) -> tuple[str, str | None]:
+    """What it printed, and why it failed."""
+    try:
+        done = subprocess.run(  # noqa: S603 - lfs, and names that are ours
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return "", str(error)
+    return (
+        done.stdout,
+        None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}",
+    )

@@ -1,0 +1,49 @@
+"""What kind of file system holds a path?"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Final
+
+MOUNTS: Final = "/proc/self/mounts"
+_NETWORK: Final = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "ceph",
+        "cifs",
+        "smb3",
+        "beegfs",
+        "wekafs",
+        "panfs",
+        "9p",
+        "afs",
+        "orangefs",
+        "gfs2",
+        "ocfs2",
+        "virtiofs",
+    ]
+)
+
+
+def on_network(path: str) -> bool:
+    """Whether the file system that holds, or will hold, ``path`` is one that other machines see."""
+    kind = kind_of(path)
+    return kind in _NETWORK or kind.startswith("fuse.")
+
+
+def kind_of(path: str, mounts: str = MOUNTS) -> str:
+    """Such as "ext4"; empty if the system does not tell."""
+    path = os.path.realpath(path)
+    found, kind = "", ""
+    with suppress(OSError), open(mounts, encoding="utf-8", errors="surrogateescape") as table:
+        for line in table:
+            point, name = line.split()[1:3]
+            point = point.replace("\\040", " ")
+            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(found):  # of two mounts on one point the later hides the earlier
+                found, kind = point, name
+    return kind

@@ -1,0 +1,133 @@
+"""Every error of ckpt, in one tree. A class says who must act; its fields say on what.
+
+::
+
+    CkptError                      exit 1
+    ├── ConfigError                exit 2   the call, the URL or ckpt.toml must be corrected
+    │   ├── UnknownScheme                   no backend serves this URL
+    │   └── MissingExtra                    the backend's package is not installed
+    ├── StorageError               exit 3   a store refused or failed
+    │   ├── ObjectNotFound
+    │   ├── ObjectExists                    put(if_absent=True) lost
+    │   ├── AccessDenied
+    │   ├── OutOfSpace
+    │   └── TransientStorageError           worth another try; the only one that is retried
+    ├── IntegrityError             exit 4   the bytes are not what was written
+    │   ├── ChecksumMismatch
+    │   ├── ManifestCorrupt
+    │   └── FormatTooNew
+    ├── CommitError                exit 5   a save did not become a checkpoint
+    │   ├── StepExists
+    │   ├── HistoryHidden                   a restore would take another run's newer step
+    │   ├── PeerFailed
+    │   ├── CommitTimeout
+    │   ├── ReplicasDiverged
+    │   ├── TensorIncomplete                boxes leave holes or overlap
+    │   ├── RootInUse                       another job writes to this root
+    │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   └── JobUnseen                       whether the job of an unfinished save still runs
+    ├── StagingError               exit 6   the copy to host memory failed
+    │   ├── HostMemoryExhausted
+    │   ├── TensorChanged                   written to behind our back while it was copied
+    │   └── SaveSkipped                     on_busy="skip" and no slot was free
+    ├── RestoreError               exit 7   the target and the checkpoint do not fit
+    │   ├── NoCheckpoint
+    │   ├── EntryMissing
+    │   ├── EntryUnexpected
+    │   ├── ShapeMismatch
+    │   ├── DtypeMismatch
+    │   ├── KindMismatch                    a tensor here, a plain value there
+    │   └── OptimizerMismatch               the state of another kind of optimizer
+    ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
+    └── ManagerClosed              exit 9
+"""
+
+from __future__ import annotations
+
+from ckpt.errors.base import CkptError, ConfigError, ManagerClosed, MissingExtra, UnknownScheme
+from ckpt.errors.restoring import (
+    DtypeMismatch,
+    EntryMissing,
+    EntryUnexpected,
+    KindMismatch,
+    NoCheckpoint,
+    OptimizerMismatch,
+    RestoreError,
+    ShapeMismatch,
+)
+from ckpt.errors.saving import (
+    CommitError,
+    CommitTimeout,
+    HistoryHidden,
+    HostMemoryExhausted,
+    JobUnseen,
+    PeerFailed,
+    ReplicasDiverged,
+    RootInUse,
+    SaveSkipped,
+    StagingError,
+    StepExists,
+    TensorChanged,
+    TensorIncomplete,
+    TierBehind,
+    TierNotShared,
+    UnsupportedValue,
+)
+from ckpt.errors.storage import (
+    AccessDenied,
+    ChecksumMismatch,
+    FormatTooNew,
+    IntegrityError,
+    ManifestCorrupt,
+    ObjectExists,
+    ObjectNotFound,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+    about,
+    placed,
+)
+
+__all__ = [
+    "AccessDenied",
+    "ChecksumMismatch",
+    "CkptError",
+    "CommitError",
+    "CommitTimeout",
+    "ConfigError",
+    "DtypeMismatch",
+    "EntryMissing",
+    "EntryUnexpected",
+    "FormatTooNew",
+    "HistoryHidden",
+    "HostMemoryExhausted",
+    "IntegrityError",
+    "JobUnseen",
+    "KindMismatch",
+    "ManagerClosed",
+    "ManifestCorrupt",
+    "MissingExtra",
+    "NoCheckpoint",
+    "ObjectExists",
+    "ObjectNotFound",
+    "OptimizerMismatch",
+    "OutOfSpace",
+    "PeerFailed",
+    "ReplicasDiverged",
+    "RestoreError",
+    "RootInUse",
+    "SaveSkipped",
+    "ShapeMismatch",
+    "StagingError",
+    "StepExists",
+    "StorageError",
+    "TensorChanged",
+    "TensorIncomplete",
+    "TierBehind",
+    "TierNotShared",
+    "TransientStorageError",
+    "UnknownScheme",
+    "UnsupportedValue",
+    "about",
+    "placed",
+]

@@ -1,0 +1,54 @@
+"""The root of the tree, and what is wrong before anything was started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class CkptError(Exception):
+    """Base of all errors of ckpt. ``exit_code`` is what the command line returns for it."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(CkptError):
+    """A setting is wrong. Nothing was started."""
+
+    exit_code = 2
+
+
+class UnknownScheme(ConfigError):
+    """No backend serves this URL."""
+
+    def __init__(self, url: str, known: Sequence[str]) -> None:
+        self.url, self.known = url, tuple(known)
+        super().__init__(f"no backend for {url!r}; known schemes: {', '.join(self.known)} or a plain folder")
+
+
+class MissingExtra(ConfigError):
+    """The backend exists, its package is not installed."""
+
+    def __init__(self, url: str, package: str, extra: str | None) -> None:
+        self.url, self.package, self.extra = url, package, extra
+        way = f"pip install 'ckpt-stream[{extra}]'" if extra else f"pip install {package}"
+        super().__init__(f"{url!r} needs the package {package}: {way}")
+
+
+class ManagerClosed(CkptError):
+    """The manager was closed; build a new one."""
+
+    exit_code = 9
+
+    def __init__(self) -> None:
+        super().__init__("this CheckpointManager is closed: build a new one")
+
+
+def both(name: str, source: str) -> str:
+    """A name of the state, and what it is called in the checkpoint."""
+    return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
+
+
+def few(names: Sequence[str], most: int = 5, *, quote: bool = True) -> str:
+    shown = ", ".join(repr(name) if quote else name for name in list(names)[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,80 @@
+"""A checkpoint does not fit, or there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ckpt.errors.base import CkptError, both, few
+
+
+class RestoreError(CkptError):
+    """The target and the checkpoint do not fit, or there is nothing to restore."""
+
+    exit_code = 7
+
+
+class NoCheckpoint(RestoreError):
+    """Nothing restorable was found."""
+
+    def __init__(self, root: str, detail: str = "") -> None:
+        self.root, self.detail = root, detail
+        super().__init__(f"no checkpoint in {root}" + (f": {detail}" if detail else ""))
+
+
+class EntryMissing(RestoreError):
+    """The target wants names that the checkpoint has not. ``sources`` are what renamed ones were looked for as."""
+
+    def __init__(self, names: Sequence[str], step: int, sources: Mapping[str, str] | None = None) -> None:
+        self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
+        told = [both(name, self.sources.get(name, name)) for name in self.names]
+        super().__init__(
+            f"step {step} has no {few(told, quote=False)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
+        )
+
+
+class EntryUnexpected(RestoreError):
+    """The checkpoint has names that the target does not want."""
+
+    def __init__(self, names: Sequence[str], step: int) -> None:
+        self.names, self.step = tuple(names), step
+        super().__init__(
+            f"step {step} also holds {few(names)}, which the state given has no place for: "
+            'give it one, say what you want (only="model/*"), or leave it (strict=False)'
+        )
+
+
+class ShapeMismatch(RestoreError):
+    """Same name, another shape."""
+
+    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = "") -> None:
+        self.name, self.saved, self.wanted, self.source = name, tuple(saved), tuple(wanted), source or name
+        told = both(name, self.source)
+        super().__init__(f"{told} is saved with shape {list(saved)}, the target has {list(wanted)}")
+
+
+class DtypeMismatch(RestoreError):
+    """Same name, another dtype."""
+
+    def __init__(self, name: str, saved: str, wanted: str, source: str = "", way: str = "") -> None:
+        self.name, self.saved, self.wanted, self.source = name, saved, wanted, source or name
+        told = both(name, self.source)
+        super().__init__(f"{told} is saved as {saved}, the target is {wanted}{way and ': '}{way}")
+
+
+class KindMismatch(RestoreError):
+    """Same name, another kind of value."""
+
+    def __init__(self, name: str, saved: str, wanted: str) -> None:
+        self.name, self.saved, self.wanted = name, saved, wanted
+        super().__init__(f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target")
+
+
+class OptimizerMismatch(RestoreError):
+    """What was saved is the state of another kind of optimizer."""
+
+    def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
+        self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
+        super().__init__(
+            f"{name!r} was saved by another kind of optimizer: it has the {what} {few(saved)}, the target has {few(wanted)} instead: "
+            'take the optimizer out of the state, say what you want (only="model/*"), or let it keep what it has (strict=False)'
+        )

@@ -1,0 +1,157 @@
+"""A save did not become a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckpt.errors.base import CkptError
+
+
+class CommitError(CkptError):
+    """A save did not become a checkpoint. Older checkpoints are whole, training may go on."""
+
+    exit_code = 5
+
+
+class StepExists(CommitError):
+    """Steps are immutable: one step is saved once."""
+
+    def __init__(self, step: int, root: str) -> None:
+        self.step, self.root = step, root
+        super().__init__(
+            f"step {step} is already saved in {root}: steps are immutable, save under another step"
+        )
+
+
+class HistoryHidden(CommitError):
+    """The root holds newer steps that this job has not restored: a restore would take those, not what is saved now."""
+
+    def __init__(self, step: int, newest: int, root: str) -> None:
+        self.step, self.newest, self.root = step, newest, root
+        super().__init__(
+            f"{root} holds step {newest}, which this job has not restored, and which a restart would take before step {step}: "
+            "restore first, or give this run a root of its own"
+        )
+
+
+class PeerFailed(CommitError):
+    """Another rank could not make its part durable."""
+
+    def __init__(self, step: int, failures: dict[int, str]) -> None:
+        self.step, self.failures = step, failures
+        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())[:8])
+        super().__init__(f"step {step} was not committed, {len(failures)} rank(s) failed: {told}")
+
+
+class CommitTimeout(CommitError):
+    """Some ranks were not heard of in time."""
+
+    def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
+        self.step, self.missing, self.seconds = step, tuple(missing), seconds
+        names = ", ".join(map(str, self.missing[:16])) + (" ..." if len(self.missing) > 16 else "")
+        super().__init__(f"step {step}: waited {seconds:.0f} s for {what} of rank(s) {names}")
+
+
+class ReplicasDiverged(CommitError):
+    """Ranks that should hold the same value do not."""
+
+    def __init__(self, name: str, ranks: Sequence[int], detail: str = "") -> None:
+        self.name, self.ranks, self.detail = name, tuple(ranks), detail
+        super().__init__(
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: if that is meant, wrap it in PerRank(...)"
+        )
+
+
+class TensorIncomplete(CommitError):
+    """The boxes of a tensor leave a hole, overlap, or contradict each other."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        self.name, self.detail = name, detail
+        super().__init__(f"tensor {name!r}: {detail}")
+
+
+class RootInUse(CommitError):
+    """Another job writes to this root, or has taken it over."""
+
+    def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
+        """``here``: the other lives in this very process."""
+        self.root, self.owner = root, owner
+        told = f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        if here:
+            told = f"{root} is written by another CheckpointManager of this very process ({owner}): close() that one first, or go on with it"
+        super().__init__(told)
+
+
+class TierNotShared(CommitError):
+    """Ranks see different files in one tier, which nobody has said is local."""
+
+    def __init__(self, root: str, ranks: Sequence[int]) -> None:
+        self.root, self.ranks = root, tuple(ranks)
+        super().__init__(
+            f"rank(s) {', '.join(map(str, self.ranks))} have made their part durable in {root}, where the leader does not see it: "
+            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else let all nodes see one folder"
+        )
+
+
+class JobUnseen(CommitError):
+    """An unfinished save's job ran where nobody here can see whether it still does."""
+
+    def __init__(self, step: int, owner: str) -> None:
+        self.step, self.owner = step, owner
+        super().__init__(
+            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
+        )
+
+
+class StagingError(CkptError):
+    """The copy to host memory failed. That save is lost, training may go on."""
+
+    exit_code = 6
+
+
+class HostMemoryExhausted(StagingError):
+    """There is no room for an image."""
+
+    def __init__(self, needed: int, detail: str) -> None:
+        self.needed, self.detail = needed, detail
+        super().__init__(f"no host memory for an image of {needed / 2**20:.0f} MiB: {detail}")
+
+
+class TensorChanged(StagingError):
+    """A tensor was written to between ``save_async`` and the end of its copy, outside its optimizer's step."""
+
+    def __init__(self, name: str, step: int) -> None:
+        self.name, self.step = name, step
+        super().__init__(
+            f"{name!r} was changed while step {step} copied it, outside of its optimizer's step(): call manager.fence() before "
+            'you change it, or build the manager with overlap="off"'
+        )
+
+
+class SaveSkipped(StagingError):
+    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank, or no tier takes this step. Nothing was written."""
+
+    def __init__(self, step: int, reason: str = 'the save before still streams and on_busy="skip"') -> None:
+        self.step, self.reason = step, reason
+        super().__init__(f"step {step} was skipped: {reason}")
+
+
+class TierBehind(CommitError):
+    """A step was given up on a tier that is too slow: more steps than ``backlog`` waited. Nearer tiers have it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"step {step} was given up on a tier that is behind: newer steps wait for it")
+
+
+class UnsupportedValue(CkptError):
+    """The state holds a value that could only be saved with pickle."""
+
+    exit_code = 8
+
+    def __init__(self, name: str, kind: str, detail: str = "") -> None:
+        self.name, self.kind = name, kind
+        super().__init__(
+            f"{name!r} is a {kind}, which cannot be saved without pickle: "
+            + (detail or "give it state_dict()/load_state_dict(), or save its parts as plain values")
+        )

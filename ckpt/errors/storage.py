@@ -1,0 +1,111 @@
+"""A store refused, or what it gave is not what was written."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import ClassVar, TypeVar
+
+from ckpt.errors.base import CkptError
+
+
+class StorageError(CkptError):
+    """A store refused or failed. ``key`` is relative to ``root``, the tier's URL; a backend leaves that to its callers (see ``placed``)."""
+
+    exit_code = 3
+    what: ClassVar[str] = "storage failed"
+    root: str = ""
+
+    def __init__(self, key: str, detail: str = "") -> None:
+        self.key, self.detail = key, detail
+        super().__init__(f"{self.what}: {key!r}" + (f" ({detail})" if detail else ""))
+
+    def __str__(self) -> str:
+        if not self.root:
+            return super().__str__()
+        place = f"{self.key!r} in {self.root}" if self.key else repr(self.root)
+        return f"{self.what}: {place}" + (f" ({self.detail})" if self.detail else "")
+
+
+class ObjectNotFound(StorageError):
+    """There is no object under this key."""
+
+    what = "no such object"
+
+
+class ObjectExists(StorageError):
+    """``put(if_absent=True)`` found the key taken. What was there is untouched."""
+
+    what = "object already exists"
+
+
+class AccessDenied(StorageError):
+    """The store knows us not, or forbids it. Check credentials and permissions."""
+
+    what = "access denied"
+
+
+class OutOfSpace(StorageError):
+    """The store is full. Free space or prune; older checkpoints are whole."""
+
+    what = "no space left"
+
+
+class TransientStorageError(StorageError):
+    """Time-outs, resets, 5xx, SlowDown: worth another try."""
+
+    what = "storage did not answer properly"
+
+
+class IntegrityError(CkptError):
+    """The bytes are not what was written."""
+
+    exit_code = 4
+
+
+class ChecksumMismatch(IntegrityError):
+    """A run of bytes differs from what was staged."""
+
+    def __init__(self, key: str, offset: int, nbytes: int) -> None:
+        self.key, self.offset, self.nbytes = key, offset, nbytes
+        super().__init__(
+            f"checksum mismatch in {key!r}, bytes {offset} to {offset + nbytes}: the data was damaged after it was written"
+        )
+
+
+class ManifestCorrupt(IntegrityError):
+    """A manifest or fragment cannot be trusted."""
+
+    def __init__(self, key: str, detail: str) -> None:
+        self.key, self.detail = key, detail
+        super().__init__(f"{key!r} is not a valid manifest: {detail}")
+
+
+class FormatTooNew(IntegrityError):
+    """Written by a later ckpt."""
+
+    def __init__(self, key: str, found: int, supported: int) -> None:
+        self.key, self.found, self.supported = key, found, supported
+        super().__init__(
+            f"{key!r} has format {found}, this ckpt reads up to {supported}: upgrade with pip install -U ckpt-stream"
+        )
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def placed(error: E, root: str) -> E:
+    """The same error; one of a store tells from now on which tier it is about."""
+    if isinstance(error, StorageError) and not error.root:
+        error.root = root
+    return error
+
+
+@contextmanager
+def about(root: str) -> Generator[None]:
+    """Inside, errors of a store name the tier at ``root``."""
+    try:
+        yield
+    except StorageError as error:
+        placed(error, root)
+        raise

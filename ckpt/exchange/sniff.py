@@ -1,0 +1,55 @@
+"""What a file is that is not what was expected, by its first bytes."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+_BEGINNINGS: Final = (
+    (b"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras, or PyTables)"),
+    (b"GGUF", "a GGUF file"),
+    (b"\x93NUMPY", "an array of numpy.save"),
+    (b"\x1f\x8b", "compressed with gzip: unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd: unpack it first"),
+    (b"BZh", "compressed with bzip2: unpack it first"),
+    (b"\xfd7zXZ\x00", "compressed with xz: unpack it first"),
+    (b"\x7fELF", "a program"),
+    (b"version https://git-lfs", "a pointer of Git LFS, not the file itself: git lfs pull"),
+)
+_MOST_BYTES: Final = 4096
+
+
+def what_is(path: str) -> str:
+    """Such as "a safetensors file"; empty for what nobody can tell."""
+    try:
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            head = file.read(_MOST_BYTES)
+    except OSError:
+        return ""
+    if not head.strip(b"\x00"):  # damage may do that
+        return ""
+    for beginning, name in _BEGINNINGS:
+        if head.startswith(beginning):
+            return name
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") < size:
+        return "a safetensors file: give --format safetensors"
+    if head.startswith(b"PK\x03\x04"):
+        if b"data.pkl" in head[:300]:
+            return ""  # of torch, and damaged
+        return "an archive of numpy.savez" if b".npy" in head[:200] else "a zip archive"
+    if head[257:262] == b"ustar":
+        return "a tar archive: unpack it first"
+    return _text(head)
+
+
+def _text(head: bytes) -> str:
+    try:
+        text = head[: _MOST_BYTES - 4].decode().lstrip()
+    except UnicodeDecodeError:
+        return ""
+    if not all(char.isprintable() or char.isspace() for char in text):
+        return ""
+    if text.startswith(("<!DOCTYPE", "<!doctype", "<html", "<?xml")):
+        return "a web page, as a download that failed leaves one"
+    return "JSON" if text.startswith(("{", "[")) else "text"

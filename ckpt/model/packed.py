@@ -1,0 +1,364 @@
+"""The fragment of a large world: the same as a ``Fragment``, in columns, so that who merges thousands of them handles arrays, not objects.
+
+Its *form* is what most ranks of a mesh have in common to the byte: names, shapes, places in the file, lengths of chunks. Beside it lie the offsets of the boxes, and the checksums. Form and
+offsets are zstd frames; who has seen the form of one rank need not unpack that of the next. Numbers are little-endian 64-bit integers.
+
+The committer checks and merges columns (``check_packed``, ``plan.columns``); everybody else unpacks a fragment or a few of them to what small worlds have (``part_of``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from ckpt.errors import FormatTooNew, ManifestCorrupt
+from ckpt.model.box import Box, split_rows
+from ckpt.model.dtype import DTYPES
+from ckpt.model.encoding import decode_body, open_envelope
+from ckpt.model.manifest import (
+    REFERENCE_FORMAT,
+    Chunk,
+    Encoding,
+    File,
+    Fragment,
+    Shard,
+    Tensor,
+)
+from ckpt.model.runs import Ints
+from ckpt.model.validate import MAX_DIMENSIONS, check_fragment, check_heading, check_tensor, require
+
+_CHECKSUM_BYTES: Final = 16
+_MAX_FRAME_BYTES: Final = 1 << 30
+"""Unpacked: a rank with a million tensors has a fifth of it."""
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A fragment of format 3.
+
+    Attributes:
+        file: Without its chunks.
+        form: A zstd frame of a `Form`, or empty if there is no file.
+        offsets: A zstd frame: for each shard of the form its offsets in the global tensor, as many numbers as the form has dimensions.
+        checksums: 16 bytes for each chunk.
+        replicas: A zstd frame of the JSON object, or empty if there are none.
+        encoded: One length: that of the file.
+        lengths: If the file is encoded: for each chunk its length there.
+    """
+
+    format: int
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    created_at: float
+    chunk_bytes: int
+    file: File | None
+    form: bytes
+    offsets: bytes
+    checksums: bytes
+    tied: dict[str, str]
+    tree: msgspec.Raw
+    per_rank: msgspec.Raw
+    replicas: bytes
+    metadata: msgspec.Raw
+    encoded: tuple[Encoding, ...] = ()
+    lengths: bytes = b""
+
+
+Part = Fragment | Packed
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has in common with others.
+
+    Attributes:
+        tensors: ``[name, dtype, shape]`` of each.
+        dims: Of the tensor that has most.
+        shards: For each shard: index of its tensor, place in bytes of the file, and its shape, with ones behind it up to ``dims``.
+        chunks: The length of each chunk of the file in bytes.
+    """
+
+    tensors: msgspec.Raw
+    dims: int
+    shards: bytes
+    chunks: bytes
+
+
+Heading = tuple[str, str, tuple[int, ...]]
+"""Name, dtype and global shape of a tensor."""
+
+_headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
+_form: Final = msgspec.json.Decoder(Form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """A form, as arrays. ``starts`` and ``counts``: of each shard its first chunk, and how many it has; ``size`` of the file in bytes."""
+
+    headings: tuple[Heading, ...]
+    dims: int
+    tensor: Ints
+    place: Ints
+    shape: Ints
+    chunks: Ints
+    starts: Ints
+    counts: Ints
+    size: int
+
+
+def pack_fragment(fragment: Fragment) -> Packed:
+    """The same in columns."""
+    import zstandard  # only large worlds pay for the import
+
+    zstd = zstandard.ZstdCompressor(level=3)
+    file, encoded = fragment.file, fragment.encoded
+    dims = max((len(tensor.shape) for tensor in fragment.tensors), default=0)
+    rows: list[list[int]] = []
+    offsets: list[list[int]] = []
+    for index, tensor in enumerate(fragment.tensors):
+        fill = dims - len(tensor.shape)
+        for shard in tensor.shards:
+            rows.append([index, shard.offset, *shard.shape, *[1] * fill])
+            offsets.append([*shard.offsets, *[0] * fill])
+    chunks = file.chunks if file else ()
+    form = Form(
+        msgspec.Raw(msgspec.json.encode([(each.name, each.dtype, each.shape) for each in fragment.tensors])),
+        dims,
+        _bytes(rows),
+        _bytes([chunk.nbytes for chunk in chunks]),
+    )
+    return Packed(
+        format=REFERENCE_FORMAT,
+        step=fragment.step,
+        attempt=fragment.attempt,
+        rank=fragment.rank,
+        world_size=fragment.world_size,
+        created_at=fragment.created_at,
+        chunk_bytes=fragment.chunk_bytes,
+        file=File(file.name, file.rank, file.size, ()) if file else None,
+        form=zstd.compress(msgspec.json.encode(form)),
+        offsets=zstd.compress(_bytes(offsets)),
+        checksums=bytes.fromhex("".join(chunk.checksum for chunk in chunks)),
+        tied=fragment.tied,
+        tree=fragment.tree,
+        per_rank=fragment.per_rank,
+        replicas=zstd.compress(msgspec.json.encode(fragment.replicas, order="deterministic"))
+        if fragment.replicas
+        else b"",
+        metadata=fragment.metadata,
+        encoded=tuple(Encoding(each.rank, each.codec, (each.size,)) for each in encoded),
+        lengths=_bytes([length for each in encoded for length in each.lengths]),
+    )
+
+
+def read_part(data: bytes, *, key: str) -> Part:
+    """The fragment in ``data``, of whatever format; one in columns is not unpacked yet. It is not checked.
+
+    Raises:
+        ManifestCorrupt: Damaged, or no fragment.
+        FormatTooNew: Written by a later version.
+    """
+    version, body = open_envelope(data, key=key)
+    if version > REFERENCE_FORMAT:
+        raise FormatTooNew(key, version, REFERENCE_FORMAT)
+    if version == REFERENCE_FORMAT:
+        return decode_body(body, Packed, key=key)
+    return decode_body(body, Fragment, key=key)
+
+
+def read_fragment(data: bytes, *, key: str) -> Fragment:
+    """The fragment in ``data``, of whatever format, unpacked and checked. Raises as ``read_part`` does."""
+    part = read_part(data, key=key)
+    return check_fragment(fragment_of(part, key=key) if isinstance(part, Packed) else part, key=key)
+
+
+def fragment_of(packed: Packed, *, key: str) -> Fragment:
+    """Out of the columns. Raises ``ManifestCorrupt`` if they do not fit each other."""
+    columns = columns_of(packed.form, packed.chunk_bytes, key=key)
+    offsets = offsets_of(packed.offsets, columns, key=key)
+    check_packed(packed, columns, key=key)
+    shards: list[list[Shard]] = [[] for _ in columns.headings]
+    table = zip(
+        columns.tensor.tolist(), columns.place.tolist(), offsets.tolist(), columns.shape.tolist(), strict=True
+    )
+    for index, place, start, shape in table:
+        dims = len(columns.headings[index][2])
+        shards[index].append(Shard(packed.rank, place, tuple(start[:dims]), tuple(shape[:dims])))
+    digests = packed.checksums.hex()
+    width = 2 * _CHECKSUM_BYTES
+    chunks = tuple(
+        Chunk(nbytes, digests[i * width : (i + 1) * width])
+        for i, nbytes in enumerate(columns.chunks.tolist())
+    )
+    file = packed.file
+    lengths = tuple(_numbers(packed.lengths, key).tolist())
+    return Fragment(
+        format=packed.format,
+        step=packed.step,
+        attempt=packed.attempt,
+        rank=packed.rank,
+        world_size=packed.world_size,
+        created_at=packed.created_at,
+        chunk_bytes=packed.chunk_bytes,
+        file=File(file.name, file.rank, file.size, chunks) if file else None,
+        tensors=tuple(
+            Tensor(name, dtype, shape, tuple(held))
+            for (name, dtype, shape), held in zip(columns.headings, shards, strict=True)
+        ),
+        tied=packed.tied,
+        tree=packed.tree,
+        per_rank=packed.per_rank,
+        replicas=replicas_of(packed.replicas, key=key),
+        metadata=packed.metadata,
+        encoded=tuple(Encoding(each.rank, each.codec, lengths) for each in packed.encoded),
+    )
+
+
+def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
+    """Digests by name, of what a packed fragment has in ``replicas``."""
+    try:
+        return msgspec.json.decode(_unpacked(frame, key), type=dict[str, str]) if frame else {}
+    except msgspec.MsgspecError as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
+
+
+def columns_of(form: bytes, chunk_bytes: int, *, key: str) -> Columns:
+    """A form unpacked and checked: all that can be known of it without offsets and file.
+
+    Raises:
+        ManifestCorrupt: It is none that we write.
+    """
+    try:
+        found = _form.decode(_unpacked(form, key))
+        headings = _headings.decode(found.tensors)
+    except msgspec.MsgspecError as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
+    dims = found.dims
+    require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
+    seen: set[str] = set()
+    for name, dtype, shape in headings:
+        check_tensor(name, dtype, shape, seen, key)
+        require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
+    rows, chunks = _numbers(found.shards, key), _numbers(found.chunks, key)
+    require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
+    table = rows.reshape(-1, 2 + dims)
+    tensor, place, shape = table[:, 0], table[:, 1], table[:, 2:]
+    require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
+    require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
+    require(bool((shape >= 0).all()), key, "a shard of less than nothing")
+    whole = _padded(headings, dims)[tensor]
+    require(bool((shape <= whole).all()), key, "a box is not inside the shape of its tensor")
+    starts, counts = _chunks_of(headings, tensor, place, shape, chunks, chunk_bytes, key)
+    return Columns(
+        headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, chunks=chunks, starts=starts,
+        counts=counts, size=_total(chunks),
+    )  # fmt: skip
+
+
+def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
+    """Of each shard. Raises ``ManifestCorrupt`` if a box is not inside its tensor."""
+    found = _numbers(_unpacked(frame, key), key)
+    require(len(found) == len(columns.tensor) * columns.dims, key, "its offsets are not those of its form")
+    offsets = (
+        found.reshape(-1, columns.dims) if columns.dims else np.zeros((len(columns.tensor), 0), np.int64)
+    )
+    whole = _padded(columns.headings, columns.dims)[columns.tensor]
+    inside = (offsets >= 0) & (offsets <= whole - columns.shape)
+    require(bool(inside.all()), key, "a box is not inside the shape of its tensor")
+    return offsets
+
+
+def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
+    """Return it, or raise ``ManifestCorrupt`` with the first fault. ``columns`` are those of its form; offsets are checked where they are unpacked."""
+    check_heading(packed, key)
+    size = packed.file.size if packed.file else 0
+    require(columns.size == size, key, "the chunks of its file do not add up to its size")
+    require(packed.file is not None or not len(columns.tensor), key, "shards, but no file")
+    count = len(columns.chunks)
+    require(len(packed.checksums) == _CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
+    names = {name for name, _, _ in columns.headings} if packed.tied else set[str]()
+    for name, target in packed.tied.items():
+        require(target in names and name not in names, key, f"{name[:80]!r} is tied to {target[:80]!r}")
+    if packed.encoded or packed.lengths:
+        lengths = _numbers(packed.lengths, key)
+        require(len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk")
+        require(
+            bool(((lengths > 0) & (lengths <= columns.chunks)).all()), key, "an encoded chunk is too long"
+        )
+        require(packed.encoded[0].lengths == (_total(lengths),), key, "its encoded size is another")
+    return packed
+
+
+def _chunks_of(
+    headings: tuple[Heading, ...],
+    tensor: Ints,
+    place: Ints,
+    shape: Ints,
+    chunks: Ints,
+    chunk_bytes: int,
+    key: str,
+) -> tuple[Ints, Ints]:
+    """Of each shard its first chunk, and how many: they must be just those that ``split_rows`` makes."""
+    edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
+    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
+    nbytes = (
+        np.prod(shape, axis=1, dtype=np.int64) * itemsize[tensor]
+    )  # below 2**63: it fits a shape that was checked
+    solid = nbytes > 0
+    starts = np.searchsorted(edges, place)
+    on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
+    require(bool((on_edge | ~solid).all()), key, "a shard does not lie on the chunks of its file")
+    starts = np.where(solid, starts, 0)
+    counts = solid.astype(np.int64)
+    one = np.where(solid, chunks[starts] if len(chunks) else 0, 0) == nbytes
+    for row in np.flatnonzero(~one | (nbytes > chunk_bytes)).tolist():
+        first = int(starts[row])
+        _, dtype, whole = headings[int(tensor[row])]
+        size = DTYPES[dtype].itemsize
+        # asked before the parts are listed: a few bytes of nonsense must not claim more parts than the file has chunks
+        require(
+            int(nbytes[row]) <= (len(chunks) - first) * chunk_bytes,
+            key,
+            "a shard has more bytes than its file",
+        )
+        held = tuple(shape[row, : len(whole)].tolist())
+        parts = [part.numel * size for part in split_rows(Box((0,) * len(held), held), chunk_bytes // size)]
+        require(
+            parts == chunks[first : first + len(parts)].tolist(),
+            key,
+            "a shard does not lie on the chunks of its file",
+        )
+        counts[row] = len(parts)
+    return starts, counts
+
+
+def _padded(headings: tuple[Heading, ...], dims: int) -> Ints:
+    rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
+    return np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+
+
+def _bytes(numbers: list[Any]) -> bytes:
+    return np.array(numbers, dtype="<i8").tobytes()
+
+
+def _numbers(data: bytes, key: str) -> Ints:
+    require(len(data) % 8 == 0, key, "a column is cut")
+    return np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
+
+
+def _total(numbers: Ints) -> int:
+    return sum(numbers.tolist()) if len(numbers) else 0
+
+
+def _unpacked(frame: bytes, key: str) -> bytes:
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(frame)
+        require(0 <= size <= _MAX_FRAME_BYTES, key, f"a frame of {size} bytes")
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ManifestCorrupt(key, str(error)) from None

@@ -1,0 +1,212 @@
+"""Which rank holds which box of a tensor, in few words: what ten thousand ranks hold of a mesh is one row, repeated.
+
+A *run* is a box on a rank, and *levels* that repeat it: ``count`` times, each so many ranks and so many elements further. A mesh gives one level for each of its
+dimensions; an irregular layout gives more runs, a random one a run for each box: always the same boxes, and never more than were there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ckpt.model.box import Box
+
+Ints = npt.NDArray[np.int64]
+
+MAX_LEVELS: Final = 8
+_BOXES_PER_RANK: Final = (
+    1 << 16
+)  # of one tensor, on average: beyond it is nonsense that would take forever to walk
+
+
+class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """``count`` times, each ``ranks`` ranks and ``offsets`` elements after the one before."""
+
+    count: int
+    ranks: int
+    offsets: tuple[int, ...]
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Boxes of one ``shape``: the first at ``offsets`` on ``rank``, the others where ``levels`` repeat it."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    levels: tuple[Level, ...]
+
+    @property
+    def count(self) -> int:
+        """How many boxes."""
+        return math.prod(level.count for level in self.levels)
+
+
+Runs = tuple[Run, ...]
+
+
+def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
+    """Boxes in the order of their ranks, one a row -> runs. The same rows give the same runs on every machine."""
+    if not len(ranks):
+        return ()
+    keys: list[Any] = [tuple(row) for row in np.unique(shapes, axis=0).tolist()]
+    number = np.unique(shapes, axis=0, return_inverse=True)[1].reshape(-1)
+    places = np.concatenate([ranks[:, None], offsets], axis=1)
+    for _ in range(MAX_LEVELS):
+        before = len(places)
+        places, number, keys = _repeat(places, number, keys)
+        if len(places) == before:
+            break
+    found: list[Run] = []
+    for (rank, *first), index in zip(places.tolist(), number.tolist(), strict=True):
+        key, levels = keys[index], list[Level]()
+        while key and isinstance(key[0], tuple):
+            key, count, (by, *step) = key
+            levels.insert(0, Level(count, by, tuple(step)))
+        found.append(Run(rank, tuple(first), key, tuple(levels)))
+    return tuple(found)
+
+
+def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
+    """One level more: neighbours of one key at equal distances become one. A key is a shape, or ``(key, count, distance)``."""
+    steps = np.diff(places, axis=0)
+    alike = number[1:] == number[:-1]
+    change = np.ones(len(steps), dtype=bool)
+    if len(steps):
+        change[1:] = (steps[1:] != steps[:-1]).any(axis=1) | ~alike[1:] | ~alike[:-1]
+    edges = [*np.flatnonzero(change).tolist(), len(steps)]
+    starts: list[int] = []
+    told: list[tuple[Any, int, tuple[int, ...]] | None] = []
+    free = 0  # the first row that is in no run yet
+    for edge, end in pairwise(edges):
+        begin = max(edge, free)
+        if begin >= end or not alike[begin]:
+            continue
+        while free < begin:
+            starts.append(free)
+            told.append(None)
+            free += 1
+        starts.append(begin)
+        told.append((keys[number[begin]], end - begin + 1, tuple(steps[begin].tolist())))
+        free = end + 1
+    for row in range(free, len(places)):
+        starts.append(row)
+        told.append(None)
+    table: dict[Any, int] = {}
+    wanted = [keys[number[row]] if new is None else new for row, new in zip(starts, told, strict=True)]
+    renumbered = np.array([table.setdefault(key, len(table)) for key in wanted], dtype=np.int64)
+    return places[starts], renumbered, list(table)
+
+
+def expand(runs: Runs, dims: int) -> tuple[Ints, Ints, Ints]:
+    """Ranks, offsets and shapes of all boxes, one a row. Memory is reserved for each: count them first."""
+    blocks: list[Ints] = [np.zeros((0, 1 + dims), dtype=np.int64)]
+    shapes: list[Ints] = [np.zeros((0, dims), dtype=np.int64)]
+    for run in runs:
+        places = np.array([[run.rank, *run.offsets]], dtype=np.int64)
+        for level in run.levels:
+            step = np.array([level.ranks, *level.offsets], dtype=np.int64)
+            by = np.arange(level.count, dtype=np.int64)[:, None, None] * step
+            places = (by + places).reshape(-1, 1 + dims)
+        blocks.append(places)
+        shapes.append(np.broadcast_to(np.array(run.shape, dtype=np.int64), (len(places), dims)))
+    every = np.concatenate(blocks)
+    return every[:, 0], every[:, 1:], np.concatenate(shapes)
+
+
+def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
+    """The boxes that ``rank`` holds, by arithmetic. Lazily: a run may claim more than fits memory."""
+    for run in runs:
+        levels = sorted(run.levels, key=lambda level: -abs(level.ranks))
+        yield from _on(levels, rank - run.rank, run.offsets, run.shape)
+
+
+def _on(
+    levels: Sequence[Level], left: int, offsets: tuple[int, ...], shape: tuple[int, ...]
+) -> Iterator[Box]:
+    if not levels:
+        if left == 0:
+            yield Box(offsets, shape)
+        return
+    level, rest = levels[0], levels[1:]
+    low, high = _reach([(each.count, each.ranks) for each in rest])
+    for index in _steps(level.count, level.ranks, left - high, left - low):
+        moved = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
+        yield from _on(rest, left - index * level.ranks, moved, shape)
+
+
+def ranks_meeting(runs: Runs, box: Box) -> set[int]:
+    """Ranks that hold some element of ``box``, by arithmetic: work is for what is found, not for what is there."""
+    found: set[int] = set()
+    if not box.numel:
+        return found
+    for run in runs:
+        if all(run.shape):  # the coarsest step first: what it leaves out need not be looked at
+            levels = sorted(run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets))
+            _meet(levels, run, run.rank, run.offsets, box, found)
+    return found
+
+
+def _meet(
+    levels: Sequence[Level], run: Run, rank: int, offsets: tuple[int, ...], box: Box, found: set[int]
+) -> None:
+    if not levels:
+        if Box(offsets, run.shape).intersect(box):
+            found.add(rank)
+        return
+    level, rest = levels[0], levels[1:]
+    first, last = 0, level.count - 1
+    for dim, step in enumerate(level.offsets):
+        low, high = _reach([(each.count, each.offsets[dim]) for each in rest])
+        # some box of the rest must begin before the end of what is wanted, and end after its begin
+        least = box.offsets[dim] - run.shape[dim] + 1 - high - offsets[dim]
+        most = box.offsets[dim] + box.shape[dim] - 1 - low - offsets[dim]
+        near = _steps(level.count, step, least, most)
+        first, last = max(first, near.start), min(last, near.stop - 1)
+    for index in range(first, last + 1):
+        moved = tuple(o + index * d for o, d in zip(offsets, level.offsets, strict=True))
+        _meet(rest, run, rank + index * level.ranks, moved, box, found)
+
+
+def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """How far steps may lead, down and up."""
+    far = [(count - 1) * step for count, step in levels]
+    return sum(min(0, each) for each in far), sum(max(0, each) for each in far)
+
+
+def _steps(count: int, step: int, least: int, most: int) -> range:
+    """The ``i`` below ``count`` with ``least <= i * step <= most``."""
+    if step == 0:
+        return range(count) if least <= 0 <= most else range(0)
+    if step < 0:
+        step, least, most = -step, -most, -least
+    return range(max(0, -(-least // step)), min(count - 1, most // step) + 1)
+
+
+def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
+    """What is impossible about runs that were read, or None. Boxes may still overlap; nothing is expanded."""
+    held = boxes = 0
+    for run in runs:
+        dims = (len(run.offsets), len(run.shape), *(len(level.offsets) for level in run.levels))
+        if len(run.levels) > MAX_LEVELS or set(dims) != {len(shape)}:
+            return "a run of other dimensions"
+        if any(level.count < 1 for level in run.levels) or any(n < 0 for n in run.shape):
+            return "a run that counts backwards"
+        boxes += run.count
+        low, high = _reach([(level.count, level.ranks) for level in run.levels])
+        if run.rank + low < 0 or run.rank + high >= world_size:
+            return "a run beyond the ranks of the world"
+        for dim, size in enumerate(shape):
+            low, high = _reach([(level.count, level.offsets[dim]) for level in run.levels])
+            if run.offsets[dim] + low < 0 or run.offsets[dim] + high + run.shape[dim] > size:
+                return "a run that is not inside the shape"
+        held += run.count * math.prod(run.shape)
+    if boxes > world_size * _BOXES_PER_RANK:
+        return f"runs of {boxes} boxes"
+    total = math.prod(shape)
+    return None if held == total else f"runs hold {held} of {total} elements"

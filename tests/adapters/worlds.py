@@ -1,0 +1,84 @@
+"""A whole world in this process: what each rank would write, merged; and what each would read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from ckpt.adapters.collect import collect
+from ckpt.adapters.load import match
+from ckpt.adapters.prepare import PlanCache
+from ckpt.adapters.selection import Selection
+from ckpt.adapters.sink import TensorSink
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.manifest import Manifest
+from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.plan.coalesce import coalesce
+from ckpt.plan.merge import merge
+from ckpt.plan.restore import plan_restore
+from ckpt.staging.slot import Slot
+from tests.adapters.ranks import rank_of
+from tests.plan.worlds import fragment_over, with_ref
+
+
+def save_ranks(
+    world_size: int, state_of: Callable[[int], dict[str, Any]], chunk_bytes: int = 64
+) -> tuple[dict[int, bytes], Manifest]:
+    """Be each rank in turn, with the state that it has."""
+
+    def each() -> Iterator[tuple[int, int, dict[str, Any]]]:
+        for rank in range(world_size):
+            with rank_of(rank, world_size):
+                yield rank, world_size, state_of(rank)
+
+    return save_each(each(), chunk_bytes)
+
+
+def save_each(
+    states: Iterable[tuple[int, int, dict[str, Any]]], chunk_bytes: int
+) -> tuple[dict[int, bytes], Manifest]:
+    """(rank, world size, state) of each -> the files, and the manifest of all."""
+    images: dict[int, bytes] = {}
+    parts = []
+    for rank, world_size, state in states:
+        found = collect(state, rank=rank)
+        prepared = PlanCache(rank, chunk_bytes).prepare(found)
+        slot = Slot(prepared.plan.size, None)
+        snapshot = prepared.snapshot(slot, found.parts, 5, overlap=False)
+        snapshot.copy_eager()
+        snapshot.copy_late()
+        images[rank] = bytes(slot.view[: prepared.plan.size])
+        fragment = fragment_over(
+            rank, world_size, prepared.plan, images[rank], chunk_bytes=chunk_bytes, tied=found.tied,
+            tree=msgspec.Raw(msgspec.json.encode(found.tree)), replicas=snapshot.replicas(),
+        )  # fmt: skip
+        parts.append(with_ref(check_fragment(fragment, key="k")))
+    return images, unpack(pack(check_manifest(merge(parts), key="k")), Manifest, key="k")
+
+
+def restore(
+    state: dict[str, Any],
+    images: dict[int, bytes],
+    manifest: Manifest,
+    rank: int,
+    world_size: int,
+    *,
+    strict: bool = True,
+) -> None:
+    """What the rank reads, the way the plan says and no other."""
+    matched = match(state, manifest, rank=rank, world_size=world_size, selection=Selection(strict=strict))
+    plan = plan_restore(manifest, matched.wanted)
+    sink = TensorSink(matched.wanted, matched.targets)
+    places = [(read.rank, read.offset) for read in plan.reads]
+    assert places == sorted(set(places)), "a chunk is read twice"
+    for run in coalesce(plan.reads, most_bytes=1 << 20, gap_bytes=8):
+        data = memoryview(bytearray(images[run.rank][run.offset : run.offset + run.nbytes]))
+        for read in run.reads:
+            part = data[read.offset - run.offset :][: read.nbytes]
+            if (memory := sink.direct(read)) is not None:
+                memory[:] = part
+            else:
+                sink.place(read, part)
+    matched.apply()

@@ -1,0 +1,108 @@
+"""Striping on Lustre. There is none here: a table of mounts says so, and an ``lfs`` of ours writes down what it was asked."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt_backends.lustre
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import ConfigError
+from ckpt_backends.mounts import kind_of
+from ckpt_backends.posix import open_posix
+
+Asked = Callable[[], list[list[str]]]
+LAYOUT = ["setstripe", "-E", "64M", "-c", "1", "-S", "4M", "-E", "-1", "-c"]
+
+
+@pytest.fixture
+def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """``tmp_path/scratch`` is Lustre; returns the arguments of all calls of ``lfs`` so far."""
+    mounts, log, programs = tmp_path / "mounts", tmp_path / "log", tmp_path / "bin"
+    (tmp_path / "scratch").mkdir()
+    programs.mkdir()
+    mounts.write_text(f"none / ext4 rw 0 0\n10.0.0.1@tcp:/fs {tmp_path}/scratch lustre rw 0 0\n")
+    program = programs / "lfs"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"open({str(log)!r}, 'a').write(json.dumps(sys.argv[1:]) + '\\n')\n"
+        "if sys.argv[1] == 'getstripe': print(os.environ.get('LAYOUT', '1'))\n"
+        "elif os.environ.get('BROKEN'): sys.exit('lfs setstripe: out of targets')\n"
+        "else: assert os.path.isdir(sys.argv[-1]) and not os.listdir(sys.argv[-1])\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.setattr(ckpt_backends.lustre, "kind_of", lambda path: kind_of(path, str(mounts)))
+    return lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def save(tier: Tier, *steps: int) -> None:
+    with CheckpointManager(tier) as manager:
+        for step in steps:
+            manager.save({"x": torch.ones(1000)}, step)
+
+
+def folders(root: Path) -> list[str]:
+    return sorted(str(path) for path in root.glob("step-*"))
+
+
+def test_each_step_has_a_layout_before_its_first_file(tmp_path: Path, lustre: Asked) -> None:
+    root = tmp_path / "scratch" / "runs"
+    save(Tier(str(root)), 1, 2)
+    first, *others = lustre()
+    assert first == ["getstripe", "-d", "-c", str(root)]
+    striped = [call for call in others if "step-" in call[-1]]
+    assert striped == [[*LAYOUT, "4", "-S", "4M", folder] for folder in folders(root)]
+
+
+@pytest.mark.parametrize("count", [16, -1])
+def test_the_number_of_targets_can_be_given(tmp_path: Path, lustre: Asked, count: int) -> None:
+    root = tmp_path / "scratch" / "runs"
+    save(Tier(str(root), options={"stripe_count": count}), 1)
+    assert [*LAYOUT, str(count), "-S", "4M", *folders(root)] in lustre()
+    assert not [call for call in lustre() if call[0] == "getstripe"]
+
+
+def test_a_layout_of_the_site_is_left_alone(
+    tmp_path: Path, lustre: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for there in ("8", "lcm_layout_gen: 0"):
+        monkeypatch.setenv("LAYOUT", there)
+        save(Tier(str(tmp_path / "scratch" / there[:3])), 1)
+    assert {call[0] for call in lustre()} == {"getstripe"}
+
+
+def test_it_can_be_switched_off_and_is_only_for_lustre(tmp_path: Path, lustre: Asked) -> None:
+    save(Tier(str(tmp_path / "scratch" / "runs"), options={"stripe_count": 0}), 1)
+    save(Tier(str(tmp_path / "elsewhere"), options={"stripe_count": 8}), 1)
+    assert lustre() == []
+
+
+def test_what_lfs_refuses_costs_one_warning(
+    tmp_path: Path, lustre: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BROKEN", "1")
+    root = tmp_path / "scratch" / "runs"
+    save(Tier(str(root)), 1, 2)
+    assert len(folders(root)) == 2
+    told = [record.getMessage() for record in caplog.records if "no striping" in record.getMessage()]
+    assert len(told) == 1
+    assert "out of targets" in told[0]
+
+
+def test_without_lfs_nothing_is_done(tmp_path: Path, lustre: Asked) -> None:
+    (tmp_path / "bin" / "lfs").unlink()
+    save(Tier(str(tmp_path / "scratch" / "runs")), 1)
+    assert lustre() == []
+
+
+@pytest.mark.parametrize("count", [True, "4", -2, 2001, 1.5])
+def test_a_number_that_is_none_is_refused(tmp_path: Path, count: object) -> None:
+    with pytest.raises(ConfigError, match="stripe_count"):
+        open_posix(str(tmp_path), {"stripe_count": count})

@@ -1,0 +1,127 @@
+"""Places and steps are named alike by all verbs; older spellings go on working."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt import CheckpointManager
+from ckpt.coordination.owner import Owner
+from tests.cli.conftest import Cli, Written
+from tests.test_capacity import state
+
+CONFIG = """
+[[tiers]]
+url = "runs"
+[[tiers]]
+url = "far"
+every = 2
+"""
+
+
+@pytest.mark.parametrize("verb", ["show", "verify", "restore", "finalize"])
+def test_a_step_is_an_argument_or_an_option(cli: Cli, steps: dict[int, Written], verb: str) -> None:
+    one, other = cli(verb, 200, "--json"), cli(verb, "--step", 200, "--root", "runs", "--json")
+    assert (one.code, other.code) == (0, 0), (one.err, other.err)
+    assert {**one.json, "seconds": 0, "gb_per_s": 0, "steps": 0} == {
+        **other.json, "seconds": 0, "gb_per_s": 0, "steps": 0,
+    }  # fmt: skip
+    assert cli(verb, 200, "--step", 200).code == 0
+    twice = cli(verb, 200, "--step", 300)
+    assert twice.code == 2
+    assert "leave one out" in twice.err
+
+
+def test_show_shows_the_newest(cli: Cli, steps: dict[int, Written]) -> None:
+    assert "step 300" in cli("show").out
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "verify", "restore", "finalize", "prune"])
+def test_the_place_is_an_option_or_that_of_a_file(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    Path("other.toml").write_text('root = "runs"\n')
+    monkeypatch.setenv("CKPT_ROOT", "nowhere")
+    extra = ["--keep-last", 9] if verb == "prune" else []
+    for place in (["--root", "runs"], ["--config", "other.toml"]):
+        ran = cli(verb, *place, *extra)
+        assert ran.code == 0, (place, ran.err)
+        assert "nowhere" not in ran.out + ran.err
+
+
+def test_finalize_takes_a_folder_as_before(cli: Cli, steps: dict[int, Written]) -> None:
+    assert cli("finalize", "runs").code == cli("finalize", "runs", "--step", 100).code == 0
+    assert cli("finalize", "runs", "--root", "runs").code == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["ls", "export nothing out.pt", "copy nothing there", "diff nothing other", "show 5", "verify", "finalize nothing"],
+)  # fmt: skip
+def test_what_is_not_there_is_told_in_words_of_the_verb(cli: Cli, call: str) -> None:
+    ran = cli(*call.split())
+    assert ran.code == 7
+    assert "no checkpoint in " in ran.err
+    assert "restor" not in ran.err
+
+
+def test_diff_says_whether_it_has_read(cli: Cli) -> None:
+    with CheckpointManager("runs") as manager:
+        manager.save(state(1), 1)
+        manager.save(state(2), 2)
+    told = cli("diff", "runs", "--step", 1, "--step", 2).out
+    assert "compared by checksum alone: no data was read" in told
+    assert "but for --values" in cli("diff", "runs", "--step", 1, "--step", 2, "--values").out
+
+
+# -- prune beside a job -----------------------------------------------------------------------------------------------
+
+
+def test_prune_leaves_the_root_of_a_job_alone_whose_farther_tiers_it_does_not_know(cli: Cli) -> None:
+    with CheckpointManager("runs") as manager:
+        for step in (1, 2, 3):
+            manager.save(state(step), step)
+        ran = cli("prune", "--keep-last", 1)
+        assert ran.code == 5
+        assert f"process {os.getpid()}" in ran.err
+        assert "--force" in ran.err
+        assert len(cli("prune", "--keep-last", 1, "--dry-run", "--json").json["pruned"]) == 2
+        assert len(cli("ls", "--json").json["steps"]) == 3
+        assert len(cli("prune", "--keep-last", 1, "--force", "--json").json["pruned"]) == 2
+
+
+def test_prune_keeps_what_a_farther_tier_lacks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_ROOT")
+    Path("ckpt.toml").write_text(CONFIG)
+    with CheckpointManager("runs") as manager:
+        for step in (1, 2, 3, 4, 5):
+            manager.save(state(step), step)
+        cli("copy", "runs", "far", "--step", 2)
+        found = cli("prune", "--keep-last", 1, "--json").json
+    assert sorted(one["step"] for one in found["pruned"]) == [1, 2, 3]  # far takes no odd ones, and has 2
+    assert {one["step"]: one["why"] for one in found["kept"]}[4] == ["a farther tier waits for it"]
+
+
+def test_whether_a_job_on_another_machine_lives_nobody_knows(cli: Cli) -> None:
+    with CheckpointManager("runs") as manager:
+        for step in (1, 2):
+            manager.save(state(step), step)
+    import msgspec
+
+    owner = Owner(attempt="b" * 12, host="node7", machine="other boot/1", pid=5, started=1)
+    Path("runs/writer.json").write_bytes(msgspec.json.encode(owner))
+    ran = cli("prune", "--keep-last", 1)
+    assert ran.code == 5
+    assert "may be alive" in ran.err
+    assert cli("prune", "--keep-last", 1, "--force").code == 0
+
+
+def test_a_job_that_is_dead_on_this_machine_is_no_obstacle(cli: Cli) -> None:
+    with CheckpointManager("runs") as manager:
+        for step in (1, 2):
+            manager.save(state(step), step)
+        owner = Path("runs/writer.json").read_bytes()
+    Path("runs/writer.json").write_bytes(owner.replace(b'"pid":', b'"pid":9'))
+    assert cli("prune", "--keep-last", 1).code == 0

@@ -1,0 +1,164 @@
+"""The records of large worlds, changed anywhere: read or refused, within bounds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from msgspec.structs import replace
+
+from ckpt.errors import CkptError, ManifestCorrupt
+from ckpt.model.box import Box
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.manifest import Encoding, Manifest
+from ckpt.model.packed import Packed, fragment_of, pack_fragment, read_fragment, read_part
+from ckpt.model.reference import fill, ranks_of
+from ckpt.model.validate import check_manifest
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import merge
+from ckpt.plan.restore import plan_restore
+from tests.faults.conftest import Count, tally
+from tests.fuzz.mutations import mutated
+from tests.fuzz.test_readers import SCALE, fuzz, record_ref, sealed, told
+from tests.plan.worlds import fragment_of as written
+
+__all__ = ["tally"]
+
+ARRAYS = {"x": np.arange(80, dtype=np.float32).reshape(20, 4), "y": np.arange(6, dtype=np.int64)}
+PLAIN = [
+    written(rank, 2, [Leaf("x", "float32", (20, 4), (Box((10 * rank, 0), (10, 4)),)), Leaf("y", "int64", (6,), (Box((0,), (6,)),))], ARRAYS)[1]
+    for rank in range(2)
+]  # fmt: skip
+PACKED = [pack_fragment(part) for part in PLAIN]
+OUTLINE = merge((part, record_ref(plain)) for part, plain in zip(PACKED, PLAIN, strict=True))
+FORM = msgspec.json.decode(zstandard.decompress(PACKED[0].form))
+
+
+def use(record: Manifest) -> None:
+    """As a restore does."""
+    check_manifest(record, key="k")
+    wanted = [Leaf(t.name, t.dtype, t.shape, (Box.whole(t.shape),)) for t in record.tensors]
+    ranks = ranks_of(record, [(leaf.name, leaf.boxes) for leaf in wanted])
+    parts = {part.rank: fragment_of(part, key="k") for part in PACKED if part.rank in ranks}
+    plan = plan_restore(fill(record, parts, key="k"), wanted)
+    assert sum(target.part.numel for read in plan.reads for target in read.targets) >= sum(
+        leaf.boxes[0].numel for leaf in wanted
+    )
+
+
+@SCALE
+def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(examples: int, tally: Count) -> None:
+    use(OUTLINE)
+
+    def check(body: Any) -> None:
+        try:
+            use(unpack(sealed(msgspec.json.encode(body)), Manifest, key="k"))
+        except CkptError as refused:
+            told(refused)
+
+    tally("fuzz", fuzz(examples, mutated(json.loads(msgspec.json.encode(OUTLINE))), check))
+
+
+@SCALE
+def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(examples: int, tally: Count) -> None:
+    body = json.loads(msgspec.json.encode(replace(PACKED[0], world_size=1)))
+
+    def check(changed: Any) -> None:
+        data = sealed(msgspec.json.encode(changed))
+        for use in (
+            lambda: read_fragment(data, key="k"),
+            lambda: merge([(read_part(data, key="k"), record_ref(PLAIN[0]))]),
+        ):
+            try:
+                use()
+            except CkptError as refused:
+                told(refused)
+
+    tally("fuzz", fuzz(examples, mutated(body), check))
+
+
+@SCALE
+def test_columns_changed_anywhere_are_read_or_refused(examples: int, tally: Count) -> None:
+    """Numbers that are consistent to JSON and zstd, and say anything."""
+    tensors, dims, shards, chunks = FORM
+    columns = {
+        "tensors": tensors,
+        "dims": dims,
+        "shards": _numbers(shards),
+        "chunks": _numbers(chunks),
+        "offsets": np.frombuffer(zstandard.decompress(PACKED[0].offsets), "<i8").tolist(),
+    }
+
+    def check(changed: Any) -> None:
+        try:
+            form = [
+                changed["tensors"],
+                changed["dims"],
+                *(np.array(changed[k], "<i8").tobytes() for k in ("shards", "chunks")),
+            ]
+            offsets = np.array(changed["offsets"], "<i8").tobytes()
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return
+        packed = replace(
+            PACKED[0],
+            world_size=1,
+            form=zstandard.compress(msgspec.json.encode(form)),
+            offsets=zstandard.compress(offsets),
+        )
+        data = pack(packed)
+        for use in (
+            lambda: read_fragment(data, key="k"),
+            lambda: merge([(read_part(data, key="k"), record_ref(PLAIN[0]))]),
+        ):
+            try:
+                use()
+            except CkptError as refused:
+                told(refused)
+
+    tally("fuzz", fuzz(examples, mutated(columns), check))
+
+
+def _numbers(text: str) -> list[int]:
+    return np.frombuffer(msgspec.json.decode(json.dumps(text), type=bytes), "<i8").tolist()
+
+
+@pytest.mark.parametrize("field", ["form", "offsets", "replicas"])
+def test_a_frame_that_claims_more_than_a_fragment_has_reserves_nothing(field: str) -> None:
+    """A frame's header says 1 TiB."""
+    bomb = bytes.fromhex("28b52ffde0") + (1 << 40).to_bytes(8, "little") + bytes(8)
+    packed = replace(PACKED[0], world_size=1, **{field: bomb})
+    with pytest.raises(ManifestCorrupt, match="a frame of 1099511627776 bytes"):
+        read_fragment(pack(packed), key="k")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checksums": PACKED[0].checksums[:-1]},
+        {"lengths": b"12345678"},
+        {"encoded": (Encoding(0, "zstd", (1,)),)},
+        {"tied": {"z": "nothing"}},
+        {"tied": {"x": "y"}},
+        {"file": None},
+        {"rank": 1},
+    ],
+)
+def test_columns_that_do_not_fit_their_fragment_are_refused(change: dict[str, Any]) -> None:
+    packed: Packed = replace(PACKED[0], **change)
+    with pytest.raises(ManifestCorrupt):
+        read_fragment(pack(packed), key="k")
+    with pytest.raises(ManifestCorrupt):
+        merge([(packed, record_ref(PLAIN[0]))])
+
+
+def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> None:
+    (run,) = OUTLINE.layouts[OUTLINE.layout_of[0]]
+    twice = replace(run, levels=(replace(run.levels[0], offsets=(0, 0)),))  # the same volume, and a hole
+    record = replace(OUTLINE, layouts=tuple((twice,) if each == (run,) else each for each in OUTLINE.layouts))
+    check_manifest(record, key="k")
+    with pytest.raises(ManifestCorrupt):
+        use(record)

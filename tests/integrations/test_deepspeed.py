@@ -1,0 +1,140 @@
+"""Real engines of DeepSpeed: what one stage and number of ranks saves, any other restores, and so does plain PyTorch; and back."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from tests.distributed.launch import torchrun
+
+WORKER = Path(__file__).parent / "workers" / "zero.py"
+STAGES, DTYPES = ("1", "2", "3"), ("fp32", "bf16")
+VARIANTS = ("2-bf16-robin", "1-bf16-sums", "3-fp32-groups", "2-bf16-offload", "3-bf16-offload")
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # it builds an extension of its own the first time
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed: pip install -e '.[deepspeed]'",
+    ),
+    pytest.mark.skipif(
+        shutil.which("c++") is None, reason="deepspeed builds its CPU backend with a C++ compiler"
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nets() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(WORKER.parent))
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        import zero_nets
+
+        yield zero_nets
+    sys.modules.pop("zero_nets")
+
+
+def train(nets: Any, net: Any, optimizer: Any, first: int, steps: int) -> list[float]:
+    """As the engines do: clipped, and a rate that grows as theirs."""
+    losses: list[float] = []
+    for step in range(first, first + steps):
+        words = nets.batch(step, 0, 1)
+        loss = nets.loss_of(net(words), words)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def contents(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Under the worker's names."""
+    found = {f"model/{name}": value.detach().clone() for name, value in net.named_parameters()}
+    found |= {f"model/{name}": value.clone() for name, value in net.named_buffers()}
+    for name, parameter in net.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq") if parameter.requires_grad else ():
+            found[f"{key}/{name}"] = optimizer.state[parameter][key].clone()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(nets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What plain PyTorch has saved, and what two ranks have saved and restored at once under other stages."""
+    made = tmp_path_factory.mktemp("zero")
+    net, optimizer = nets.build(1)
+    losses = train(nets, net, optimizer, 0, 3)
+    with CheckpointManager(made / "plain-fp32") as manager:
+        manager.save({"model": net, "optimizer": optimizer, "step": 3})
+    kept = contents(net, optimizer)
+    seen = {name: value.detach().clone() for name, value in net.named_parameters()}
+    losses = train(nets, net, optimizer, 3, 1)  # the engine's schedule sets the rate after that
+    torch.save({"kept": kept, "seen": seen, "losses": losses, "world": 1}, made / "plain-fp32.pt")
+    said = torchrun(
+        2, WORKER, made, "save:1-fp32", "save:2-bf16", "save:3-fp32", "save:3-bf16",
+        "load:1-fp32:1-fp32", "load:1-fp32:3-fp32", "load:2-bf16:2-bf16", "load:3-bf16:3-bf16", "load:3-bf16:1-bf16",
+        "load:plain-fp32:2-fp32", "load:plain-fp32:3-fp32", "load:plain-fp32:2-bf16", "load:3-bf16:1-fp32", timeout=600,
+    )  # fmt: skip
+    assert "ALL WELL" in said
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_numbers_of_ranks(folder: Path, ranks: int) -> None:
+    orders = ["load:1-fp32:3-fp32", "load:3-fp32:2-fp32", "load:2-bf16:3-bf16", "load:3-bf16:1-bf16"]
+    converted = ["load:2-bf16:3-fp32", "load:1-fp32:2-bf16"]
+    said = torchrun(ranks, WORKER, folder, *orders, *converted, "load:plain-fp32:3-fp32", timeout=600)
+    assert "ALL WELL" in said
+
+
+@pytest.mark.parametrize("kind", ["1-fp32", "3-fp32", "2-bf16", "3-bf16"])
+def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind: str) -> None:
+    told = torch.load(folder / f"{kind}.pt")
+    net, optimizer = nets.build(2)
+    state = {"model": net, "optimizer": optimizer, "step": 0}
+    with CheckpointManager(folder / kind) as manager:
+        # parameters that are not trained have the engine's dtype
+        assert manager.restore(state, cast=kind.endswith("bf16")) is not None
+    assert state["step"] == 3
+    found = contents(net, optimizer)
+    assert found.keys() == told["kept"].keys()
+    for name, value in told["kept"].items():
+        assert torch.equal(found[name].float(), value.float()), name
+    assert net.head.weight is net.embed.weight
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.01, 0.0]
+    losses = train(nets, net, optimizer, 3, 2)
+    near = 2e-7 if kind.endswith("fp32") else 2e-2  # the model's own arithmetic was bf16
+    assert losses[0] == pytest.approx(told["losses"][0], abs=near)
+    assert losses[1] == pytest.approx(told["losses"][1], abs=near)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("saving", [1, 2, 3])
+def test_every_stage_to_every_other_on_one_two_and_three_ranks(tmp_path: Path, saving: int) -> None:
+    kinds = ["-".join(pair) for pair in itertools.product(STAGES, DTYPES)]
+    assert "ALL WELL" in torchrun(saving, WORKER, tmp_path, *(f"save:{kind}" for kind in kinds), timeout=600)
+    everywhere = [
+        f"load:{stage}-{dtype}:{other}-{dtype}"
+        for stage, other, dtype in itertools.product(STAGES, STAGES, DTYPES)
+    ]
+    for ranks in (1, 2, 3):
+        assert "ALL WELL" in torchrun(ranks, WORKER, tmp_path, *everywhere, timeout=600)
+
+
+@pytest.mark.torture
+def test_other_optimizers_of_deepspeed_and_other_orders_of_parameters(tmp_path: Path) -> None:
+    orders = [f"{verb}:{kind}" for kind in VARIANTS for verb in ("save", f"load:{kind}")]
+    crossed = ["load:2-bf16-robin:3-bf16", "load:3-fp32-groups:1-fp32", "load:1-bf16-sums:3-bf16-groups", "load:3-bf16-offload:2-bf16"]  # fmt: skip
+    assert "ALL WELL" in torchrun(2, WORKER, tmp_path, *orders, *crossed, timeout=900)
+    assert "ALL WELL" in torchrun(3, WORKER, tmp_path, *crossed, timeout=900)

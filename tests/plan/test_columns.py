@@ -1,0 +1,230 @@
+"""The merge of large worlds against that of small ones: the same manifest, and the same refusals in the same names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from ckpt.errors import CkptError, CommitError, ManifestCorrupt, ReplicasDiverged, TensorIncomplete
+from ckpt.model.box import Box
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.manifest import REFERENCE_FORMAT, Encoding, Fragment, Manifest
+from ckpt.model.packed import Packed, fragment_of, pack_fragment, read_fragment, read_part
+from ckpt.model.reference import fill, ranks_of
+from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import Known, merge
+from ckpt.plan.restore import plan_restore
+from tests.model.boxes import boxes_in, partition
+from tests.plan.worlds import assign, raw, with_ref
+from tests.plan.worlds import fragment_of as written
+
+Parts = list[Fragment]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> Parts:
+    """Fragments of a random world: random boxes, equal copies, ties, trees; sometimes one that must be refused."""
+    rng = draw(st.randoms(use_true_random=False))
+    size = draw(st.integers(1, 5))
+    arrays: dict[str, np.ndarray] = {}
+    ranks: list[list[Leaf]] = [[] for _ in range(size)]
+    for index in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        arrays[f"t{index}"] = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + index
+        boxes = [box for box in partition(shape, 6, rng) if box.numel or rng.random() < 0.5]
+        owned = assign([*boxes, *(box for box in boxes if rng.random() < 0.3)], size, rng)
+        for rank, held in enumerate(owned):
+            if held or rng.random() < 0.5:
+                ranks[rank].append(Leaf(f"t{index}", "float32", shape, tuple(sorted(set(held)))))
+    found = [
+        written(
+            rank, size, leaves, arrays, chunk_bytes=draw(st.sampled_from([16, 64, 1000])) if size == 1 else 64,
+            tied={"tied": "t0"} if any(leaf.name == "t0" for leaf in leaves) else {},
+            tree=raw({"step": 1, f"stage{rank % 2}": [rank % 2]}), per_rank=raw({"rng": rank}),
+            replicas={"r": f"box{rank % 2}=same"},
+        )[1]
+        for rank, leaves in enumerate(ranks)
+    ]  # fmt: skip
+    for spoil in draw(st.lists(st.sampled_from(SPOILERS), max_size=1)):
+        at = rng.randrange(size)
+        found[at] = spoil(found[at], rng)
+    return found
+
+
+def _drifted(part: Fragment, rng: random.Random) -> Fragment:
+    assert part.file
+    chunks = list(part.file.chunks)
+    at = rng.randrange(len(chunks))
+    chunks[at] = replace(chunks[at], checksum="0" * 32)
+    return replace(part, file=replace(part.file, chunks=tuple(chunks)))
+
+
+def _lacking(part: Fragment, rng: random.Random) -> Fragment:
+    """Without some of its shards: a hole, unless another rank has them too."""
+    tensors = [replace(t, shards=t.shards[: rng.randint(0, len(t.shards))]) for t in part.tensors]
+    return replace(part, tensors=tuple(tensors))
+
+
+def _moved(part: Fragment, rng: random.Random) -> Fragment:
+    """Boxes elsewhere: holes and overlaps."""
+    tensors = list(part.tensors)
+    for index, tensor in enumerate(tensors):
+        shards = [
+            replace(
+                shard,
+                offsets=tuple(rng.randint(0, n - m) for n, m in zip(tensor.shape, shard.shape, strict=True)),
+            )
+            for shard in tensor.shards
+        ]
+        tensors[index] = replace(tensor, shards=tuple(shards))
+    return replace(part, tensors=tuple(tensors))
+
+
+def _disputed(part: Fragment, rng: random.Random) -> Fragment:
+    return replace(
+        part, tensors=tuple(replace(t, shape=(*t.shape, 1)) if not t.shards else t for t in part.tensors)
+    )
+
+
+def _digest(part: Fragment, rng: random.Random) -> Fragment:
+    return replace(part, replicas={"r": f"box{part.rank % 2}=other"})
+
+
+def _tree(part: Fragment, rng: random.Random) -> Fragment:
+    return replace(part, tree=raw({"step": 2}))
+
+
+def _save(part: Fragment, rng: random.Random) -> Fragment:
+    return replace(part, step=9)
+
+
+SPOILERS: list[Callable[[Fragment, random.Random], Fragment]] = [
+    _drifted, _drifted, _lacking, _moved, _disputed, _digest, _tree, _save,
+]  # fmt: skip
+
+
+def outcome(work: Callable[[], Manifest]) -> tuple[object, ...] | Manifest:
+    try:
+        return work()
+    except CkptError as error:
+        return type(error), str(error), getattr(error, "ranks", None)
+
+
+def by_columns(parts: Parts, known: Known | None = None) -> Manifest:
+    """Packed, written, read, merged, written, read, filled in."""
+    packed = [read_part(pack(pack_fragment(part)), key="k") for part in parts]
+    assert all(isinstance(part, Packed) for part in packed)
+    refs = [with_ref(part)[1] for part in parts]  # of the plain ones, so that the two can be compared
+    found = merge(zip(packed, refs, strict=True), known)
+    outline = check_manifest(unpack(pack(found), Manifest, key="k"), key="k")
+    assert outline == found
+    filled = fill(
+        outline, {p.rank: fragment_of(p, key="k") for p in packed if isinstance(p, Packed)}, key="k"
+    )
+    return check_manifest(filled, key="k")
+
+
+def plain(parts: Parts) -> Manifest:
+    return replace(check_manifest(merge(with_ref(part) for part in parts), key="k"), format=REFERENCE_FORMAT)
+
+
+@settings(max_examples=400, deadline=None)
+@given(worlds())
+def test_columns_give_the_manifest_or_the_refusal_that_objects_give(parts: Parts) -> None:
+    assert outcome(lambda: by_columns(parts)) == outcome(lambda: plain(parts))
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds(), st.randoms(use_true_random=False))
+def test_the_order_of_fragments_and_what_is_remembered_change_nothing(
+    parts: Parts, rng: random.Random
+) -> None:
+    known = Known()
+    for _ in range(3):
+        assert outcome(lambda: by_columns(rng.sample(parts, len(parts)), known)) == outcome(
+            lambda: plain(parts)
+        )
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds())
+def test_a_fragment_in_columns_is_the_same_fragment(parts: Parts) -> None:
+    for part in parts:
+        data = pack(pack_fragment(part))
+        try:
+            assert replace(read_fragment(data, key="k"), format=part.format) == check_fragment(part, key="k")
+        except ManifestCorrupt:
+            with pytest.raises(ManifestCorrupt):
+                check_fragment(part, key="k")
+
+
+@settings(max_examples=200, deadline=None)
+@given(worlds(), st.data())
+def test_a_plan_from_the_fragments_that_are_needed_is_the_plan_from_all(
+    parts: Parts, data: st.DataObject
+) -> None:
+    try:
+        whole = plain(parts)
+    except CkptError:
+        return
+    packed = {part.rank: pack_fragment(part) for part in parts}
+    outline = merge((packed[part.rank], with_ref(part)[1]) for part in parts)
+    wanted = [
+        Leaf(name, tensor.dtype, tensor.shape, tuple(data.draw(st.lists(boxes_in(tensor.shape), max_size=3))))
+        for name, tensor in whole.tensor_map().items()
+    ]
+    ranks = ranks_of(outline, [(leaf.name, leaf.boxes) for leaf in wanted])
+    part = fill(outline, {rank: fragment_of(packed[rank], key="k") for rank in ranks}, key="k")
+    plan = plan_restore(whole, wanted)
+    assert plan_restore(part, wanted) == plan
+    assert {read.rank for read in plan.reads} == ranks
+
+
+def test_copies_are_compared_also_where_the_layout_is_remembered() -> None:
+    x = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
+    leaf = Leaf("x", "float32", (12, 4), (Box((0, 0), (12, 4)),))
+    same = [written(rank, 3, [leaf], x)[1] for rank in range(3)]
+    known = Known()
+    for _ in range(2):
+        by_columns(same, known)
+    drifted = [*same[:2], written(2, 3, [leaf], {"x": x["x"] + 1})[1]]
+    with pytest.raises(ReplicasDiverged, match="'x' differs between ranks 0, 2"):
+        by_columns(drifted, known)
+
+
+def test_a_hole_is_found_after_a_merge_without_one() -> None:
+    x = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
+    halves = [Leaf("x", "float32", (12, 4), (Box((row, 0), (6, 4)),)) for row in (0, 6)]
+    good = [written(rank, 2, [leaf], x)[1] for rank, leaf in enumerate(halves)]
+    known = Known()
+    by_columns(good, known)
+    with pytest.raises(TensorIncomplete, match="overlap"):
+        by_columns(
+            [written(0, 2, [Leaf("x", "float32", (12, 4), (Box((1, 0), (6, 4)),))], x)[1], good[1]], known
+        )
+
+
+def test_encoded_files_keep_their_lengths() -> None:
+    x = {"x": np.arange(48, dtype=np.float32).reshape(12, 4)}
+    _, part = written(0, 1, [Leaf("x", "float32", (12, 4), (Box((0, 0), (12, 4)),))], x, format=2)
+    assert part.file
+    lengths = tuple(max(1, chunk.nbytes // 2) for chunk in part.file.chunks)
+    part = replace(
+        part, encoded=(Encoding(0, "zstd", lengths),), file=replace(part.file, name="rank-00000.encoded")
+    )
+    outline = merge([(pack_fragment(part), with_ref(part)[1])])
+    assert (outline.encoded[0].lengths, outline.stored_bytes) == ((sum(lengths),), sum(lengths))
+    assert by_columns([part]) == plain([part])
+
+
+def test_ranks_of_different_versions_are_refused() -> None:
+    found = [written(rank, 2, [], {})[1] for rank in range(2)]
+    with pytest.raises(CommitError, match=r"ranks 0 and 1 .* different formats"):
+        merge([with_ref(found[0]), (pack_fragment(found[1]), with_ref(found[1])[1])])

@@ -1,0 +1,70 @@
+"""1,024 ranks, simulated as ``python -m bench scale`` does: nothing grows faster than the ranks, and a rank that restores asks for its own share alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from bench.scenarios.scale import Job, World, model_of
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.layout import fragment_name
+from ckpt.model.manifest import FragmentRef, Manifest
+from ckpt.model.packed import Packed, fragment_of
+from ckpt.model.reference import fill, ranks_of
+from ckpt.model.validate import check_manifest
+from ckpt.plan.merge import Known, merge
+from ckpt.plan.restore import plan_restore
+
+FEW, MANY = 256, 1024
+MODEL = model_of(25)
+Parts = list[tuple[Packed, FragmentRef]]
+
+
+def saved(layout: str, ranks: int) -> tuple[World, Parts]:
+    world = World(layout, ranks, MODEL)
+    job = Job(world, by_reference=True)
+    parts: Parts = []
+    for rank in range(ranks):
+        packed = job.packed(rank, 1, world.leaves(rank))
+        data = pack(packed)
+        parts.append((packed, FragmentRef(fragment_name(rank), rank, len(data), checksum(data))))
+    return world, parts
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Processor time, the least of three: the machine is shared."""
+    found = []
+    for _ in range(3):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "3d"])
+def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> None:
+    first: dict[int, float] = {}
+    later: dict[int, float] = {}
+    size: dict[int, int] = {}
+    for ranks in (FEW, MANY):
+        world, parts = saved(layout, ranks)
+        known = Known()
+        outline = merge(parts, known)
+        size[ranks] = len(pack(outline))
+        first[ranks] = seconds(lambda parts=parts: merge(parts))  # type: ignore[misc]
+        later[ranks] = seconds(lambda parts=parts, known=known: merge(parts, known))  # type: ignore[misc]
+        manifest = check_manifest(unpack(pack(outline), Manifest, key="k"), key="k")
+        assert sum(map(len, manifest.layouts)) <= 40, "runs that grow with the ranks"
+        wanted = world.leaves(ranks // 3)
+        near = ranks_of(manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
+        replicas = {rank for leaf in wanted if leaf.shape for rank in leaf.replicas}
+        assert near <= {0, ranks // 3} | replicas, "more than its own share"
+        filled = fill(manifest, {rank: fragment_of(parts[rank][0], key="k") for rank in near}, key="k")
+        assert plan_restore(filled, wanted).wanted_bytes == sum(leaf.nbytes for leaf in wanted)
+    more = MANY / FEW
+    assert size[MANY] < more * size[FEW]
+    assert later[MANY] < 2 * more * later[FEW]  # what is quadratic takes four times as much
+    assert first[MANY] < 2 * more * first[FEW]
