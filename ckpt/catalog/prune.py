@@ -9,6 +9,7 @@ from typing import Final
 
 from ckpt.catalog.holdings import Held, Holdings, State
 from ckpt.coordination.mark import mark_refused, unmark
+from ckpt.errors import OutOfSpace
 from ckpt.model.layout import StepRef
 from ckpt.plan.retention import Retention, reasons
 from ckpt.storage.api import StorageBackend
@@ -118,8 +119,12 @@ def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: boo
 def remove(backend: StorageBackend, held: Held) -> None:
     """Take one attempt off, manifest first; what was never committed, unless somebody finishes it just now. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it."""
     finishable = held.state == "begun" and any(info.key.endswith(".json") for info in held.objects)
-    if finishable and not mark_refused(backend, held.ref):
-        return
+    if finishable:
+        try:
+            if not mark_refused(backend, held.ref):
+                return
+        except OutOfSpace:  # whole checkpoints go first then: next time there is room
+            return
     backend.delete(held.ref.manifest)
     for info in held.objects:
         backend.delete(info.key)

@@ -245,7 +245,7 @@ class CommitMachine:
         self._step, self._rank, self._bounds = step, rank, bounds
         self._stagger = bounds.stagger(rank)
         self._last = now + bounds.timeout + self._stagger
-        self._pause = max(self._stagger, min(bounds.takeover, bounds.timeout))
+        self._pause = self._shortest = max(self._stagger, min(bounds.takeover, bounds.timeout))
         self._missing = frozenset(range(world_size))
         self._durable: dict[int, FragmentRef] = {}
         self._go: Go | None = None
@@ -305,7 +305,8 @@ class CommitMachine:
             case Go() if self._go is None:  # give its proposer time to carry it out
                 self._go = intent
                 self._last = now + self._bounds.timeout + self._stagger
-                return Await(now + self._pause)
+                self._pause = self._shortest
+                return self._follow(now)
             case Go():
                 return Gather(self._missing, now) if self._missing else self._all_there(now)
 

@@ -27,10 +27,9 @@ def mark_finished(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def mark_refused(backend: StorageBackend, ref: StepRef) -> bool:
-    """Whether it is no checkpoint, and nobody makes it one from now on. Where there is no room for a mark, there is none for a manifest either."""
-    with contextlib.suppress(OutOfSpace):
-        if not _mark(backend, ref, _REFUSED):
-            return False
+    """Whether it is no checkpoint, and nobody makes it one from now on."""
+    if not _mark(backend, ref, _REFUSED):
+        return False
     if _is_there(backend, ref.manifest):  # its finisher was faster, and has taken its mark off
         unmark(backend, ref)
         return False
@@ -52,8 +51,12 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
     Raises:
         StorageError: It may be there still.
     """
-    if not mark_refused(backend, ref):
-        return False
+    try:
+        if not mark_refused(backend, ref):
+            return False
+    except OutOfSpace:  # not even for an empty file: what no fragment tells of can go, and makes room
+        if _is_there(backend, fragment):
+            raise
     backend.delete(fragment)
     backend.delete(data)
     unmark(backend, ref)

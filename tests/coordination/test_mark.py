@@ -93,7 +93,12 @@ def test_a_pruner_leaves_what_is_being_finished(left):
     assert names(left) == set()
 
 
-def test_a_full_disk_is_cleared_without_a_mark(left):
+def test_on_a_full_disk_only_what_no_fragment_tells_of_goes(left):
     full = FaultyBackend(left, [Rule(verb="put", key="verdict", fault=Raise(OutOfSpace))])
+    before = names(left)
+    with pytest.raises(OutOfSpace):
+        clear(full, 0)
+    assert names(left) == before
+    left.delete(REF.key(fragment_name(0)))
     assert clear(full, 0)
     assert names(left) == {"rank-00001.json", "rank-00001.safetensors"}

@@ -187,7 +187,7 @@ class Protocol(RuleBasedStateMachine):
 few = settings(
     max_examples=200, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
-many = settings(few, max_examples=6000, stateful_step_count=30)
+many = settings(few, max_examples=3000, stateful_step_count=30)
 
 
 def test_whatever_happens_what_is_listed_is_whole_and_all_hear_the_same() -> None:

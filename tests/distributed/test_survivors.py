@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_those_who_live_commit_follow_and_train_on(tmp_path: Path) -> None:
-    outputs = run_world(3, "survive.py", tmp_path, 2, 4, store_here=True)
+    outputs = run_world(3, "survive.py", tmp_path, 4, 7, store_here=True)
     check(told(outputs, 1, 2) + outputs[0], tmp_path)
 
 

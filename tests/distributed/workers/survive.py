@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PerRank
@@ -162,13 +163,14 @@ def dcp_dies(folder: Path, seconds: float) -> None:
 
 def main() -> None:
     folder, group_seconds, seconds = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=group_seconds))
+    dist.init_process_group("gloo")
     ckpt.storage.tiers.open_backend = lambda url, options: Slow(open_backend(url, options))
     patient = dist.new_group([0, 1, 2], timeout=timedelta(seconds=120))
     pair = dist.new_group([0, 1], timeout=timedelta(seconds=120))
     pids: list[Any] = [None] * 3
     dist.all_gather_object(pids, os.getpid(), group=patient)
     state = {"x": torch.arange(1000.0), "mine": PerRank(RANK)}
+    _set_pg_timeout(timedelta(seconds=group_seconds))  # now that all are there
     with CheckpointManager(folder / "slow", commit_timeout_seconds=4 * seconds + 20) as slow:
         slow_storage_beside_a_hasty_group(slow, state, seconds)
     dist.barrier(group=patient)
