@@ -274,7 +274,8 @@ class ReadThrough:
         """The step is one of the cache's if, and only if, everything of it is there; of several nodes each lists what it has a part of. What this restore has not fetched is read: its size says little."""
         parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
         cache, me = self._tiers[position], str(self._coordinator.rank).encode()
-        if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
+        there = [part for part in parts if self.origin.fault(position, part) is None]
+        if not cache.nodes and len(there) < len(parts):
             return
         if self._coordinator.decide(self._subjects(position)("list"), me) != me:
             return
@@ -290,9 +291,15 @@ class ReadThrough:
         if faults:
             return
         try:
-            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry)
+            look = partial(self._look, position, there)
+            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry, look=look)
         except CkptError as error:
             _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+
+    def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
+        for part in parts:
+            if fault := self.origin.fault(position, part):
+                raise fault if isinstance(fault, StorageError) else StorageError(part.name, str(fault))
 
     def _size(self, file: File) -> int:
         return stored_size(file, self._encodings.get(file.rank))
