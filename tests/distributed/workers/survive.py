@@ -181,6 +181,7 @@ def main() -> None:
     dist.barrier(group=patient)
     if "dcp" in sys.argv:
         dcp_dies(folder, seconds)
+        dist.barrier(group=patient)  # it dies at other times on other ranks
     the_leader_is_killed(manager, state)
     manager.close()
     say("WELL")
