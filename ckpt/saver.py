@@ -182,7 +182,8 @@ class Saver:
         passing = (
             job.image.capacity < job.image.size and not lane.in_memory
         )  # it went by, and cannot be had again
-        goes_on = not lane.tier.required and not isinstance(error, TensorChanged)
+        others_go_on = not lane.tier.required  # to them it is the failure of a peer, whatever it was
+        goes_on = others_go_on and not isinstance(error, TensorChanged)
         if goes_on and farther and not passing:
             listener.failed(lane.url, error, required=False)
             return True
@@ -191,7 +192,7 @@ class Saver:
         for each in (lane, *farther):
             listener.failed(each.url, error, required=True)
         reason = f"tier {lane.url}: {error}"
-        if goes_on:
+        if others_go_on:
             self._refuse(farther, job.ref, job.trial, reason)
         else:
             self._refuse_later(farther, job.ref, job.trial, reason)

@@ -92,8 +92,7 @@ class Evictor:
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
         """The store was full: free ``nbytes`` or more. Returns whether something went."""
         going = list(self._going(self._holdings.look(), ref, nbytes, restored))
-        self._remove(going, "the store is full")
-        return bool(going)
+        return self._remove(going, "the store is full")
 
     def _going(self, found: list[Held], ref: StepRef, over: int, restored: int | None) -> Iterator[Held]:
         """What goes to free ``over`` bytes: remains, then steps as the rule ranks them, the newest last and only if it lies elsewhere too."""
@@ -128,7 +127,9 @@ class Evictor:
         """Whether a restarted job may want it: of what others have saved, nothing after the step that was restored."""
         return restored is None or ref.step <= restored or ref.attempt.startswith(self._own)
 
-    def _remove(self, going: list[Held], why: str) -> None:
+    def _remove(self, going: list[Held], why: str) -> bool:
+        """Returns whether something went."""
+        removed = False
         for held in going:
             try:
                 gone = remove(self._tier.backend, held)
@@ -138,7 +139,9 @@ class Evictor:
             if not gone:
                 _log.warning("ckpt: step %d on %s was not evicted: it is being finished", held.ref.step, self._tier.url)  # fmt: skip
             else:
+                removed = True
                 _log.info("ckpt: step %d was evicted from %s: %s", held.ref.step, self._tier.url, why)
+        return removed
 
     def _why(self, found: list[Held], needed: int, capacity: int) -> str:
         waiting = self._waiting() & {held.ref for held in found}

@@ -23,6 +23,8 @@ from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
 LEADER: Final = 0
+_FEW: Final = 8
+"""Ranks below it look by themselves what is to do when the leader is late."""
 
 
 class Durable(msgspec.Struct, frozen=True, tag="durable"):
@@ -295,8 +297,8 @@ class CommitMachine:
 
     def _intended(self, intent: Intent | None, now: float) -> Action:
         match intent:
-            case None:  # the leader is late, or dead: one look, whether there is something to do in its place
-                return Gather(self._missing, now) if self._missing else self._all_there(now)
+            case None:
+                return self._step_in(now)
             case Refused():
                 return Conclude(intent)
             case Go(by) if by == self._rank and self._checksum is not None and self._go is None:
@@ -308,7 +310,15 @@ class CommitMachine:
                 self._pause = self._shortest
                 return self._follow(now)
             case Go():
-                return Gather(self._missing, now) if self._missing else self._all_there(now)
+                return self._step_in(now)
+
+    def _step_in(self, now: float) -> Action:
+        """The leader is late, or dead: see whether there is something to do in its place. That takes the words of all ranks: were all to ask for them, a rank that is late would cost their
+        square. So the first few do, and one of each power of two, on nodes far apart; the others when time is up.
+        """
+        if self._rank >= _FEW and self._rank & (self._rank - 1) and now < self._last:
+            return self._follow(now)
+        return Gather(self._missing, now) if self._missing else self._all_there(now)
 
     def _all_there(self, now: float) -> Action:
         if self._spoiled is not None:

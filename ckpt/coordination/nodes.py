@@ -184,6 +184,8 @@ class ManyNodes:
         """
         self._store.put(ref, manifest)
         self._attended = True
+        if self._coordinator.rank in self._nodes.firsts:  # for whoever takes its turn, if this rank dies now
+            self._coordinator.tell(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
         merged = _Merged(self._coordinator.rank, len(manifest), checksum(manifest))
         self._coordinator.decide(self._subject(ref, "merged"), msgspec.json.encode(merged))

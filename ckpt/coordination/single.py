@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 
 
 def new_attempt() -> str:
@@ -20,6 +21,7 @@ class SingleCoordinator:
         self.attempt = new_attempt()
         self._words: dict[str, bytes] = {}
         self._verdicts: dict[str, bytes] = {}
+        self._lock = threading.Lock()
 
     def tell(self, subject: str, word: bytes) -> None:
         self._words[subject] = word
@@ -28,13 +30,18 @@ class SingleCoordinator:
         return {0: self._words[subject]} if 0 in ranks and subject in self._words else {}
 
     def decide(self, subject: str, verdict: bytes) -> bytes:
-        return self._verdicts.setdefault(subject, verdict)
+        with self._lock:
+            return self._verdicts.setdefault(subject, verdict)
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:  # noqa: ARG002 - nobody to wait for
         return self._verdicts.get(subject)
 
     def forget(self, subject: str) -> None:
+        """Nobody else will ask for the verdict, nor for those that led to it (``subject/...``): a month of saves leaves nothing."""
         self._words.pop(subject, None)
+        with self._lock:  # tiers have threads of their own
+            for name in [n for n in self._verdicts if n == subject or n.startswith(f"{subject}/")]:
+                del self._verdicts[name]
 
     def clone(self) -> SingleCoordinator:
         return self

@@ -184,3 +184,49 @@ def test_what_is_no_word_is_not_taken_for_one(data):
         decode_intent(data)
     with pytest.raises(msgspec.MsgspecError):
         decode_turn(data)
+
+
+def words_asked_for(size: int, dead: int) -> int:
+    """By all ranks together, until the leader's time is up."""
+    asked = 0
+    for rank in set(range(size)) - {dead}:
+        one, now = CommitMachine(5, rank, size, BOUNDS, 0.0), 0.0
+        action = one.begin(now)
+        while now < BOUNDS.timeout:
+            match action:
+                case Await(until):
+                    now, event = until, Outcome(None)
+                case Look():
+                    event = Intended(None)
+                case Gather(ranks, until):
+                    heard = {other: Durable(part(other)) for other in ranks - {dead}}
+                    now, event = now if heard else until, Heard(heard)
+                    asked += len(heard)
+                case _:
+                    raise AssertionError(action)
+            action = one.handle(event, now)
+    return asked
+
+
+def test_a_rank_that_is_late_does_not_cost_the_square_of_the_world():
+    assert words_asked_for(1024, 1023) < 20 * 1024
+
+
+@given(st.integers(1, 2000))
+def test_any_rank_alone_tells_in_the_end_who_is_missing(rank):
+    one, now = CommitMachine(5, rank, 2001, BOUNDS, 0.0), 0.0
+    action = one.begin(now)
+    while not isinstance(action, Propose):
+        match action:
+            case Await(until):
+                action, now = one.handle(Outcome(None), until), until
+            case Look():
+                action = one.handle(Intended(None), now)
+            case Gather(ranks):
+                there = {other: Durable(part(other)) for other in ranks if other > 1}
+                action = one.handle(Heard(there), now)
+            case _:
+                raise AssertionError(action)
+        assert now <= BOUNDS.timeout + BOUNDS.stagger(rank)
+    assert isinstance(action.intent, Refused)
+    assert action.intent.ranks == (0, 1)

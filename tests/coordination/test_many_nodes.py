@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ import pytest
 
 import ckpt.coordination.nodes
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict, Word
+from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict, Word, encode
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.nodes import ManyNodes
 from ckpt.coordination.refusal import Refused
@@ -22,7 +23,7 @@ from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.coordination.test_committer import REF, make_durable
-from tests.coordination.world import World
+from tests.coordination.world import World, WorldCoordinator
 
 NODES = ckpt.coordination.nodes.Nodes((0, 0, 1))
 Stores = list[FaultyBackend]
@@ -143,3 +144,38 @@ def test_a_fragment_that_is_not_what_was_told_is_no_part_of_a_checkpoint(stores:
     heard = commit(world, stores, words)
     assert not any(isinstance(verdict, Committed) for verdict in heard.values())
     assert manifests(stores) == []
+
+
+def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole node dies, its disk does not; the other node's rank learns that it need not put anything there."""
+
+    class Dies(WorldCoordinator):
+        def decide(self, subject: str, verdict: bytes) -> bytes:
+            if subject == f"tier0/{REF.folder}":  # the outcome
+                raise EOFError
+            return super().decide(subject, verdict)
+
+    monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 1.0)
+    words, world = all_durable(stores), World(3, patience=5)
+    places = [ManyNodes(OneTier(stores[0]), Dies(world, rank), NODES, name="tier0") for rank in range(2)]
+    committers = [
+        Committer(Dies(world, rank), place, name="tier0", timeout=5, takeover=0.3)
+        for rank, place in enumerate(places)
+    ]
+    for rank, committer in enumerate(committers):
+        committer.offer(REF, words[rank])  # type: ignore[arg-type]
+    Dies(world, 1).tell(f"tier0/{REF.folder}", encode(words[1]))
+
+    def die() -> None:
+        with pytest.raises(EOFError):
+            committers[0].commit(REF, words[0])
+
+    dying = threading.Thread(target=die)
+    dying.start()
+    heard = commit(world, stores, words, {2})
+    dying.join()
+    one, two = manifests(stores)
+    assert one == two
+    assert heard == {2: Committed(checksum(one))}

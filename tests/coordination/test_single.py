@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import re
 
+import torch
+
+from ckpt import CheckpointManager, Tier
 from ckpt.coordination.single import SingleCoordinator, new_attempt
 
 
@@ -28,3 +31,15 @@ def test_the_first_verdict_stands():
     assert alone.decide("s", b"one") == b"one"
     assert alone.decide("s", b"two") == b"one"
     assert alone.verdict("s", timeout=0) == b"one"
+
+
+def test_what_is_forgotten_takes_its_verdicts_along(tmp_path):
+    alone = SingleCoordinator()
+    with CheckpointManager(
+        [tmp_path / "near", Tier(str(tmp_path / "far"), capacity="1GB")], coordinator=alone
+    ) as manager:
+        for step in range(3):
+            manager.save({"x": torch.zeros(3)}, step)
+        assert alone.decide("step", b"stays") == b"stays"
+        alone.forget("ste")
+        assert list(alone._verdicts) == ["step"]

@@ -1,0 +1,48 @@
+"""A rank whose tensor was changed behind its back has no image for any tier; the others go on to the next one, and hear of it there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.coordination.api import Coordinator
+from ckpt.errors import CkptError, PeerFailed, TensorChanged
+from ckpt.saver import Saver
+from tests.coordination.world import World
+
+
+def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypatch) -> None:
+    run = Saver.run
+
+    def changed(self, job, listener, *, intact):
+        def raises() -> None:
+            raise TensorChanged("x", job.ref.step)
+
+        bad = job.ref.step == 1 and self._lanes[0]._coordinator.rank == 1
+        run(self, job, listener, intact=raises if bad else intact)
+
+    monkeypatch.setattr(Saver, "run", changed)
+    tiers = [
+        Tier(str(tmp_path / "first"), required=False),
+        Tier(str(tmp_path / "disk")),
+        str(tmp_path / "far"),
+    ]
+
+    def work(coordinator: Coordinator) -> object:
+        state = {f"x{coordinator.rank}": torch.ones(1000)}
+        with CheckpointManager(tiers, coordinator=coordinator, commit_timeout_seconds=20) as manager:
+            error = manager.save_async(state, 1).exception()
+            manager.save(state, 2)
+            return error, manager.steps()
+
+    began = time.monotonic()
+    found = World(2, patience=20).run(work)
+    assert all(not isinstance(each, CkptError) for each in found.values()), found
+    assert isinstance(found[1][0], TensorChanged)
+    assert isinstance(found[0][0], PeerFailed)
+    assert found[0][0].failures.keys() == {1}
+    assert [steps for _, steps in found.values()] == [[2], [2]]
+    assert time.monotonic() - began < 15  # of the 20 that ranks wait for each other
