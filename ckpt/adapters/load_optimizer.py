@@ -194,7 +194,7 @@ class _Loader:
         if fits(held, saved, each.part.piece) and not is_meta(held):
             kept: Source = held
             return kept
-        parameter = self._match.real.of(each.name, each.parameter)
+        parameter = self._match.real.like(each.name, each.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
             return self._optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
         return new_state(parameter, each.group, key, saved, each.part.piece)

@@ -123,7 +123,7 @@ class Matching:
             self.lack(name, source)
             return
         if isinstance(target, torch.Tensor):
-            target = self.real.of(name, target)
+            target = self.real.to_fill(name, target)
         stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
         known = self._filled.setdefault(memory_of(target), stored)
         if known != stored:
