@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.errors import ObjectNotFound
 from ckpt.model import manifest as model
@@ -152,6 +154,19 @@ def test_a_damaged_fragment_is_found_by_verify_and_refused_by_all_that_need_it(
     ref = committed(large)[0]
     with pytest.raises((Exception, ObjectNotFound), match="rank-00001"):
         read_manifest(large, ref)
+
+
+def test_a_fragment_that_is_gone_is_told_where_files_are_encoded_too(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "REFERENCE_FROM", 1)
+    with CheckpointManager(Tier(str(tmp_path), codec="zstd")) as manager:
+        manager.save({"x": torch.zeros(100_000)}, 1)
+    (path,) = tmp_path.glob("step-*/rank-00000.json")
+    path.unlink()
+    ran = cli("verify", "--root", str(tmp_path), "--json")
+    assert ran.code == 4, ran.err
+    assert [fault["file"].rsplit("/")[-1] for fault in ran.json["steps"][0]["faults"]] == ["rank-00000.json"]
 
 
 def test_steps_of_both_kinds_lie_side_by_side(

@@ -21,7 +21,7 @@ from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.found import Found
 from ckpt.catalog.origin import Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
-from ckpt.catalog.verify import Meter, Span, verify_files
+from ckpt.catalog.verify import Fault, Meter, Span, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import Owner, read_owner
@@ -281,10 +281,11 @@ class ReadThrough:
         older = [file for file in self._files.values() if file.rank not in self.fetched]
         if cache.nodes:
             older = [file for file in older if self.origin.fault(position, file) is None]
-        faults, _ = verify_files(
-            cache.backend, self.origin.ref, older, workers=self._workers, on_progress=None,
-            retry=self._retry, encodings=self._encodings,
-        )  # fmt: skip
+        try:
+            faults = [fault for file in older for fault in self._faults(position, file)]
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+            return
         for fault in faults:
             _log.warning("ckpt: step %d is not listed on %s: %s %s", self.origin.ref.step, cache.url, fault.key, fault.what)  # fmt: skip
         if faults:
@@ -293,6 +294,15 @@ class ReadThrough:
             commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry)
         except CkptError as error:
             _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+
+    def _faults(self, position: int, file: File) -> Sequence[Fault]:
+        """What is wrong with a file on a cache, every byte of it read. What a manifest by reference leaves to its fragment is read first, and let go of again."""
+        told, encoding = self.origin.with_chunks(self._found.manifest, file)
+        faults, _ = verify_files(
+            self._tiers[position].backend, self.origin.ref, [told], workers=self._workers, on_progress=None,
+            retry=self._retry, encodings={file.rank: encoding} if encoding else {},
+        )  # fmt: skip
+        return faults
 
     def _size(self, file: File) -> int:
         return stored_size(file, self._encodings.get(file.rank))

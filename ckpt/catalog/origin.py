@@ -24,7 +24,7 @@ from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientS
 from ckpt.model.box import Box
 from ckpt.model.checksum import verify
 from ckpt.model.layout import StepRef
-from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, stored_size
+from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink, read_plan
 from ckpt.pipeline.retry import RetryPolicy
@@ -146,6 +146,15 @@ class Origin:
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
         return self._fragment(manifest, named, file)[1]
+
+    def with_chunks(self, manifest: Manifest, file: File) -> tuple[File, Encoding | None]:
+        """A file of ``manifest``, and how it is encoded, with the chunks that its fragment may tell of. Raises as ``manifest`` does."""
+        if file.chunks:
+            return file, manifest.encodings().get(file.rank)
+        named = next(each for each in manifest.fragments if each.rank == file.rank)
+        part, _ = self._fragment(manifest, named, file)
+        assert part.file is not None  # it was compared with ``file``
+        return part.file, next(iter(part.encoded), None)
 
     def _fragment(
         self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
