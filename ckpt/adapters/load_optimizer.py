@@ -47,7 +47,7 @@ def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str
         if match.selection.strict:
             raise OptimizerMismatch(path, *strangers)
         return  # it keeps what it has; nothing is claimed, so the report tells
-    match.opened.add(source)
+    match.open(path, source)
     loader.load()
     if (
         isinstance(optimizer, OptimizerStandIn)
