@@ -218,15 +218,10 @@ class Restorer:
                     )
                     passed.append((found.ref.step, fault))
                     continue
-                peers = neighbours.peers(found.ref)
                 yield _Proposal(
-                    found.ref.folder,
-                    found.nearest,
-                    found.answering,
-                    peers,
-                    tuple(passed),
+                    found.ref.folder, found.nearest, found.answering, neighbours.peers(found.ref), tuple(passed),
                     tuple(finisher.finished),
-                )
+                )  # fmt: skip
                 passed.clear()
         if passed:
             yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
@@ -252,11 +247,11 @@ class Restorer:
             "match",
             ref.step,
             lambda: self._fit(state, sources, origin),
-            lambda fit: (*fit.matched.unexpected, *(_PATTERN + each for each in fit.matched.unused)),
+            lambda fit: (*fit.matched.unexpected, *map(_as_pattern, fit.matched.unused)),
         )
         unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
-            patterns = ", ".join(repr(name.removeprefix(_PATTERN)) for name in unused)
+            patterns = ", ".join(repr(name.removeprefix(_PATTERN).replace(_PATTERN, "/")) for name in unused)
             raise ConfigError(
                 f"no name of the state fits {patterns}: names are as `ckpt show` prints them, and in a model parted by dots"
             )
@@ -332,12 +327,13 @@ class _Taking:
     @property
     def from_most(self) -> str:
         """Where most of it came from."""
-        nbytes = self._nbytes
-        nearest = max(
-            nbytes,
-            key=lambda position: (nbytes[position], -position),
-        )
-        return self._origin.sources[nearest].url
+        most = max(self._nbytes, key=lambda position: (self._nbytes[position], -position))
+        return self._origin.sources[most].url
+
+
+def _as_pattern(pattern: str) -> str:
+    """As no name of the state is, nor anything that is below another."""
+    return _PATTERN + pattern.replace("/", _PATTERN)
 
 
 def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
