@@ -418,7 +418,7 @@ def test_a_part_that_is_renamed_is_as_strict_as_one_that_is_not(root: str, how: 
     """By ``only`` the state's names are meant, also for what the checkpoint has too much."""
     teacher = Net(heads=())
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
-    with pytest.raises(EntryUnexpected, match="model/head.weight"):
+    with pytest.raises(EntryUnexpected, match=r"model/head\.weight"):
         restored(root, {"teacher": teacher}, only="teacher", **how)
     assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
     report = restored(root, {"teacher": teacher}, only="teacher", strict=False, **how)

@@ -174,4 +174,4 @@ class Matching:
         while inside and inside not in self._opened:
             inside = inside.rpartition("/")[0]
         rest = source[len(inside) :]
-        return any([self.takes(f"{name}{rest}") for name in self._opened.get(inside, [""])])
+        return any(self.takes(f"{name}{rest}") for name in self._opened.get(inside, [""]))
