@@ -101,7 +101,11 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_held(tensor: torch.Tensor) -> bool:
     """Whether more than Python holds on to it: then torch does not let it change places."""
-    if tensor._use_count() == 2 and tensor.is_leaf and tensor.requires_grad:
-        node = torch.autograd.graph.get_gradient_edge(tensor).node  # what accumulates its gradient may
-        return tensor._use_count() != 2 or node is None
-    return tensor._use_count() > 1
+    held: Any = tensor  # torch's stubs do not know that either
+    count: int = held._use_count()
+    if count != 2 or not (tensor.is_leaf and tensor.requires_grad):
+        return count > 1
+    accumulates = torch.autograd.graph.get_gradient_edge(tensor).node  # it may hold on to it
+    count = held._use_count()
+    del accumulates
+    return count != 2

@@ -29,6 +29,7 @@ from ckpt.errors import CkptError, IntegrityError, OutOfSpace, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef, fragment_name
 from ckpt.model.manifest import File, FragmentRef, stored_size
+from ckpt.model.packed import read_fragment
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
@@ -297,9 +298,14 @@ class ReadThrough:
 
     def _faults(self, position: int, file: File) -> Sequence[Fault]:
         """What is wrong with a file on a cache, every byte of it read. What a manifest by reference leaves to its fragment is read first, and let go of again."""
-        told, encoding = self.origin.with_chunks(self._found.manifest, file)
+        encoding = self._encodings.get(file.rank)
+        if not file.chunks:
+            named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
+            data = self.origin.fragment(self._found.manifest, named, file)
+            part = read_fragment(data, key=self.origin.ref.key(named.name))
+            file, encoding = part.file or file, next(iter(part.encoded), None)
         faults, _ = verify_files(
-            self._tiers[position].backend, self.origin.ref, [told], workers=self._workers, on_progress=None,
+            self._tiers[position].backend, self.origin.ref, [file], workers=self._workers, on_progress=None,
             retry=self._retry, encodings={file.rank: encoding} if encoding else {},
         )  # fmt: skip
         return faults
