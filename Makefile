@@ -47,7 +47,7 @@ check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 check-protocol: ## the commit protocol, model-checked with Spin (two minutes; spin and gcc)
 	docs/protocol/check.sh
 
-bench: $(STAMP) ## eight scenarios against the peers: tables and plots in bench/results (25 minutes)
+bench: $(STAMP) ## all scenarios against the peers: tables and plots in bench/results (25 minutes)
 	$(BIN)/python -m bench all --out bench/results $(ARGS)
 
 build: $(STAMP) ## wheel and sdist in dist/

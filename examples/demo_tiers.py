@@ -124,7 +124,7 @@ def look_back(log: Path, expected: dict[int, str]) -> Life:
         resumed_from=tier_of(restored[0]["tier"]) if restored else "",
         resumed_step=restored[0]["step"] if restored else 0,
         restore_s=restored[0]["seconds"] if restored else 0.0,
-        stall_ms=statistics.median(stalls) * 1e3,
+        stall_ms=statistics.median(stalls) * 1e3 if stalls else 0.0,
         durable_s={
             tier: statistics.median(seconds for _, seconds in ends)
             for tier, ends in committed(log).items()
@@ -146,9 +146,9 @@ def show(folder: Path, options: list[str]) -> list[Life]:
         roots = ["memory", str(root), "s3://bucket/gpt"]
         before = memory_folders()
 
-        def saved(log: Path, tier: str) -> Callable[[], bool]:
-            """Two saves of that life have arrived at the tier."""
-            return lambda: len(committed(log)[tier]) >= 2
+        def saved(log: Path, tier: str, count: int = 2) -> Callable[[], bool]:
+            """So many saves of that life have arrived at the tier."""
+            return lambda: len(committed(log)[tier]) >= count
 
         try:
             console.rule("killed once two steps are in memory")
@@ -156,8 +156,8 @@ def show(folder: Path, options: list[str]) -> list[Life]:
             console.rule("killed once two more are on the disk; then the memory is wiped")
             live(roots, logs[1], options, endpoint, saved(logs[1], DISK))
             wipe(memory_folders() - before)
-            console.rule("killed once two more are on S3; then memory and disk are wiped")
-            live(roots, logs[2], options, endpoint, saved(logs[2], S3))
+            console.rule("killed once one more is on S3; then memory and disk are wiped")
+            live(roots, logs[2], options, endpoint, saved(logs[2], S3, 1))
             wipe((memory_folders() - before) | {str(root)})
             console.rule("to the end")
             live(roots, logs[3], options, endpoint, lambda: False)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt import CheckpointManager, PendingSave, PerRank, RngState
+from ckpt.errors import TierBehind
 from ckpt.events import Event, Restored, SaveCommitted, SaveStaged
 
 VOCABULARY = 256  # a token is a byte
@@ -110,7 +111,11 @@ def report_commits(saves: deque[PendingSave], log: TextIO) -> None:
     """Tell of every save that became durable since the last call; an error in the background is raised here."""
     while saves and saves[0].done():
         save = saves.popleft()
-        save.result()
+        try:
+            save.result()
+        except TierBehind as behind:  # nearer tiers have it
+            print(f"step {save.step:5d}  {behind}", flush=True)
+            continue
         print(f"step {save.step:5d}  committed, durable after {save.durable_seconds:.2f} s", flush=True)
         record = {"step": save.step, "stall": save.stall_seconds, "durable": save.durable_seconds}
         print(json.dumps(record), file=log)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.pruner import Pruner
 from ckpt.catchup import CatchUp
 from ckpt.errors import AccessDenied, TransientStorageError
+from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World, WorldCoordinator
 from tests.test_capacity import IMAGE
@@ -166,3 +169,37 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(n
     go_on(Tier(str(near), keep_last=1), far, step=3)
     assert whole(far) == [1, 2, 3]
     assert whole(near) == [3]
+
+
+class Held(Gated):
+    """Lets all through but the fragment of one step, which waits at the gate."""
+
+    def upload(self, key, size):
+        return self.inner.upload(key, size)
+
+    def put(self, key, parts, *, if_absent=False):
+        if key.startswith("step-000000001.") and key.endswith(".json"):
+            self.began.append(key)
+            assert self.open.wait(30)
+        return self.inner.put(key, parts, if_absent=if_absent)
+
+
+def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monkeypatch, caplog):
+    """There is room for two on the far tier, and the running job's own go first."""
+    left_by_a_job(near, 1)
+    held = Held(str(far))
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: held if url == str(far) else open_backend(url, options),
+    )
+    with CheckpointManager([near, Tier(str(far), capacity=2 * IMAGE + 100_000)]) as manager:
+        assert manager.restore(state(0)) is not None
+        manager.save(state(2), 2)
+        while not held.began:
+            time.sleep(0.01)
+        manager.save(state(3), 3)  # takes off what the catch-up has put there so far
+        held.open.set()
+    assert whole(far) == [2, 3]
+    assert not list(far.glob("step-000000001.*/manifest.json"))
+    assert "step 1 of the job before is not taken to" in caplog.text

@@ -200,3 +200,14 @@ def test_steps_of_both_kinds_lie_side_by_side(
     assert "model/bias" in ran.out
     assert cli("verify", "--root", "large", "--all").code == 0
     del large
+
+
+def test_without_a_fragment_it_is_no_reason_to_give_up_an_older_one(cli: Cli, roots: tuple[str, str]) -> None:
+    """A large world's manifest leaves to its fragments where the tensors lie."""
+    for root in roots:
+        (fragment,) = Path(root).glob("step-000000300.*/rank-00001.json")
+        fragment.unlink()
+        assert cli("prune", "--root", root, "--keep-last", "1").code == 0
+    left = [sorted({ref.step for ref in committed(open_backend(root))}) for root in roots]
+    assert left[0] == [300]
+    assert 200 in left[1]

@@ -291,8 +291,10 @@ class ReadThrough:
             _log.warning("ckpt: step %d is not listed on %s: %s %s", self.origin.ref.step, cache.url, fault.key, fault.what)  # fmt: skip
         if faults:
             return
+        there = [part for part in parts if self.origin.fault(position, part) is None]
         try:
-            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry)
+            look = partial(self._look, position, there)
+            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry, look=look)
         except CkptError as error:
             _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
 
@@ -309,6 +311,11 @@ class ReadThrough:
             retry=self._retry, encodings={file.rank: encoding} if encoding else {},
         )  # fmt: skip
         return faults
+
+    def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
+        for part in parts:
+            if fault := self.origin.fault(position, part):
+                raise fault if isinstance(fault, StorageError) else StorageError(part.name, str(fault))
 
     def _size(self, file: File) -> int:
         return stored_size(file, self._encodings.get(file.rank))

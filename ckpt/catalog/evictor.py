@@ -131,9 +131,12 @@ class Evictor:
     def _remove(self, going: list[Held], why: str) -> None:
         for held in going:
             try:
-                remove(self._tier.backend, held)
+                gone = remove(self._tier.backend, held)
             except CkptError as error:
                 _log.warning("ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error)
+                continue
+            if not gone:
+                _log.warning("ckpt: step %d on %s was not evicted: it is being finished", held.ref.step, self._tier.url)  # fmt: skip
             else:
                 _log.info("ckpt: step %d was evicted from %s: %s", held.ref.step, self._tier.url, why)
 

@@ -104,7 +104,11 @@ class Holdings:
 
     def _is_whole(self, ref: StepRef, objects: Sequence[ObjectInfo], outline: _Outline) -> bool:
         files = self._here(objects, outline)
-        there = all(self._is_there(ref, objects, file.name) for file in files)
+        needed = [file.name for file in files]
+        if outline.by_reference:  # without them nobody knows what is in the files
+            here = {file.rank for file in files}
+            needed += [each.name for each in outline.fragments if not self._part or each.rank in here]
+        there = all(self._is_there(ref, objects, name) for name in needed)
         return there and bool(files or not self._part)
 
     def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
@@ -152,7 +156,7 @@ def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
 
 
 class _NamedFile(msgspec.Struct, array_like=True):
-    """The beginning of a ``File``."""
+    """The beginning of a ``File``, or of a ``FragmentRef``."""
 
     name: str
     rank: int
@@ -164,3 +168,5 @@ class _Outline(msgspec.Struct):
 
     files: tuple[_NamedFile, ...]
     metadata: msgspec.Raw
+    fragments: tuple[_NamedFile, ...] = ()
+    by_reference: bool = False

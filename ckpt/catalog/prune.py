@@ -108,25 +108,29 @@ def prune(
 
 
 def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False) -> list[Pruned]:
-    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing."""
+    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing and what somebody finishes just now."""
     going = sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref)
-    for held in going:
-        if not dry_run:
-            remove(backend, held)
+    going = [held for held in going if dry_run or remove(backend, held)]
     return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in going if held.objects]
 
 
-def remove(backend: StorageBackend, held: Held) -> None:
-    """Take one attempt off, manifest first; what was never committed, unless somebody finishes it just now. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it."""
-    finishable = held.state == "begun" and any(info.key.endswith(".json") for info in held.objects)
-    if finishable:
+def remove(backend: StorageBackend, held: Held) -> bool:
+    """Take one attempt off, manifest first; what was never committed, unless somebody finishes it just now, or copies it there. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it.
+
+    Returns:
+        Whether it is gone.
+    """
+    marked = False
+    if held.state == "begun" and held.objects:
         try:
-            if not mark_refused(backend, held.ref):
-                return
-        except OutOfSpace:  # whole checkpoints go first then: next time there is room
-            return
+            if not (marked := mark_refused(backend, held.ref)):
+                return False
+        except OutOfSpace:  # whole checkpoints go first then, and what no fragment tells of
+            if any(info.key.endswith(".json") for info in held.objects):
+                return False
     backend.delete(held.ref.manifest)
     for info in held.objects:
         backend.delete(info.key)
-    if finishable:
+    if marked:
         unmark(backend, held.ref)
+    return True

@@ -3,7 +3,8 @@
 1. Files that the destination already has, whole and right, are kept: a fetch that was cut short goes on where it was.
 2. Data files: workers read spans of whole chunks, each from the nearest source that has it intact, and hand the bytes to uploads. A part of an upload that spans share is
    put together from their pieces. Nothing is visible until all of a file is right.
-3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does.
+3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does. Between the two the mark (``coordination.mark``) and one more look at all of
+   them, as for any save that is finished from outside of its job.
 
 Memory: spans and shared parts are fresh memory that is let go as soon as nobody needs it. A store whose uploads keep what they are given until
 ``finish`` (the contract allows it) holds the files under way; one that does not holds 16 MiB and at most two parts per worker.
@@ -30,6 +31,7 @@ from ckpt.catalog.verify import (
     spans_of,
     verify_files,
 )
+from ckpt.coordination.mark import mark_finished, unmark
 from ckpt.errors import IntegrityError, ObjectExists, ObjectNotFound, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
@@ -93,7 +95,8 @@ def fetch_step(
     meter.add(manifest.stored_bytes - copied)
     copy_files(origin, missing, destination, encodings=encodings, workers=workers, retry=retry, meter=meter)
     copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
-    commit_copy(destination, ref, packed, retry)
+    look = partial(_look, destination, ref, manifest, workers, retry)
+    commit_copy(destination, ref, packed, retry, look=look)
     return FetchReport(
         ref=ref, nbytes=manifest.stored_bytes, copied_bytes=copied, seconds=time.perf_counter() - start
     )
@@ -139,10 +142,38 @@ def copy_fragments(
     )
 
 
-def commit_copy(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
-    """Put the manifest of a step whose files are all there. Raises ``ObjectExists`` as ``fetch_step`` does."""
+def commit_copy(
+    destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy, *, look: Callable[[], None]
+) -> None:
+    """Put the manifest of a step whose files are all there. ``look`` raises if one of them is not, or not any more: until there is a manifest, who makes room may have taken it for remains.
+
+    Raises:
+        ObjectExists: As ``fetch_step``.
+        StorageError: It is being cleared away there, or was.
+    """
     _make_way(destination, ref, packed, retry)
+    look()  # without a mark: one that cannot be finished shall not keep its remains from being cleared away
+    if not retry.call(partial(mark_finished, destination, ref)):
+        raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
+    look()
     _commit(destination, ref, packed, retry)
+    unmark(destination, ref)
+
+
+def _look(
+    destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
+) -> None:
+    """Raises ``StorageError`` if a file or a fragment is not there as it should be."""
+    faults = size_faults(
+        destination, ref, manifest.files, workers=workers, retry=retry, encodings=manifest.encodings()
+    )
+    if faults:
+        raise StorageError(
+            faults[0].key, f"{faults[0].what} on {destination.url}: somebody has cleared it away"
+        )
+    workers.run_all(
+        partial(retry.call, partial(destination.head, ref.key(part.name))) for part in manifest.fragments
+    )
 
 
 def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:

@@ -259,8 +259,10 @@ def test_the_manifest_is_written_last(source: StorageBackend, workers: Workers) 
             return super().put(key, parts, if_absent=if_absent)
 
     fetch_step(source, written.ref, Watched(memory(), part_bytes=4096), workers=workers)
-    kinds = [key.rpartition(".")[2] if "manifest" not in key else "manifest" for key in order]
-    assert kinds == ["safetensors", "safetensors", "json", "json", "manifest"]
+    kinds = [
+        key.rpartition("/")[2].rpartition(".")[2] if "manifest" not in key else "manifest" for key in order
+    ]
+    assert kinds == ["safetensors", "safetensors", "json", "json", "verdict", "manifest"]
 
 
 def test_a_lost_reply_to_the_commit_is_no_failure(

@@ -109,9 +109,9 @@ def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Pat
         "--folder",
         str(tmp_path / "demo"),
         "--steps",
-        "24",
+        "48",
         "--save-every",
-        "2",
+        "3",
         "--width",
         "64",
     ]
