@@ -63,6 +63,8 @@ class RankFiles:
     ) -> None:
         self._backend, self._rank, self._world_size = tier.backend, rank, world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
+        # where a node's loss shall be survived, what every rank has must be in the manifest, which all nodes have
+        self._in_columns = world_size >= manifest.REFERENCE_FROM and config.copies == "one"
         self._encoder = None if tier.tier.codec == NO_CODEC else Encoder(tier.tier.codec)
         self._streamed: Encoding | None = None
 
@@ -124,7 +126,7 @@ class RankFiles:
         """Tell of the image, once it is durable."""
         name, _ = self.names
         fragment = self._fragment(job, chunks, encoding)
-        data = pack(pack_fragment(fragment) if self._world_size >= manifest.REFERENCE_FROM else fragment)
+        data = pack(pack_fragment(fragment) if self._in_columns else fragment)
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -34,13 +35,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
-from ckpt.errors import (
-    CkptError,
-    ConfigError,
-    EntryUnexpected,
-    NoCheckpoint,
-    RestoreError,
-)
+from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
 from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
 from ckpt.model.layout import StepRef, parse_folder
 from ckpt.pipeline.reader import Sink
@@ -218,15 +213,10 @@ class Restorer:
                     )
                     passed.append((found.ref.step, fault))
                     continue
-                peers = neighbours.peers(found.ref)
                 yield _Proposal(
-                    found.ref.folder,
-                    found.nearest,
-                    found.answering,
-                    peers,
-                    tuple(passed),
+                    found.ref.folder, found.nearest, found.answering, neighbours.peers(found.ref), tuple(passed),
                     tuple(finisher.finished),
-                )
+                )  # fmt: skip
                 passed.clear()
         if passed:
             yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
@@ -252,11 +242,11 @@ class Restorer:
             "match",
             ref.step,
             lambda: self._fit(state, sources, origin),
-            lambda fit: (*fit.matched.unexpected, *(_PATTERN + each for each in fit.matched.unused)),
+            lambda fit: (*fit.matched.unexpected, *map(_as_pattern, fit.matched.unused)),
         )
         unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
-            patterns = ", ".join(repr(name.removeprefix(_PATTERN)) for name in unused)
+            patterns = ", ".join(repr(each[1:].replace(_PATTERN, "/")) for each in unused)
             raise ConfigError(
                 f"no name of the state fits {patterns}: names are as `ckpt show` prints them, and in a model parted by dots"
             )
@@ -287,15 +277,7 @@ class Restorer:
 
     def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: Origin) -> _Fit:
         with _uncollected():
-            found = origin.manifest()
-            rank, world = self._coordinator.rank, self._coordinator.world_size
-            matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
-            # a copy may lie in the file of any rank of another node
-            found = origin.filled(found, None if sources.distance else matched.wanted)
-            plan = plan_restore(found.manifest, matched.wanted)
-            if sources.distance:
-                near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
-                plan = nearest_copies(plan, found.manifest, near)
+            found, matched, plan = origin.whole(partial(self._matched, state, sources, origin))
         cache = ReadThrough(
             sources.tiers if self._read_through and self._selection.only is None else (), origin, found,
             coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
@@ -303,6 +285,19 @@ class Restorer:
         )  # fmt: skip
         cache.look(plan)
         return _Fit(found, matched, plan, cache)
+
+    def _matched(
+        self, state: MutableMapping[str, Any], sources: Sources, origin: Origin, found: Found
+    ) -> tuple[Found, Matched, RestorePlan]:
+        rank, world = self._coordinator.rank, self._coordinator.world_size
+        matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
+        # a copy may lie in the file of any rank of another node
+        found = origin.filled(found, None if sources.distance else matched.wanted)
+        plan = plan_restore(found.manifest, matched.wanted)
+        if sources.distance:
+            near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+            plan = nearest_copies(plan, found.manifest, near)
+        return found, matched, plan
 
 
 class _Taking:
@@ -332,12 +327,13 @@ class _Taking:
     @property
     def from_most(self) -> str:
         """Where most of it came from."""
-        nbytes = self._nbytes
-        nearest = max(
-            nbytes,
-            key=lambda position: (nbytes[position], -position),
-        )
-        return self._origin.sources[nearest].url
+        most = max(self._nbytes, key=lambda at: (self._nbytes[at], -at))
+        return self._origin.sources[most].url
+
+
+def _as_pattern(pattern: str) -> str:
+    """As no name of the state is, nor anything that is below another."""
+    return _PATTERN + pattern.replace("/", _PATTERN)
 
 
 def _is_shared(replicas: object, coordinator: Coordinator) -> bool:

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ckpt import CheckpointManager, PerRank, Tier
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.errors import ObjectNotFound
 from ckpt.model import manifest as model
@@ -152,6 +154,39 @@ def test_a_damaged_fragment_is_found_by_verify_and_refused_by_all_that_need_it(
     ref = committed(large)[0]
     with pytest.raises((Exception, ObjectNotFound), match="rank-00001"):
         read_manifest(large, ref)
+
+
+def test_a_fragment_that_is_gone_is_told_where_files_are_encoded_too(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "REFERENCE_FROM", 1)
+    with CheckpointManager(Tier(str(tmp_path), codec="zstd")) as manager:
+        manager.save({"x": torch.zeros(100_000)}, 1)
+    (path,) = tmp_path.glob("step-*/rank-00000.json")
+    path.unlink()
+    ran = cli("verify", "--root", str(tmp_path), "--json")
+    assert ran.code == 4, ran.err
+    assert [fault["file"].rsplit("/")[-1] for fault in ran.json["steps"][0]["faults"]] == ["rank-00000.json"]
+
+
+def test_a_fragment_that_is_damaged_near_is_no_loss_where_the_far_tier_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fragments are others than those that the near manifest was merged from: it has a manifest of its own."""
+    monkeypatch.setattr(model, "REFERENCE_FROM", 1)
+    tiers = [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"), codec="zstd")]
+    value = torch.randn(50_000)
+    with CheckpointManager(tiers) as manager:
+        manager.save({"x": value, "own": PerRank(4)}, 1)
+        (path,) = (tmp_path / "near").glob("step-*/rank-00000.json")
+        for harm in (flip, Path.unlink):
+            harm(path)
+            state = {"x": torch.zeros(50_000), "own": PerRank(0)}
+            report = manager.restore(state, read_through=False)
+            assert report is not None
+            assert (report.skipped, state["own"].value) == ((), 4)
+            assert torch.equal(state["x"], value)
+            assert report.tier.endswith("far")
 
 
 def test_steps_of_both_kinds_lie_side_by_side(

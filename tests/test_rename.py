@@ -409,3 +409,18 @@ def test_a_plain_dict_is_given_to_an_object(tmp_path: Path) -> None:
         manager.save({"scheduler": [1, 2]}, 1)
         with pytest.raises(KindMismatch):
             manager.restore({"scheduler": other})
+
+
+@pytest.mark.parametrize(
+    "how", [{"rename": {"teacher": "model"}}, {"rename": lambda name: name.replace("teacher", "model")}]
+)
+def test_a_part_that_is_renamed_is_as_strict_as_one_that_is_not(root: str, how: dict[str, Any]) -> None:
+    """By ``only`` the state's names are meant, also for what the checkpoint has too much."""
+    teacher = Net(heads=())
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    with pytest.raises(EntryUnexpected, match=r"model/head\.weight"):
+        restored(root, {"teacher": teacher}, only="teacher", **how)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in teacher.state_dict().items())
+    report = restored(root, {"teacher": teacher}, only="teacher", strict=False, **how)
+    assert report.unexpected == ("model/head.bias", "model/head.weight")
+    restored(root, {"teacher": teacher}, only="teacher/backbone.*", **how)

@@ -120,6 +120,37 @@ def test_a_model_on_meta_and_an_optimizer_built_over_it(
     assert_same(state, saved)
 
 
+@pytest.mark.parametrize("only", ["optimizer", ["optimizer", "model/body.*"]])
+def test_what_was_not_asked_for_stays_on_meta_though_its_optimizer_state_is_real(
+    root: str, saved: dict[str, Any], only: Any
+) -> None:
+    """By the parameter its state is laid out: memory that nothing was read into must not become the weight."""
+    state = job(on_meta(), 2, steps=0)
+    model, wanted = state["model"], only != "optimizer"
+    report = restored(root, state, only=only)
+    assert [p.is_meta for p in model.parameters()] == [True, not wanted, not wanted, not wanted, not wanted]
+    assert "model/embed.weight" in report.uninitialised
+    for mine, other in zip(model.parameters(), saved["model"].parameters(), strict=True):
+        held, known = state["optimizer"].state[mine], saved["optimizer"].state[other]
+        assert torch.equal(held["exp_avg"], known["exp_avg"])
+        assert mine.is_meta or torch.equal(mine, other)
+
+
+def test_what_a_graph_or_a_view_holds_is_refused_before_anything_changes(root: str) -> None:
+    for hold in (
+        lambda model: model(torch.empty(2, dtype=torch.long, device="meta")),
+        lambda model: model.body[0].weight.t(),
+    ):
+        state = job(on_meta(), 2, steps=0)
+        held = hold(state["model"])
+        with pytest.raises(RestoreError, match=r"model/.*graph or a view"):
+            restored(root, state)
+        assert all(p.is_meta for p in state["model"].parameters())
+        del held
+        restored(root, state)
+        assert not any(p.is_meta for p in state["model"].parameters())
+
+
 def test_on_the_default_device_only(root: str, saved: dict[str, Any]) -> None:
     model = on_meta()
     with torch.device("meta"), pytest.raises(RestoreError, match="outside of"):

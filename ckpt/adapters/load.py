@@ -100,7 +100,7 @@ class _Match:
             self._all.lack(name, source)
 
     def _mapping(self, target: MutableMapping[Any, Any], path: str, source: str) -> None:
-        self._all.opened.add(source)
+        self._all.open(path, source)
         for key, value in target.items():
             self._child(value, join(path, key), partial(target.__setitem__, key))
 
@@ -110,7 +110,7 @@ class _Match:
         items = node["v"] if tag(node) == "tuple" else node
         if node is not ABSENT and not (isinstance(items, list) and len(items) == len(target)):
             raise KindMismatch(path, kind(node), f"{type(target).__name__} of {len(target)}")
-        self._all.opened.add(source)
+        self._all.open(path, source)
         fresh = list(target)
         for index, value in enumerate(target):
             self._child(value, join(path, str(index)), partial(fresh.__setitem__, index))

@@ -24,7 +24,7 @@ def match_module(match: Matching, module: nn.Module, node: Node, path: str, sour
     """
     if node is not ABSENT and not is_mapping(node):
         match.expect(node, path, "module")
-    match.opened.add(source)
+    match.open(path, source)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     extra: dict[str, Callable[[], Any]] = {}
     for entry in items_of(path, module).entries:

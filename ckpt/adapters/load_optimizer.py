@@ -47,7 +47,7 @@ def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str
         if match.selection.strict:
             raise OptimizerMismatch(path, *strangers)
         return  # it keeps what it has; nothing is claimed, so the report tells
-    match.opened.add(source)
+    match.open(path, source)
     loader.load()
     if (
         isinstance(optimizer, OptimizerStandIn)
@@ -194,7 +194,7 @@ class _Loader:
         if fits(held, saved, each.part.piece) and not is_meta(held):
             kept: Source = held
             return kept
-        parameter = self._match.real.of(each.name, each.parameter)
+        parameter = self._match.real.like(each.name, each.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
             return self._optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
         return new_state(parameter, each.group, key, saved, each.part.piece)

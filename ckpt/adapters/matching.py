@@ -64,7 +64,7 @@ class Matching:
         self.values = Remaker(saved.tensors, self._want)
         self.real = RealTensors()
         self.actions: list[Callable[[], None]] = []
-        self.opened: set[str] = set()
+        self._opened: dict[str, list[str]] = {}
         self._taken: set[str] = set()
         self._missing: dict[str, str] = {}
         self._unused = {*(selection.only or ()), *selection.renaming.patterns}
@@ -85,6 +85,10 @@ class Matching:
         """Whether the restore is about it."""
         self._unused.difference_update(self.selection.fitting(name))
         return self.selection.takes(name)
+
+    def open(self, name: str, source: str) -> None:
+        """What lies in ``source`` shall have a place in the container ``name`` of the state."""
+        self._opened.setdefault(source, []).append(name)
 
     def claim(self, name: str, source: str, *, silent: bool = False) -> None:
         """``source`` has a place in the state. ``silent``: whether or not it is filled."""
@@ -123,7 +127,7 @@ class Matching:
             self.lack(name, source)
             return
         if isinstance(target, torch.Tensor):
-            target = self.real.of(name, target)
+            target = self.real.to_fill(name, target)
         stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
         known = self._filled.setdefault(memory_of(target), stored)
         if known != stored:
@@ -152,14 +156,22 @@ class Matching:
         """The end of it. Raises ``EntryMissing`` if something is, and must not be."""
         if self._missing and self.selection.strict:
             raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
-        unexpected = self.saved.unexpected(self._taken, self.opened)
+        unexpected = self.saved.unexpected(self._taken, self._opened)
         return Matched(
             wanted=self._wanted,
             targets=self._targets,
             actions=self.actions,
             missing=tuple(self._missing),
-            unexpected=tuple(filter(self.takes, unexpected)),
+            unexpected=tuple(filter(self._is_about, unexpected)),
             unused=tuple(sorted(self._unused)),
             renamed=tuple(self._renamed.items()),
             converted=tuple(self._converted),
         )
+
+    def _is_about(self, source: str) -> bool:
+        """Whether the restore is about what has no place, by what its name would be in the state."""
+        inside = source
+        while inside and inside not in self._opened:
+            inside = inside.rpartition("/")[0]
+        rest = source[len(inside) :]
+        return any(self.takes(f"{name}{rest}") for name in self._opened.get(inside, [""]))

@@ -35,12 +35,19 @@ class RealTensors:
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._filled: set[int] = set()
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._made
+        return id(tensor) in self._filled
 
-    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it is real.
+    def to_fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What is read in place of ``tensor``, which it will be. Raises as ``like``."""
+        if (real := self.like(name, tensor)) is not tensor:
+            self._filled.add(id(tensor))
+        return real
+
+    def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it is real, else what it would be: to lay out by it what belongs to it. It stays as it is unless it is filled.
 
         Raises:
             RestoreError: Something else than Python holds on to the tensor that is to be replaced.
@@ -53,7 +60,7 @@ class RealTensors:
 
     def change_places(self) -> None:
         """Make the tensors real. ``fully_shard`` looks at its shards anew before the first forward, which none can have had yet."""
-        for tensor, real in self._made.values():
+        for tensor, real in (self._made[each] for each in self._filled):
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
 
     def left_out(self, path: str, module: nn.Module) -> list[str]:
@@ -68,6 +75,10 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if weakref.getweakrefs(tensor) or hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
         raise RestoreError(
             f"{name!r} is on the meta device and has hooks or weak references, which a real tensor would not take over: {_WAY}"
+        )
+    if _is_held(tensor):
+        raise RestoreError(
+            f"{name!r} is on the meta device, and a graph or a view of it is still alive, which a real tensor would not take over: let go of what was computed with it, or {_WAY}"
         )
     device = (
         torch.device(tensor.device_mesh.device_type)
@@ -86,3 +97,15 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
         made = nn.Parameter(made, kept) if plain else torch.Tensor._make_subclass(type(tensor), made, kept)
     vars(made).update(vars(tensor))
     return made
+
+
+def _is_held(tensor: torch.Tensor) -> bool:
+    """Whether more than Python holds on to it: then torch does not let it change places."""
+    held: Any = tensor  # torch's stubs do not know that either
+    count: int = held._use_count()
+    if count != 2 or not (tensor.is_leaf and tensor.requires_grad):
+        return count > 1
+    accumulates = torch.autograd.graph.get_gradient_edge(tensor).node  # it may hold on to it
+    count = held._use_count()
+    del accumulates
+    return count != 2

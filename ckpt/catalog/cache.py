@@ -21,7 +21,7 @@ from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.found import Found
 from ckpt.catalog.origin import Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
-from ckpt.catalog.verify import Meter, Span, verify_files
+from ckpt.catalog.verify import Fault, Meter, Span, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import Owner, read_owner
@@ -29,6 +29,7 @@ from ckpt.errors import CkptError, IntegrityError, OutOfSpace, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef, fragment_name
 from ckpt.model.manifest import File, FragmentRef, stored_size
+from ckpt.model.packed import read_fragment
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
@@ -274,27 +275,42 @@ class ReadThrough:
         """The step is one of the cache's if, and only if, everything of it is there; of several nodes each lists what it has a part of. What this restore has not fetched is read: its size says little."""
         parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
         cache, me = self._tiers[position], str(self._coordinator.rank).encode()
-        there = [part for part in parts if self.origin.fault(position, part) is None]
-        if not cache.nodes and len(there) < len(parts):
+        if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
             return
         if self._coordinator.decide(self._subjects(position)("list"), me) != me:
             return
         older = [file for file in self._files.values() if file.rank not in self.fetched]
         if cache.nodes:
             older = [file for file in older if self.origin.fault(position, file) is None]
-        faults, _ = verify_files(
-            cache.backend, self.origin.ref, older, workers=self._workers, on_progress=None,
-            retry=self._retry, encodings=self._encodings,
-        )  # fmt: skip
+        try:
+            faults = [fault for file in older for fault in self._faults(position, file)]
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+            return
         for fault in faults:
             _log.warning("ckpt: step %d is not listed on %s: %s %s", self.origin.ref.step, cache.url, fault.key, fault.what)  # fmt: skip
         if faults:
             return
+        there = [part for part in parts if self.origin.fault(position, part) is None]
         try:
             look = partial(self._look, position, there)
             commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry, look=look)
         except CkptError as error:
             _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+
+    def _faults(self, position: int, file: File) -> Sequence[Fault]:
+        """What is wrong with a file on a cache, every byte of it read. What a manifest by reference leaves to its fragment is read first, and let go of again."""
+        encoding = self._encodings.get(file.rank)
+        if not file.chunks:
+            named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
+            data = self.origin.fragment(self._found.manifest, named, file)
+            part = read_fragment(data, key=self.origin.ref.key(named.name))
+            file, encoding = part.file or file, next(iter(part.encoded), None)
+        faults, _ = verify_files(
+            self._tiers[position].backend, self.origin.ref, [file], workers=self._workers, on_progress=None,
+            retry=self._retry, encodings={file.rank: encoding} if encoding else {},
+        )  # fmt: skip
+        return faults
 
     def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
         for part in parts:

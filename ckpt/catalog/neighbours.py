@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 
 from ckpt.catalog.candidates import Candidate, Finish
-from ckpt.catalog.index import attempts, is_committed, read_manifest
+from ckpt.catalog.index import attempts, is_committed, read_packed
 from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union, addresses
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
@@ -122,11 +122,16 @@ class Neighbours:
         if not _is_part(self._tiers[found.nearest]) or self._elsewhere(found, stores):
             return ""
         try:
-            manifest = read_manifest(stores[found.nearest], found.ref)
+            manifest, _ = read_packed(stores[found.nearest], found.ref)
         except (IntegrityError, StorageError):
             return ""  # every rank will find that
         there = self._there(manifest, found.ref)
-        gone = without_copy(manifest, there)
+        # the fragment of a file, which a manifest by reference needs, is where the file is
+        gone = (
+            [file.rank for file in manifest.files if file.rank not in there]
+            if manifest.by_reference
+            else without_copy(manifest, there)
+        )
         told = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
         return (
             f"the files of rank(s) {told} were on nodes that are gone, and no other tier has them"

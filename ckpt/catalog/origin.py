@@ -103,6 +103,26 @@ class Origin:
         self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
         return Found(position, self._parts.outline, packed)
 
+    def whole(self, work: Callable[[Found], T]) -> T:
+        """Do ``work`` with the manifest; if it is one by reference, and a fragment that ``work`` needs is intact nowhere, anew with that of the next source, whose fragments may be others. The first is left out then.
+
+        Raises:
+            What ``work`` and ``manifest`` raise: if none has all that is needed, the first of it.
+        """
+        found = self.manifest()
+        try:
+            return work(found)
+        except (IntegrityError, StorageError) as error:
+            if self._parts is None or not self._parts.manifest.by_reference:
+                raise
+            with self._lock:
+                self._gone[found.position, ""] = error
+                self._manifests, self._places = {}, {}
+            try:
+                return self.whole(work)
+            except (IntegrityError, StorageError):
+                raise error from None
+
     def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
         """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted``, or all (None). Once, before anything is read.
 
@@ -150,10 +170,8 @@ class Origin:
     def _fragment(
         self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
     ) -> tuple[Fragment, bytes]:
-        def found(position: int) -> tuple[Fragment, bytes]:
-            return self._load(position, manifest, named, file)
-
-        return self._nearest(self.ref.key(named.name), 0, found, first=first)[1]
+        load = partial(self._load, manifest=manifest, named=named, file=file)
+        return self._nearest(self.ref.key(named.name), 0, load, first=first)[1]
 
     def _load(
         self, position: int, manifest: Manifest, named: FragmentRef, file: File | None
@@ -274,12 +292,9 @@ class Origin:
             plan = without(plan, given[-1].reads) if lacking else replace(plan, reads=())
         if plan.reads:
             first = plan.reads[0]
-            said = told.get((first.rank, first.offset), [])
-            raise (
-                verdict(said, self.ref.folder)
-                if said
-                else IntegrityError(f"no tier has all of {self.ref.folder!r}")
-            )
+            if said := told.get((first.rank, first.offset), []):
+                raise verdict(said, self.ref.folder)
+            raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given
 
     def file_at(self, position: int, rank: int) -> tuple[str, int]:

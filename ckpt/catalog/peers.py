@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,8 @@ _PIECE_BYTES: Final = 8 << 20
 _SERVING: Final = 8
 """Requests at once. Others wait in the listening socket's queue; each takes a buffer of 8 MiB at most."""
 _CONNECT_SECONDS: Final = 5.0
+_REQUEST_SECONDS: Final = 5.0
+"""For all of a request, which one packet holds: who connects and says nothing must not keep others from being served."""
 _ANSWER_SECONDS: Final = 60.0
 """How long either side waits for the other's next bytes."""
 
@@ -118,7 +121,6 @@ class PeerServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                connection.settimeout(_ANSWER_SECONDS)
                 if not self._closing:
                     self._answer(connection)
         except OSError as error:  # it has gone, or is too slow; it may ask again
@@ -129,13 +131,15 @@ class PeerServer:
             self._free.release()
 
     def _answer(self, connection: socket.socket) -> None:
+        end = time.monotonic() + _REQUEST_SECONDS
         head = memoryview(bytearray(_REQUEST.size))
-        _fill(connection, head)
+        _fill(connection, head, end)
         magic, token, tier, offset, length, key_bytes = _REQUEST.unpack(head)
         if magic != _MAGIC or not hmac.compare_digest(token, self.token):
             return  # nobody of ours
         name = memoryview(bytearray(key_bytes))
-        _fill(connection, name)
+        _fill(connection, name, end)
+        connection.settimeout(_ANSWER_SECONDS)
         try:
             store, key = self._stores[tier], check_key(bytes(name).decode())
             self._check(key)
@@ -359,8 +363,11 @@ def _listen() -> socket.socket:
     return socket.create_server(("", 0), backlog=1024)
 
 
-def _fill(connection: socket.socket, out: memoryview) -> None:
+def _fill(connection: socket.socket, out: memoryview, end: float | None = None) -> None:
+    """``end``: of all of it, by the monotonic clock; else each part may take as long as the connection's time limit."""
     while out:
+        if end is not None:
+            connection.settimeout(max(0.001, end - time.monotonic()))
         got = connection.recv_into(out)
         if not got:
             raise ConnectionError("the connection ended too soon")

@@ -83,7 +83,7 @@ def fetch_step(
     retry = retry or RetryPolicy()
     origin = Origin((source, *others), ref, retry=retry, on_repair=on_repair)
     with _about_the_source():
-        found = origin.filled(origin.manifest(), None)
+        found = origin.whole(lambda found: origin.filled(found, None))
     manifest, packed = found.manifest, found.packed
     _make_way(destination, ref, packed, retry)
     missing, encodings = _missing(destination, ref, manifest, workers, retry), manifest.encodings()

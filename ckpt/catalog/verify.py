@@ -189,7 +189,9 @@ def size_faults(
 
 
 def spans_of(key: str, file: File, encoding: Encoding | None = None) -> list[Span]:
-    """The chunks of a file as requests of up to 16 MiB; a larger chunk is a request of its own."""
+    """The chunks of a file as requests of up to 16 MiB; a larger chunk is a request of its own. None for a file of which a manifest by reference tells the size only."""
+    if not file.chunks:
+        return []
     spans: list[Span] = []
     pending: list[tuple[Chunk, int]] = []
     start = nbytes = 0

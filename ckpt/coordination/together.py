@@ -6,7 +6,7 @@ Every call is made alike on all ranks, and waits for all of them, within a bound
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -95,7 +95,7 @@ class Together:
     def do(
         self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
     ) -> tuple[T, tuple[str, ...]]:
-        """Do ``work`` on all ranks; returns its result and the ``names`` that all ranks gave, or raises on all what failed on one.
+        """Do ``work`` on all ranks; returns its result and the ``names`` that all ranks gave (one stands for all below it, by slashes), or raises on all what failed on one.
 
         Raises:
             Damaged: Some rank met damage.
@@ -148,10 +148,21 @@ class Together:
             for rank, data in words.items():
                 missing.discard(rank)
                 answer = msgspec.json.decode(data, type=_Answer)
-                shared = set(answer.names) if shared is None else shared & set(answer.names)
+                shared = set(answer.names) if shared is None else common(shared, set(answer.names))
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, where + answer.reason)
             if worst.outcome == "parted":  # whose fault it was is about to be told, or that one is dead
                 deadline = min(deadline, time.monotonic() + _PARTED_SECONDS)
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
+
+
+def common(one: Collection[str], two: Collection[str]) -> set[str]:
+    """The names in both. They are parted by slashes, and one stands for all below it."""
+    return {name for name in {*one, *two} if _holds(one, name) and _holds(two, name)}
+
+
+def _holds(names: Collection[str], name: str) -> bool:
+    while name and name not in names:
+        name = name.rpartition("/")[0]
+    return bool(name)

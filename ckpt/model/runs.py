@@ -159,6 +159,8 @@ def _meet(
         if Box(offsets, run.shape).intersect(box):
             found.add(rank)
         return
+    if rank in found and not any(level.ranks for level in levels):
+        return  # more boxes of the same rank tell nothing new
     level, rest = levels[0], levels[1:]
     first, last = 0, level.count - 1
     for dim, step in enumerate(level.offsets):
@@ -197,6 +199,8 @@ def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
             return "a run of other dimensions"
         if any(level.count < 1 for level in run.levels) or any(n < 0 for n in run.shape):
             return "a run that counts backwards"
+        if any(level.count > 1 and not any(level.offsets) for level in run.levels):
+            return "a box that is there more than once"
         boxes += run.count
         low, high = _reach([(level.count, level.ranks) for level in run.levels])
         if run.rank + low < 0 or run.rank + high >= world_size:

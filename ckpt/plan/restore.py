@@ -121,6 +121,7 @@ class _ChunkTable:
 
     def __init__(self, manifest: Manifest) -> None:
         self._files, self._encodings = manifest.file_map(), manifest.encodings()
+        self._lengths: dict[int, Sequence[int]] = {}
         self._places: dict[int, Sequence[int]] = {}
         self._chunk_bytes = manifest.chunk_bytes
         self._index: dict[int, Mapping[int, int]] = {}
@@ -155,10 +156,11 @@ class _ChunkTable:
         file = self._files[shard.rank]
         if shard.rank not in self._index:
             self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
+            lengths = self._lengths[shard.rank] = stored_lengths(file, self._encodings.get(shard.rank))
+            self._places[shard.rank] = list(accumulate(lengths, initial=0))
         first = self._index[shard.rank][shard.offset]
         boxes = split_rows(held, self._chunk_bytes // DTYPES[dtype].itemsize)
-        lengths = stored_lengths(file, self._encodings.get(shard.rank))
-        offset = self._place(shard.rank, first, lengths)
+        lengths, offset = self._lengths[shard.rank], self._places[shard.rank][first]
         found: list[_Chunk] = []
         for index, box in enumerate(boxes, first):
             chunk, length = file.chunks[index], lengths[index]
@@ -166,9 +168,3 @@ class _ChunkTable:
             found.append(_Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, [], encoded))
             offset += length
         return found
-
-    def _place(self, rank: int, index: int, lengths: Sequence[int]) -> int:
-        """Where chunk ``index`` begins in the file of ``rank``."""
-        if rank not in self._places:
-            self._places[rank] = list(accumulate(lengths, initial=0))
-        return self._places[rank][index]

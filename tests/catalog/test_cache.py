@@ -18,6 +18,7 @@ from ckpt.catalog.verify import verify_step
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import OutOfSpace, TransientStorageError
+from ckpt.model import manifest as model
 from ckpt.model.box import Box, split_evenly
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.retry import RetryPolicy
@@ -49,7 +50,7 @@ class Node:
         """What a rank that wants ``box`` gets: its array, its cache, what was left to read and which store gave it."""
         wanted = [Leaf("x", "float64", ARRAY.shape, (box,))]
         origin = Origin([tier.backend for tier in self.tiers], ref, retry=IMPATIENT)
-        found = origin.manifest()
+        found = origin.filled(origin.manifest(), wanted)
         plan = plan_restore(found.manifest, wanted)
         sink = ArraySink(wanted, direct=True)
         with Workers("test", 2) as workers:
@@ -169,6 +170,28 @@ def test_a_folder_that_all_machines_see_is_filled_once(
     assert all(np.array_equal(array, ARRAY) for array in outcomes.values())
     assert data_reads(far) == sizes(written)
     assert is_committed(shared, written.ref)
+
+
+@pytest.mark.parametrize("least", [5, 4], ids=["plain", "by reference"])
+@pytest.mark.parametrize("harm", [False, True], ids=["whole", "damaged"])
+def test_what_others_have_cached_is_read_before_the_step_is_listed(
+    tmp_path: Path, far: FaultyBackend, monkeypatch: pytest.MonkeyPatch, least: int, harm: bool
+) -> None:
+    """A manifest by reference has no chunks of the files that this rank has no use for."""
+    monkeypatch.setattr(model, "REFERENCE_FROM", least)
+    written = write_checkpoint(far, 7, {"x": ARRAY}, world_size=4, chunk_bytes=128)
+    assert written.manifest.by_reference == (least == 4)
+    near = open_backend(str(tmp_path / "near"))
+    node = Node((str(tmp_path / "near"), near), ("far", far))
+    boxes = split_evenly(ALL, 4)
+    for number, box in enumerate(boxes[1:], 1):
+        assert box is not None
+        node.rank(written.ref, World(1).coordinator(0), box, subject=str(number))
+    if harm:
+        flip_byte(near, written.ref.key("rank-00002.safetensors"), -9)
+    assert boxes[0] is not None
+    node.rank(written.ref, World(1).coordinator(0), boxes[0], subject="last")
+    assert is_committed(near, written.ref) == (not harm)
 
 
 def test_a_full_disk_met_by_one_rank_is_no_ones_failure(

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import ckpt.catalog.peers
 from ckpt.catalog.peers import _ANSWER, _MAGIC, _REQUEST, Peer, PeerServer, PeerStore, Step
 from ckpt.errors import ObjectNotFound, StorageError
 from ckpt.model.layout import StepRef
@@ -120,6 +121,20 @@ def test_those_who_connect_and_say_nothing_do_not_hold_up_the_end(node: Node) ->
     node.server.close()
     assert time.monotonic() - began < 5
     for connection in silent:
+        connection.close()
+
+
+def test_those_who_connect_and_say_little_do_not_keep_others_waiting(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ckpt.catalog.peers, "_REQUEST_SECONDS", 0.5)
+    slow = [socket.create_connection(("127.0.0.1", node.server.port), 5) for _ in range(12)]
+    for connection in slow:
+        connection.sendall(_MAGIC)
+    began = time.monotonic()
+    assert read(node.store, KEY, 3, 5) == DATA[3:8]
+    assert time.monotonic() - began < 10
+    for connection in slow:
         connection.close()
 
 

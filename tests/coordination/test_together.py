@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.coordination import together
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.together import Damaged, Parted, Together
+from ckpt.coordination.together import Damaged, Parted, Together, common
 from ckpt.errors import ChecksumMismatch, RestoreError
 from tests.coordination.world import World
 
@@ -53,3 +53,20 @@ def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(first: Exception,
     )
     if isinstance(first, Parted):
         assert all("rank(s) 2 are gone" in str(error) for error in found.values())
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "both"),
+    [
+        ("a b/c", "b/c d", "b/c"),
+        ("o", "o/m/x o/m/y p", "o/m/x o/m/y"),  # one rank has no place for any of it, the other for a part
+        ("o/m/x", "o", "o/m/x"),
+        ("o", "", ""),
+        ("o", "o2/x", ""),
+    ],
+)
+def test_what_no_rank_has_a_place_for_is_told_though_some_tell_only_what_it_is_in(
+    one: str, two: str, both: str
+) -> None:
+    for first, second in ((one, two), (two, one)):
+        assert common(set(first.split()), set(second.split())) == set(both.split())

@@ -157,7 +157,10 @@ def test_columns_that_do_not_fit_their_fragment_are_refused(change: dict[str, An
 
 def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> None:
     (run,) = OUTLINE.layouts[OUTLINE.layout_of[0]]
-    twice = replace(run, levels=(replace(run.levels[0], offsets=(0, 0)),))  # the same volume, and a hole
+    level = run.levels[0]
+    near = tuple(step // 2 for step in level.offsets)
+    assert any(near)
+    twice = replace(run, levels=(replace(level, offsets=near),))  # the same volume, and a hole
     record = replace(OUTLINE, layouts=tuple((twice,) if each == (run,) else each for each in OUTLINE.layouts))
     check_manifest(record, key="k")
     with pytest.raises(ManifestCorrupt):

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt.catalog.peers
 from ckpt import CheckpointManager, RestoreReport, Tier
 from ckpt.errors import NoCheckpoint, TierNotShared
+from ckpt.model import manifest
 
 STRAIGHT, SWAPPED = (0, 0, 1, 1), (1, 1, 0, 0)
 asked: list[str] = []
@@ -150,6 +151,8 @@ def sharded(root: Path) -> None:
 
 
 def replicated(root: Path) -> None:
+    # from here on the world is a large one. By reference it must not write with copies="per_node": fragments go with their node
+    manifest.REFERENCE_FROM = 4
     for mode, node in (("ddp without broadcast", 0), ("hsdp", 1)):
         base = root / mode
         saved = Job(base, far=False).save(mode, (1, 2), copies="per_node")
