@@ -1,9 +1,12 @@
-"""A state -> a folder of ``torch.distributed.checkpoint``, read tensor by tensor while it is written."""
+"""A state -> a folder of ``torch.distributed.checkpoint``, read entry by entry while it is written.
+
+The format has an entry for each tensor in dicts and lists. A tuple is one entry, pickled with the tensors in it, and so is a list that has tensors in its tuples only.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,21 +37,29 @@ class Unread:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives each tensor when it is written."""
+    """Gives each entry its tensors when it is written."""
 
     def __init__(self, unread: Unread, read: Read) -> None:
         super().__init__()
         self._unread, self._read = unread, read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        if isinstance(found, torch.Tensor) and found.is_meta:
-            return self._read(self._unread.name_of(found))
-        return found
+        return self._whole(super().lookup_object(index))
+
+    def _whole(self, value: Any) -> Any:
+        match value:
+            case torch.Tensor():
+                return self._read(self._unread.name_of(value))
+            case list() | tuple():
+                return type(value)(map(self._whole, value))
+            case Mapping():
+                return type(value)({key: self._whole(item) for key, item in value.items()})  # type: ignore[call-arg]
+            case _:
+                return value
 
 
 def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
-    """At most one whole tensor is in memory at a time. Raises what ``read`` raises."""
+    """At most one entry is in memory at a time: a whole tensor, or those of a tuple. Raises what ``read`` raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group, and that storages are typed
         try:
