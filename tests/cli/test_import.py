@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,15 @@ def test_safetensors_become_a_model(cli: Cli, sharded: bool) -> None:
     with CheckpointManager("runs") as manager:
         manager.restore({"model": other})
     assert same(dict(other.state_dict()), dict(net.state_dict()))
+
+
+def test_safetensors_need_no_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager("first") as manager:
+        manager.save({"model": torch.nn.Linear(2, 2)}, step=1)
+    assert cli("export", "first", "x.safetensors", "--name", "model/*", "--strip", "model/").code == 0
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    ran = cli("import", "x.safetensors", "runs", "--step", 1)
+    assert ran.code == 0, ran.err
 
 
 def test_a_folder_of_torch_files_is_one_state(cli: Cli) -> None:
