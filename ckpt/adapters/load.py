@@ -149,8 +149,9 @@ class _Match:
             case np.ndarray():
                 self._array(target, node, path, source, put)
             case PerRank():
-                self._all.expect(node, path, "per_rank")
-                self._per_rank(target, path, source)
+                if not (isinstance(node, list) and self._saved.imported):
+                    self._all.expect(node, path, "per_rank")
+                self._per_rank(target, node, path, source)
             case _ if is_stateful(target):
                 if not is_mapping(node):  # a plain one is what another program has kept of such an object
                     self._all.expect(node, path, "object")
@@ -175,14 +176,15 @@ class _Match:
             made = self._all.values.order(node)
             self._actions.append(lambda: put(made()))
 
-    def _per_rank(self, target: PerRank, path: str, at: str) -> None:
-        saved_world = self._saved.manifest.world_size
+    def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
+        """What was imported has a list in its place, with the value of each rank: as an export writes it."""
+        saved_world = len(node) if isinstance(node, list) else self._saved.manifest.world_size
         source: int | None = self._rank
         if saved_world != self._world:
             source = self._source(target, path, saved_world)
         if source is None:
             return
-        values = self._saved.per_rank(source)
+        values = {at: node[source]} if isinstance(node, list) else self._saved.per_rank(source)
         if at not in values:
             self._all.lack(f"{path} of rank {source}", f"{at} of rank {source}")
             return

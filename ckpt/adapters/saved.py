@@ -47,6 +47,12 @@ class Saved:
         self._own: dict[str, Node] = {}
         self._parameters: dict[str, Mapping[str, SavedParameter]] = {}
 
+    @property
+    def imported(self) -> bool:
+        """Whether it comes from another program, as ``ckpt import`` notes it."""
+        metadata = msgspec.json.decode(self.manifest.metadata)
+        return isinstance(metadata, dict) and "imported_as" in metadata
+
     def node(self, path: str) -> Node:
         """What lies at a path: a node of the tree, or one for a tensor of a module or optimizer; ``ABSENT`` if nothing does."""
         if (found := self._nodes.get(path, ABSENT)) is ABSENT:

@@ -72,7 +72,10 @@ class KindMismatch(RestoreError):
 
     def __init__(self, name: str, saved: str, wanted: str) -> None:
         self.name, self.saved, self.wanted = name, saved, wanted
-        super().__init__(f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target")
+        super().__init__(
+            f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target: give the state one of its kind, "
+            'or say what you want (only="model/*")'
+        )
 
 
 class OptimizerMismatch(RestoreError):

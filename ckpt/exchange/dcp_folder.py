@@ -1,9 +1,12 @@
-"""A state -> a folder of ``torch.distributed.checkpoint``, read tensor by tensor while it is written."""
+"""A state -> a folder of ``torch.distributed.checkpoint``, read entry by entry while it is written.
+
+The format has an entry for each tensor in dicts and lists. A tuple is one entry, pickled with the tensors in it, and so is a list that has tensors in its tuples only.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +15,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckpt.errors import ConfigError
+from ckpt.exchange.tree import Notes
 
 Read = Callable[[str], torch.Tensor]
 
@@ -34,21 +40,29 @@ class Unread:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives each tensor when it is written."""
+    """Gives each entry its tensors when it is written."""
 
     def __init__(self, unread: Unread, read: Read) -> None:
         super().__init__()
         self._unread, self._read = unread, read
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = super().lookup_object(index)
-        if isinstance(found, torch.Tensor) and found.is_meta:
-            return self._read(self._unread.name_of(found))
-        return found
+        return self._whole(super().lookup_object(index))
+
+    def _whole(self, value: Any) -> Any:
+        match value:
+            case torch.Tensor():
+                return self._read(self._unread.name_of(value))
+            case list() | tuple():
+                return type(value)(map(self._whole, value))
+            case Mapping():
+                return type(value)({key: self._whole(item) for key, item in value.items()})  # type: ignore[call-arg]
+            case _:
+                return value
 
 
 def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
-    """At most one whole tensor is in memory at a time. Raises what ``read`` raises."""
+    """At most one entry is in memory at a time: a whole tensor, or those of a tuple. Raises what ``read`` raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no process group, and that storages are typed
         try:
@@ -62,14 +76,40 @@ def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -
             raise next(iter(error.failures.values()))[0] from error
 
 
-def empty_dicts(state: Any, path: str = "") -> list[str]:
-    """Paths of what the format has no place for: a dict without entries."""
-    if isinstance(state, dict):
-        if not state and path:
-            return [path]
-        return [
-            found
-            for key, item in state.items()
-            for found in empty_dicts(item, f"{path}.{key}" if path else str(key))
-        ]
-    return []
+class _Fitting:
+    """Gives the state as the format can hold it."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._taken: set[str] = set()
+
+    def fit(self, value: Any, path: str, *, listed: bool = False) -> Any:
+        if isinstance(value, Mapping) and value:
+            return type(value)({key: self.fit(item, f"{path}.{key}", listed=listed) for key, item in value.items()})  # type: ignore[call-arg]  # fmt: skip
+        if isinstance(value, list) and _is_walked(value):
+            return [self.fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)]
+        if path in self._taken:
+            raise ConfigError(
+                f"two values of the state would both be {path!r} there: choose one with --name, or export with --format torch"
+            )
+        self._taken.add(path)
+        if not isinstance(value, Mapping):
+            return value
+        if listed:  # a list with a gap is one that the format can write and not read
+            self._notes.changed.append((path, "a dict without entries: None now"))
+            return None
+        self._notes.left_out.append((path, "a dict without entries"))
+        return value
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether the items of a list are entries of their own: one of them is a dict or a tensor, or such a list."""
+    return isinstance(value, list) and any(
+        isinstance(item, Mapping | torch.Tensor) or _is_walked(item) for item in value
+    )
+
+
+def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
+    """The state as the format can hold it, which has no place for a dict without entries but in a tuple. Raises ``ConfigError`` for two names that would be one."""
+    fitting = _Fitting(notes)
+    return {key: fitting.fit(value, key) for key, value in state.items()}

@@ -144,9 +144,9 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
         return unread.tensor(name, tensor.dtype, tensor.shape)
 
     tree = StateTree(reader.manifest, make, globs, by_name=True)
-    state = tree.build()
+    state = dcp_folder.fitted(tree.build(), tree.notes)
     notes.changed += tree.notes.changed
-    notes.left_out += [(path, "a dict without entries") for path in dcp_folder.empty_dicts(state)]
+    notes.left_out += tree.notes.left_out
     dcp_folder.write_folder(place, state, unread, lambda name: TensorView(reader, name)[...])
 
 

@@ -20,7 +20,7 @@ from ckpt.model.manifest import Tensor
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = "model.safetensors.index.json"
 _ALIGNMENT: Final = 8
-_SAME: Final = frozenset({"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"})
+SAME: Final = frozenset({"float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16"})
 """Types that the format has under the name of plain integers only."""
 
 
@@ -117,5 +117,5 @@ def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
             notes.changed.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )
-        elif tensor.dtype in _SAME:
+        elif tensor.dtype in SAME:
             notes.changed.append((tensor.name, f"{tensor.dtype}: {dtype.storage} of the same bytes now"))

@@ -13,7 +13,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ckpt.errors import ConfigError, IntegrityError, MissingExtra, UnsupportedValue
+from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+from ckpt.exchange import safetensors_read
 from ckpt.exchange.inert import Inert, read_inert
 from ckpt.exchange.sniff import what_is
 from ckpt.exchange.torch_file import Scratch
@@ -131,10 +132,6 @@ def _inside(folder: str, name: object) -> str:
 
 
 def _safetensors(source: str) -> State:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise MissingExtra(source, "safetensors", None) from None
     if os.path.isfile(source):
         paths = [source]
     else:
@@ -144,14 +141,9 @@ def _safetensors(source: str) -> State:
     state: State = {}
     shared: dict[str, str] = {}
     for path in paths:
-        try:
-            with safe_open(path, "pt") as file:
-                state |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-                shared |= file.metadata() or {}
-        except FileNotFoundError:
-            raise IntegrityError(f"{path} is missing") from None
-        except (SafetensorError, OSError) as error:
-            raise IntegrityError(f"{path} is not a whole safetensors file: {error}") from None
+        tensors, metadata = safetensors_read.read_file(path)
+        state |= tensors
+        shared |= metadata
     tied = {name: state[kept] for name, kept in shared.items() if kept in state and name not in state}
     return state | tied
 

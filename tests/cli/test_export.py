@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ckpt import CheckpointManager
@@ -177,6 +178,42 @@ def test_dcp_loads_into_a_model_and_optimizer(cli: Cli, saved: Path) -> None:
     assert same(state["tensors"], ODD["tensors"])
     assert same(state["listed"], ODD["listed"])
     assert notes(ran.json, "left_out") == {"empty": "a dict without entries"}
+
+
+def test_dcp_holds_what_is_in_tuples(cli: Cli, saved: Path) -> None:
+    """A tuple is one entry there, with its tensors in it."""
+    assert cli("export", saved, "out", "--format", "dcp").code == 0
+    dcp_to_torch_save("out", "out.pt")
+    loaded = torch.load("out.pt", weights_only=True)
+    for name in ("tuple", "tuples", "listed", "tensors"):
+        assert same(loaded[name], ODD[name]), name
+    state: dict[str, Any] = {"tuple": None}
+    dcp.load(state, checkpoint_id="out")
+    assert same(state["tuple"], ODD["tuple"])
+
+
+def test_dcp_tells_of_empty_dicts_wherever_they_are(cli: Cli) -> None:
+    """In a list they leave None: DCP does not read a list with gaps."""
+    listed = [{}, {"c": {}}, torch.ones(1)]
+    with CheckpointManager("first") as manager:
+        manager.save({"a": {"b": {}}, "list": listed, "bare": [{}, 1], "kept": ({}, [{}])}, step=1)
+    ran = cli("export", "first", "out", "--format", "dcp", "--json")
+    assert notes(ran.json, "left_out") == {"a.b": "a dict without entries"}
+    assert notes(ran.json, "changed") == dict.fromkeys(
+        ("list.0", "list.1.c", "bare.0"), "a dict without entries: None now"
+    )
+    dcp_to_torch_save("out", "out.pt")
+    loaded = torch.load("out.pt", weights_only=True)
+    assert same(loaded, {"list": [None, {"c": None}, torch.ones(1)], "bare": [None, 1], "kept": ({}, [{}])})
+
+
+def test_dcp_does_not_take_two_values_of_one_name(cli: Cli) -> None:
+    with CheckpointManager("first") as manager:
+        manager.save({"x": torch.ones(2), "d": {1: 2, "1": 3}}, step=1)
+    ran = cli("export", "first", "out", "--format", "dcp")
+    assert ran.code == 2
+    assert "two values of the state would both be 'd.1' there" in ran.err
+    assert os.listdir() == ["first"]
 
 
 def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> None:

@@ -4,10 +4,13 @@ import io
 import json
 import os
 import pickle
+import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, PerRank, RngState
+from ckpt.errors import ConfigError, KindMismatch
 from ckpt.exchange.inert import Inert, read_inert
 from tests.cli.conftest import Cli
 from tests.exchange.states import Net, odd_state, same, trained
@@ -120,6 +124,43 @@ def test_what_was_exported_comes_back(cli: Cli, out: str, kind: str) -> None:
         assert same(state[name], value), name
 
 
+@pytest.mark.parametrize(("out", "kind"), [("out.pt", "torch"), ("out", "dcp")])
+def test_values_of_each_rank_come_back_to_it(cli: Cli, out: str, kind: str) -> None:
+    """The state of the README: an export writes a list where it has ``PerRank``."""
+    net, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    scheduler.last_epoch = 7
+    others = {"scheduler": scheduler, "rng": PerRank(RngState()), "position": PerRank(41), "plain": [3]}
+    with CheckpointManager("first") as manager:
+        manager.save({"model": net, "optimizer": optimizer, **others}, step=5)
+    drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
+    assert cli("export", "first", out, "--format", kind).code == 0
+    assert cli("import", out, "runs", "--step", 5).code == 0
+    scheduler = torch.optim.lr_scheduler.StepLR(trained()[1], 2)
+    position = PerRank(0)
+    others = {"scheduler": scheduler, "rng": PerRank(RngState()), "position": position, "plain": []}
+    _, _, state = restored(5, **others)
+    assert drawn == (random.random(), float(np.random.rand()), float(torch.rand(())))
+    assert (scheduler.last_epoch, position.value, state["plain"]) == (7, 41, [3])
+
+
+def test_a_list_of_another_world_asks_whose_value_a_rank_takes(cli: Cli) -> None:
+    torch.save(saved(position=[10, 11]), "c.pt")
+    assert cli("import", "c.pt", "runs", "--step", 7).code == 0
+    with pytest.raises(ConfigError, match=r"PerRank value of 2 rank\(s\), this world has 1"):
+        restored(7, position=PerRank(0))
+    chosen = PerRank(0, on_resize=lambda *_: 1)
+    restored(7, position=chosen)
+    assert chosen.value == 11
+
+
+def test_a_list_of_our_own_is_no_value_of_each_rank(cli: Cli) -> None:
+    with CheckpointManager("runs") as manager:
+        manager.save({"position": [10]}, step=7)
+    with CheckpointManager("runs") as manager, pytest.raises(KindMismatch, match="only="):
+        manager.restore({"position": PerRank(0)}, step=7)
+
+
 def test_parts_of_several_ranks_are_put_together(cli: Cli) -> None:
     """As four ranks write them: a table of contents that names parts in several files."""
     whole = torch.randn(10, 4)
@@ -166,6 +207,15 @@ def test_safetensors_become_a_model(cli: Cli, sharded: bool) -> None:
     with CheckpointManager("runs") as manager:
         manager.restore({"model": other})
     assert same(dict(other.state_dict()), dict(net.state_dict()))
+
+
+def test_safetensors_need_no_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointManager("first") as manager:
+        manager.save({"model": torch.nn.Linear(2, 2)}, step=1)
+    assert cli("export", "first", "x.safetensors", "--name", "model/*", "--strip", "model/").code == 0
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    ran = cli("import", "x.safetensors", "runs", "--step", 1)
+    assert ran.code == 0, ran.err
 
 
 def test_a_folder_of_torch_files_is_one_state(cli: Cli) -> None:

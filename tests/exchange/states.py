@@ -72,6 +72,8 @@ def odd_state() -> dict[str, Any]:
             "bool": torch.tensor([True, False, True]),
         },
         "listed": [torch.ones(2), torch.zeros(3)],
+        "tuple": (1, torch.arange(5.0), {"inner": [torch.ones(2), (torch.tensor(3),)]}),
+        "tuples": [(torch.arange(3), torch.Size([2]))],
     }
 
 

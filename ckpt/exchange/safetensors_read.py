@@ -1,0 +1,80 @@
+"""A safetensors file -> tensors that are mapped from it.
+
+Read here rather than with the library, which nothing else needs: an import takes what an export writes wherever ckpt is installed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from typing import Any, Final
+
+import torch
+
+from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+from ckpt.exchange.safetensors_file import SAME
+from ckpt.model.dtype import DTYPES, DType
+
+_LENGTH: Final = 8
+_MOST_HEADER: Final = 100_000_000
+"""Bytes; the format's own limit."""
+_OF_CODE: Final[dict[str, DType]] = {
+    dtype.storage: dtype for dtype in DTYPES.values() if dtype.lanes == 1 and dtype.name not in SAME
+}
+
+
+def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Its tensors, and its metadata. What is written to a tensor does not reach the file.
+
+    Raises:
+        IntegrityError: It is missing, cut, or not of the format.
+        UnsupportedValue: A tensor is of a type that torch does not have.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            whole = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is missing") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        length = int.from_bytes(whole[:_LENGTH], "little")
+        if size < _LENGTH or length > min(size - _LENGTH, _MOST_HEADER):
+            raise ValueError("it ends within its header")
+        header: dict[str, Any] = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
+        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+        data = whole[_LENGTH + length :]
+        _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(data))
+        return {name: _tensor(name, entry, data) for name, entry in header.items()}, metadata
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        raise IntegrityError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _check_places(places: list[tuple[int, ...]], size: int) -> None:
+    """One after the other, up to the end of the file."""
+    at = 0
+    for start, end in sorted(places):
+        if start != at or end < start:
+            raise ValueError(f"a tensor lies at {start} to {end}, after {at} bytes of others")
+        at = end
+    if at != size:
+        raise ValueError(f"its tensors have {at} bytes, and {size} are there")
+
+
+def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:
+    dtype, shape = _OF_CODE.get(entry["dtype"]), tuple(entry["shape"])
+    if dtype is None:
+        raise UnsupportedValue(name, f"tensor of {entry['dtype']}", "view it as a dtype that torch has")
+    start, end = entry["data_offsets"]
+    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != end - start:
+        raise ValueError(f"{name!r} of {entry['dtype']} {list(shape)} does not have {end - start} bytes")
+    kind: torch.dtype = getattr(torch, dtype.name)
+    if start == end:
+        return torch.empty(shape, dtype=kind)
+    raw = torch.frombuffer(data[start:end], dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:  # a file need not align them
+        raw = raw.clone()
+    return raw.view(kind).view(shape)
