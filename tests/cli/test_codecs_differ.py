@@ -24,10 +24,10 @@ def two(cli: Cli) -> Path:
     return folder
 
 
-def damage(folder: Path) -> None:
+def damage(folder: Path, part: float = 0.75) -> None:
     (file,) = (path for path in folder.iterdir() if path.name.startswith("rank") and path.suffix != ".json")
     data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[int(len(data) * part)] ^= 1
     file.write_bytes(data)
 
 
@@ -64,3 +64,11 @@ def test_a_damaged_source_takes_nothing_from_a_tier_that_is_encoded_otherwise(cl
     before = {path.name: path.read_bytes() for path in two.iterdir()}
     assert cli("copy", "near", "far", "--step", 30, "--check").code == 4
     assert {path.name: path.read_bytes() for path in two.iterdir()} == before
+
+
+def test_what_each_tier_has_intact_makes_a_whole(cli: Cli, two: Path) -> None:
+    (near,) = Path("near").glob("step-*30.*")
+    damage(near, 0.25)
+    ran = cli("restore", "--latest", "--root", "far", "--root", "near", "--json")
+    assert (ran.code, ran.json["step"]) == (0, 30), ran.err
+    assert cli("verify", 30, "--root", "far").code == 0
