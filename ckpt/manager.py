@@ -78,7 +78,8 @@ class CheckpointManager:
         if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
             way = f"there are {', '.join(Settings.__annotations__)}"
             if unknown[0] in Tier.__dataclass_fields__:
-                way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...))"
+                more = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
+                way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{more}))"
             raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
         self._config = replace(config or SaveConfig(), **settings)
         self._metadata = dict(metadata or {})

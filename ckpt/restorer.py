@@ -182,6 +182,8 @@ class Restorer:
         )  # fmt: skip
         if report.uninitialised:
             _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
+        if report.missing and not landed.matched.wanted:
+            _log.warning("ckpt: step %d has nothing of the state: all tensors kept what they had", ref.step)
         _log.info("ckpt: restored %s", report)
         for finished, tier in report.finished:
             self._notify(CommitFinished(step=finished, tier=tier))
@@ -248,7 +250,7 @@ class Restorer:
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
             patterns = ", ".join(repr(each[1:].replace(_PATTERN, "/")) for each in unused)
             raise ConfigError(
-                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, and in a model parted by dots"
+                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, in a model parted by dots; an optimizer's settings are optimizer/param_groups"
             )
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)

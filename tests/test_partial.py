@@ -174,3 +174,11 @@ def test_a_pattern_that_fits_nothing_of_the_state_is_an_error(root: str) -> None
 def test_no_pattern_at_all(root: str, only: Any) -> None:
     with CheckpointManager(root) as manager, pytest.raises(ConfigError, match="only="):
         manager.restore(job(2), only=only)
+
+
+def test_a_state_with_nothing_in_common_is_told_of(tmp_path, caplog):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"model": torch.ones(3)}, 1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.restore({"modle": torch.zeros(3)}, strict=False)
+    assert "step 1 has nothing of the state" in caplog.text

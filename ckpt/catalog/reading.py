@@ -75,7 +75,7 @@ class StepReader:
     def tensor(self, name: str) -> Tensor:
         """Raises ``EntryMissing``."""
         if (found := self.tensors.get(name)) is None:
-            raise EntryMissing([name], self.ref.step)
+            raise EntryMissing([name], self.ref.step, way="`ckpt show` prints the names there are")
         return found
 
     def read(self, wanted: Sequence[Wanted]) -> None:

@@ -61,7 +61,7 @@ def prune(
     from ckpt.cli import output
     from ckpt.config import resolve_tier
     from ckpt.coordination.owner import read_owner
-    from ckpt.errors import ConfigError
+    from ckpt.errors import ConfigError, NoCheckpoint
     from ckpt.plan.retention import Retention
     from ckpt.storage.registry import open_backend
 
@@ -76,6 +76,8 @@ def prune(
     backend = open_backend(tier.url, tier.options)
     owner = read_owner(backend)
     found = Holdings(backend, part=tier.local is True).look()
+    if not found:
+        raise NoCheckpoint(backend.url, "it is empty, or does not exist")
     _warn_of_names(rule, found)
     late = (
         frozenset["StepRef"]() if force else _late(backend.url, owner, tier, config, found, dry_run=dry_run)

@@ -24,12 +24,18 @@ class NoCheckpoint(RestoreError):
 class EntryMissing(RestoreError):
     """The target wants names that the checkpoint has not. ``sources`` are what renamed ones were looked for as."""
 
-    def __init__(self, names: Sequence[str], step: int, sources: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        step: int,
+        sources: Mapping[str, str] | None = None,
+        *,
+        way: str = "take it out of the state, restore another step, or let it keep what it has (strict=False)",
+    ) -> None:
+        """``way``: what to do about it, where it is no state that lacks them."""
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
         told = [both(name, self.sources.get(name, name)) for name in self.names]
-        super().__init__(
-            f"step {step} has no {few(told, quote=False)}: take it out of the state, restore another step, or let it keep what it has (strict=False)"
-        )
+        super().__init__(f"step {step} has no {few(told, quote=False)}: {way}")
 
 
 class EntryUnexpected(RestoreError):

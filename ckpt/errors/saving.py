@@ -88,8 +88,8 @@ class TierNotShared(CommitError):
     def __init__(self, root: str, ranks: Sequence[int]) -> None:
         self.root, self.ranks = root, tuple(ranks)
         super().__init__(
-            f"rank(s) {', '.join(map(str, self.ranks))} have made their part durable in {root}, where the leader does not see it: "
-            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else let all nodes see one folder"
+            f"the leader does not see in {root} what rank(s) {', '.join(map(str, self.ranks))} have made durable in theirs: "
+            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else give all ranks one folder that they see alike"
         )
 
 

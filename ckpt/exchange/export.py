@@ -60,7 +60,9 @@ def export(
         raise ConfigError(f"{out} is a URL: export to a local file or folder, and copy it from there")
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
-        raise EntryMissing(list(globs) or ["tensor"], reader.ref.step)
+        raise EntryMissing(
+            list(globs) or ["tensor"], reader.ref.step, way="`ckpt show` prints the names there are"
+        )
     stored = {reader.tensors[name].name: reader.tensors[name] for name in names}
     nbytes = sum(tensor.nbytes for tensor in stored.values())
     notes = Notes()

@@ -125,3 +125,18 @@ def test_a_job_that_is_dead_on_this_machine_is_no_obstacle(cli: Cli) -> None:
         owner = Path("runs/writer.json").read_bytes()
     Path("runs/writer.json").write_bytes(owner.replace(b'"pid":', b'"pid":9'))
     assert cli("prune", "--keep-last", 1).code == 0
+
+
+def test_prune_of_a_root_that_is_not_there_is_no_success(cli: Cli) -> None:
+    ran = cli("prune", "--keep-last", 1, "--dry-run", "--root", "nope")
+    assert ran.code == 7
+    assert "no checkpoint" in ran.err
+
+
+def test_a_name_that_is_not_there_is_told_without_advice_for_a_state(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
+    ran = cli("export", "runs", "out.safetensors", "--name", "foo/*")
+    assert ran.code == 7
+    assert "ckpt show" in ran.err
+    assert "strict=False" not in ran.err
