@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from ckpt.catalog.index import committed, sweep
+from ckpt.catalog.index import attempts, committed, is_committed, sweep
 from ckpt.catalog.pruner import Pruner
 from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
@@ -242,6 +242,16 @@ class Lane:
         """The step that lies in the slot that is this file; -1 if there is none."""
         ref = self._lodgers.get(path)
         return -1 if ref is None else ref.step
+
+    @property
+    def newest_kept(self) -> int:
+        """The newest step of this job that lies here in memory; -1 if there is none."""
+        return max((ref.step for ref in self._lodgers.values()), default=-1)
+
+    def newest_committed(self) -> int:
+        """The newest step that the store has, of any job; -1 if there is none. Raises ``StorageError``."""
+        refs = attempts(self._backend)
+        return next((ref.step for ref in refs if is_committed(self._backend, ref)), -1)
 
     def close(self, durable_step: int) -> None:
         """Stop the threads and give the root back. Steps up to ``durable_step`` need not stay in memory."""

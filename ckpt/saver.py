@@ -6,6 +6,7 @@ at its own pace on a thread of its own, so that none holds up a nearer one, nor 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.drain import Drain, Waiting
-from ckpt.errors import SaveSkipped, TensorChanged
+from ckpt.errors import CkptError, SaveSkipped, TensorChanged
 from ckpt.lane import Lane
 from ckpt.model.layout import StepRef
 from ckpt.rank_files import SaveJob
@@ -87,6 +88,8 @@ class Saver:
         self._catch_up = self._catching_up(coordinator, config)
         self._lock = threading.Lock()
         self._durable_step = -1
+        self._restored_step = -1
+        self._is_leader = coordinator.rank == LEADER
         self._leaving: set[StepRef] = set()
         self._swept = False
         self._untaken: int | None = None
@@ -106,7 +109,7 @@ class Saver:
 
     def set_restored(self, ref: StepRef) -> None:
         """The job goes on from ``ref``. Older steps that an earlier job has left in memory are of no use any more."""
-        self._durable_step = min(self._durable_step, ref.step)
+        self._durable_step, self._restored_step = min(self._durable_step, ref.step), ref.step
         if self._catch_up is not None:
             self._catch_up.restored(ref)
         for lane in self._lanes:
@@ -172,8 +175,26 @@ class Saver:
             drain.close()
         if self._catch_up is not None:
             self._catch_up.close()
+        if self._is_leader:
+            self._tell_what_is_not_durable()
         for lane in self._lanes:
             lane.close(self._durable_step)
+
+    def _tell_what_is_not_durable(self) -> None:
+        """Where memory alone has even what this job went on from, or all that it did, the lanes' warnings of the last steps say too little."""
+        kept = max(lane.newest_kept for lane in self._lanes)
+        durable = [lane for lane in self._lanes if not lane.in_memory]
+        if not durable or kept <= self._durable_step or max(self._restored_step, 0) <= self._durable_step:
+            return
+        with contextlib.suppress(CkptError):  # a store that does not answer was told of before
+            newest = max(self._durable_step, *(lane.newest_committed() for lane in durable))
+            if newest < 0:
+                _log.warning("ckpt: no durable tier has any step of this run: all of it is lost with this machine's memory, in which step %d is", kept)  # fmt: skip
+            elif newest < self._restored_step:
+                _log.warning(
+                    "ckpt: the newest durable step is %d, older than %d, which this job went on from: all after it is lost with this machine's memory, in which step %d is",
+                    newest, self._restored_step, kept,
+                )  # fmt: skip
 
     def _goes_on(
         self, lane: Lane, farther: Sequence[Lane], job: SaveJob, error: BaseException, listener: Listener

@@ -240,3 +240,40 @@ def test_a_step_for_memory_alone_that_finds_no_room_is_skipped(near):
         save = manager.save_async({"x": torch.ones(60 << 20)}, 3)
         assert isinstance(save.exception(20), SaveSkipped)
         manager.save({"x": torch.ones(60 << 20)}, 10)
+
+
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [(10, "no durable tier has any step of this run"), (0, "newest durable step is 0, older than 10")],
+)
+def test_closing_says_when_even_what_was_restored_is_in_memory_only(near, caplog, before, told):
+    """``before``: the first step that is saved; 10 is the last before the job dies, and no durable tier takes it."""
+    tiers, _ = near
+    disk = tiers[1].url
+    start = f"""
+import os, torch
+from ckpt import CheckpointManager, Tier
+manager = CheckpointManager([Tier("memory"), Tier({disk!r}, every=100)])
+for step in {sorted({before, 10})}:
+    manager.save({{"x": torch.ones(3)}}, step)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", start], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with CheckpointManager([Tier("memory"), Tier(disk, every=100)]) as manager:
+        assert manager.restore({"x": torch.zeros(3)}).step == 10
+        for step in range(11, 15):
+            manager.save({"x": torch.ones(3)}, step)
+    assert told in caplog.text
+    assert caplog.text.count("lost with this machine's memory, in which step 14 is") == 1
+
+
+def test_closing_says_nothing_of_that_where_the_restored_step_is_durable(near, caplog):
+    tiers, _ = near
+    with CheckpointManager(tiers) as manager:
+        manager.save({"x": torch.ones(3)}, 10)
+    with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
+        assert manager.restore({"x": torch.zeros(3)}).step == 10
+        manager.save({"x": torch.ones(3)}, 11)
+    assert "step 11 is in memory only" in caplog.text
+    assert "lost with" not in caplog.text

@@ -21,6 +21,7 @@ from functools import partial
 
 from ckpt.catalog.found import OnRepair
 from ckpt.catalog.origin import Origin
+from ckpt.catalog.otherwise import clear_unnamed, encoded_otherwise
 from ckpt.catalog.verify import (
     Meter,
     OnProgress,
@@ -69,6 +70,7 @@ def fetch_step(
     """Make a committed step of ``source`` one of ``destination``.
 
     On an error, what is finished stays for the next try, and the step is not listed at the destination (unless it was before).
+    A destination where the step is encoded otherwise is left alone if it is intact; else it gets the step as it lies at the source.
 
     Args:
         others: Where to look for what the source has not intact, nearest first.
@@ -77,7 +79,7 @@ def fetch_step(
     Raises:
         ChecksumMismatch, ManifestCorrupt, FormatTooNew: All sources are damaged. Any ``IntegrityError`` is about the sources.
         IntegrityError: They lack a file, or a file cannot be read where it should have bytes.
-        ObjectExists: The destination has an intact manifest of this very attempt that differs.
+        ObjectExists: The destination has an intact manifest of this very attempt that differs, and not only in how files are encoded.
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
@@ -85,7 +87,13 @@ def fetch_step(
     with _about_the_source():
         found = origin.whole(lambda found: origin.filled(found, None))
     manifest, packed = found.manifest, found.packed
-    _make_way(destination, ref, packed, retry)
+    old = encoded_otherwise(destination, ref, manifest, packed, retry)
+    if old is None:
+        _make_way(destination, ref, packed, retry)
+    elif not _wrong(destination, ref, old, workers, retry):
+        return FetchReport(
+            ref=ref, nbytes=old.stored_bytes, copied_bytes=0, seconds=time.perf_counter() - start
+        )
     missing, encodings = _missing(destination, ref, manifest, workers, retry), manifest.encodings()
     if not others:
         for fault in size_faults(source, ref, missing, workers=workers, retry=retry, encodings=encodings):
@@ -94,9 +102,13 @@ def fetch_step(
     meter = Meter(manifest.stored_bytes, on_progress)
     meter.add(manifest.stored_bytes - copied)
     copy_files(origin, missing, destination, encodings=encodings, workers=workers, retry=retry, meter=meter)
+    if old is not None:  # not before all of the data is there
+        retry.call(partial(destination.delete, ref.manifest))
     copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
     look = partial(_look, destination, ref, manifest, workers, retry)
     commit_copy(destination, ref, packed, retry, look=look)
+    if old is not None:
+        clear_unnamed(destination, ref, manifest, retry)
     return FetchReport(
         ref=ref, nbytes=manifest.stored_bytes, copied_bytes=copied, seconds=time.perf_counter() - start
     )
@@ -188,23 +200,28 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
     except IntegrityError:
         retry.call(partial(destination.delete, ref.manifest))
         return
-    raise ObjectExists(ref.manifest, f"{destination.url} has another manifest of the same attempt")
+    raise ObjectExists(
+        ref.manifest,
+        f"{destination.url} has another manifest of the same attempt: remove the folder {ref.folder} there, then copy again",
+    )
 
 
 def _missing(
     destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
 ) -> list[File]:
-    faults, _ = verify_files(
-        destination,
-        ref,
-        manifest.files,
-        workers=workers,
-        on_progress=None,
-        retry=retry,
-        encodings=manifest.encodings(),
-    )
-    wrong = {fault.key for fault in faults}
+    wrong = _wrong(destination, ref, manifest, workers, retry)
     return [file for file in manifest.files if ref.key(file.name) in wrong]
+
+
+def _wrong(
+    destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
+) -> set[str]:
+    """Keys of data files that are not there as they should be."""
+    faults, _ = verify_files(
+        destination, ref, manifest.files,
+        workers=workers, on_progress=None, retry=retry, encodings=manifest.encodings(),
+    )  # fmt: skip
+    return {fault.key for fault in faults}
 
 
 def _copy_fragment(

@@ -13,7 +13,6 @@ from ckpt.cli.options import ConfigFileOption, JsonOption, open_root, workers_fo
 if TYPE_CHECKING:
     from ckpt.errors import CkptError
     from ckpt.model.layout import StepRef
-    from ckpt.model.manifest import Chunk, Manifest
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 
@@ -122,19 +121,16 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
     """Bytes of the step, if the destination has the same chunks, however they are encoded there; None if it has not."""
     from ckpt.catalog.index import read_manifest, read_packed
     from ckpt.errors import IntegrityError, ObjectNotFound
+    from ckpt.plan.rebase import same_chunks
 
     _, packed = read_packed(source, ref)
     try:
         there, same = read_packed(destination, ref)
-        if same == packed or _chunks(read_manifest(destination, ref)) == _chunks(read_manifest(source, ref)):
+        if same == packed or same_chunks(read_manifest(destination, ref), read_manifest(source, ref)):
             return there.stored_bytes
         return None
     except (ObjectNotFound, IntegrityError):
         return None
-
-
-def _chunks(manifest: Manifest) -> list[tuple[int, tuple[Chunk, ...]]]:
-    return [(file.rank, file.chunks) for file in manifest.files]
 
 
 def _check_apart(source: str, destination: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, open_root, size_bytes, workers_for
+from ckpt.cli.options import JsonOption, naming_the_one_before, open_root, size_bytes, workers_for
 
 if TYPE_CHECKING:
     from ckpt.exchange.export import Exported
@@ -79,10 +79,14 @@ def export(
 
     chosen = kind or _format_of(out)
     backend = open_root(root)
-    ref = find(backend, step)[0]
-    manifest = read_manifest(backend, ref)
-    with workers_for(backend) as workers, output.progress(f"step {ref.step}") as bar:
-        reader = StepReader(backend, ref, manifest, workers)
+    refs = find(backend, step)
+    ref = refs[0]
+    with (
+        workers_for(backend) as workers,
+        output.progress(f"step {ref.step}") as bar,
+        naming_the_one_before(refs, step),
+    ):
+        reader = StepReader(backend, ref, read_manifest(backend, ref), workers)
 
         def start(nbytes: int) -> None:
             reader.on_bytes = Meter(nbytes, bar).add

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ import typer
 if TYPE_CHECKING:
     from ckpt.config import Tier
     from ckpt.errors import CkptError
+    from ckpt.model.layout import StepRef
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 
@@ -61,6 +64,22 @@ def open_root(root: str | None, config: str | None = None) -> StorageBackend:
 
     tier = resolve_tier(root, config)
     return open_backend(tier.url, tier.options)
+
+
+@contextmanager
+def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generator[None]:
+    """Inside, damage to the first of ``refs``, which is read because no ``step`` was named, tells which is there before it."""
+    from ckpt.errors import FormatTooNew, IntegrityError
+
+    try:
+        yield
+    except FormatTooNew:  # not damage
+        raise
+    except IntegrityError as error:
+        before = next((ref.step for ref in refs if ref.step < refs[0].step), None)
+        if step is None and before is not None:
+            error.args = (f"{error}; the step before it is there too: --step {before}",)
+        raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,7 @@ def _try(
     workers: Workers,
     bar: OnProgress | None,
 ) -> _Found | IntegrityError:
-    from ckpt.catalog.transfer import fetch_step
+    from ckpt.catalog.fetch import fetch_nearest
     from ckpt.catalog.verify import verify_step
     from ckpt.cli import output
     from ckpt.errors import FormatTooNew, IntegrityError
@@ -202,10 +202,9 @@ def _try(
         )
     repaired: list[Repair] = []
     try:
-        fetched = fetch_step(
-            sources[0], ref, destination,
-            workers=workers, on_progress=bar, others=sources[1:], on_repair=repaired.append,
-        )  # fmt: skip
+        fetched = fetch_nearest(
+            sources, ref, destination, workers=workers, on_progress=bar, on_repair=repaired.append
+        )
     except FormatTooNew:
         raise  # not damage: an older step would hide it
     except IntegrityError as error:

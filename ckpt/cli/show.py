@@ -13,6 +13,7 @@ from ckpt.cli.options import (
     JsonOption,
     RootOption,
     StepOption,
+    naming_the_one_before,
     one_step,
     open_root,
 )
@@ -51,8 +52,11 @@ def show(
     from ckpt.cli import output
 
     backend = open_root(root, config)
-    ref = find(backend, one_step(step, step_too))[0]
-    manifest = read_manifest(backend, ref)
+    wanted = one_step(step, step_too)
+    refs = find(backend, wanted)
+    ref = refs[0]
+    with naming_the_one_before(refs, wanted):
+        manifest = read_manifest(backend, ref)
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))
         return

@@ -16,6 +16,13 @@ def same_file(one: Manifest, two: Manifest, rank: int) -> bool:
     return here == there and one.encodings().get(rank) == two.encodings().get(rank)
 
 
+def same_chunks(one: Manifest, two: Manifest) -> bool:
+    """Whether both hold the same bytes, however they are encoded."""
+    return [(file.rank, file.chunks) for file in one.files] == [
+        (file.rank, file.chunks) for file in two.files
+    ]
+
+
 def rebase(reads: Iterable[ChunkRead], here: Manifest, there: Manifest) -> list[tuple[ChunkRead, ChunkRead]]:
     """Pairs of a read of ``here`` and the one of ``there`` for the same chunk, in order; chunks that ``there`` does not have are left out."""
     if here.encoded == there.encoded and here.files == there.files:
