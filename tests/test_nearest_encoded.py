@@ -102,7 +102,7 @@ def test_the_verb_restore_mends_what_is_raw_near_from_what_is_encoded_far(
 def test_the_verb_copy_takes_the_same_chunks_for_the_same_step(
     tiers: list[Tier], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for arguments, result in (((), "already there"), (("--check",), "not copied")):
+    for arguments, result in (((), "already there"), (("--check",), "intact")):
         monkeypatch.setattr(sys, "argv", ["ckpt", "copy", tiers[0].url, tiers[1].url, "--json", *arguments])
         main()
         (step,) = json.loads(capsys.readouterr().out)["steps"]

@@ -95,12 +95,8 @@ def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -
         assert manager.latest_step() == SAVES
         del pending
     closed = footprint()
-    assert (after.shared, after.mappings, after.descriptors, after.threads) == (
-        warm.shared,
-        warm.mappings,
-        warm.descriptors,
-        warm.threads,
-    )
+    assert (after.shared, after.mappings, after.threads) == (warm.shared, warm.mappings, warm.threads)
+    assert after.descriptors <= warm.descriptors  # the pruner may have had a folder open when it was counted
     assert after.resident - warm.resident < SPARE_BYTES, (warm, after)
     assert (closed.shared, closed.mappings) == (0, 0), closed
     assert closed.descriptors <= before.descriptors, (before, closed)
