@@ -39,7 +39,7 @@ class Life:
     resumed_from: str
     resumed_step: int
     restore_s: float
-    stall_ms: float
+    stall_ms: float | None
     durable_s: dict[str, float]
     equal_losses: int
     compared: int
@@ -124,7 +124,7 @@ def look_back(log: Path, expected: dict[int, str]) -> Life:
         resumed_from=tier_of(restored[0]["tier"]) if restored else "",
         resumed_step=restored[0]["step"] if restored else 0,
         restore_s=restored[0]["seconds"] if restored else 0.0,
-        stall_ms=statistics.median(stalls) * 1e3 if stalls else 0.0,
+        stall_ms=statistics.median(stalls) * 1e3 if stalls else None,
         durable_s={
             tier: statistics.median(seconds for _, seconds in ends)
             for tier, ends in committed(log).items()
@@ -146,9 +146,9 @@ def show(folder: Path, options: list[str]) -> list[Life]:
         roots = ["memory", str(root), "s3://bucket/gpt"]
         before = memory_folders()
 
-        def saved(log: Path, tier: str, count: int = 2) -> Callable[[], bool]:
-            """So many saves of that life have arrived at the tier."""
-            return lambda: len(committed(log)[tier]) >= count
+        def saved(log: Path, tier: str) -> Callable[[], bool]:
+            """Two saves of that life have arrived at the tier."""
+            return lambda: len(committed(log)[tier]) >= 2
 
         try:
             console.rule("killed once two steps are in memory")
@@ -156,8 +156,8 @@ def show(folder: Path, options: list[str]) -> list[Life]:
             console.rule("killed once two more are on the disk; then the memory is wiped")
             live(roots, logs[1], options, endpoint, saved(logs[1], DISK))
             wipe(memory_folders() - before)
-            console.rule("killed once one more is on S3; then memory and disk are wiped")
-            live(roots, logs[2], options, endpoint, saved(logs[2], S3, 1))
+            console.rule("killed once two more are on S3; then memory and disk are wiped")
+            live(roots, logs[2], options, endpoint, saved(logs[2], S3))
             wipe((memory_folders() - before) | {str(root)})
             console.rule("to the end")
             live(roots, logs[3], options, endpoint, lambda: False)
@@ -190,7 +190,7 @@ def tabulate(lives: list[Life]) -> Table:
             f"life {number + 1}",
             f"{life.resumed_from}, step {life.resumed_step}" if life.resumed_from else "the start",
             f"{life.restore_s * 1e3:.0f} ms" if life.resumed_from else "",
-            f"{life.stall_ms:.2f} ms",
+            "-" if life.stall_ms is None else f"{life.stall_ms:.2f} ms",
             *(f"{life.durable_s[t] * 1e3:.0f} ms" if t in life.durable_s else "" for t in (MEMORY, DISK, S3)),
             f"{life.equal_losses} of {life.compared}",
         )

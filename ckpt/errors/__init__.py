@@ -131,3 +131,6 @@ __all__ = [
     "about",
     "placed",
 ]
+
+for _name in __all__:  # in a traceback an error has the name that a user imports it by
+    globals()[_name].__module__ = __name__

@@ -109,7 +109,7 @@ def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Pat
         "--folder",
         str(tmp_path / "demo"),
         "--steps",
-        "48",
+        "96",
         "--save-every",
         "3",
         "--width",

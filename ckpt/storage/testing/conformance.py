@@ -311,7 +311,7 @@ class BackendConformance(UploadConformance):
     def test_errors_are_ours_and_name_no_vendor(self, backend: StorageBackend) -> None:
         with pytest.raises(CkptError) as caught:
             backend.head("missing")
-        assert type(caught.value).__module__.startswith("ckpt.errors.")
+        assert type(caught.value).__module__ == "ckpt.errors"
 
     def test_the_url_is_for_people(self, backend: StorageBackend) -> None:
         assert backend.url
