@@ -582,7 +582,7 @@ def _words(ranks: int) -> dict[str, float]:
 
         def _get(self, key: str) -> bytes:
             count[0] += 1
-            return super()._get(key)
+            return super()._look(key)
 
         def _are_there(self, keys: list[str]) -> bool:
             count[0] += 1

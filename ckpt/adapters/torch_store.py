@@ -31,6 +31,8 @@ _REST: Final = 4
 """A look at thousands of ranks takes seconds of the store's time: so many times as long nobody looks after it."""
 _BLOCK: Final = 256
 """Keys in a request: the server's time for one grows faster than linearly with them, and a request for each costs seven times as much (docs/scale.md)."""
+_NOTHING: Final = "\0"
+"""No word: what a store answers to "if this is there, put this" where there is nothing."""
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
 """How long rank 0 waits at the end for ranks that are slower."""
@@ -66,8 +68,9 @@ class TorchStoreCoordinator:
         while keys:
             self._wait([keys[max(keys)]], min(pause, deadline - time.monotonic()))
             began = time.monotonic()
-            if there := self._there(list(keys.items())):
-                return {rank: self._get(key) for rank, key in there}
+            words = {rank: self._look(key) for rank, key in self._there(list(keys.items()))}
+            if heard := {rank: word for rank, word in words.items() if word is not None}:
+                return heard
             if time.monotonic() >= deadline:
                 break
             pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - began))
@@ -80,9 +83,7 @@ class TorchStoreCoordinator:
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         """The verdict, or None after ``timeout`` seconds. Without any it is a look, no wait."""
         key = f"{subject}/verdict"
-        if timeout <= 0:
-            return self._get(key) if self._are_there([key]) else None
-        return self._get(key) if self._wait([key], timeout) else None
+        return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
         """Words are a few hundred bytes for each rank, tier and save: too much to keep for a month of training. Verdicts, one a save, stay."""
@@ -103,8 +104,10 @@ class TorchStoreCoordinator:
             while self.rank == 0 and missing and sys.exception() is None and time.monotonic() < deadline:
                 missing -= self.hear("bye", missing, timeout=deadline - time.monotonic()).keys()
 
-    def _get(self, key: str) -> bytes:
-        return _asked(lambda: self._store.get(key))
+    def _look(self, key: str) -> bytes | None:
+        """What is there now. Not the store's ``get``: that waits, for minutes, for a word that was forgotten since it was seen."""
+        found = _asked(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
+        return None if found == _NOTHING.encode() else found
 
     def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
         """Those that have a value: asked for block by block, and one by one only in a block that is not full."""

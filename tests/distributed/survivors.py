@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore
 
 from tests.distributed.launch import ROOT, WORKERS
@@ -30,20 +33,38 @@ def run_world(ranks: int, worker: str, *args: object, store_here: bool, timeout:
     if store_here:
         base["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         base["TORCHELASTIC_RESTART_COUNT"] = "0"
-    words = [sys.executable, "-W", "ignore", str(WORKERS / worker), *map(str, args)]
-    running = [
-        subprocess.Popen(
-            words, env=base | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        return [process.communicate(timeout=timeout)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-        del store
+    words = [sys.executable, "-X", "faulthandler", "-W", "ignore", str(WORKERS / worker), *map(str, args)]
+    with ExitStack() as running:
+        processes = [
+            running.enter_context(
+                subprocess.Popen(
+                    words,
+                    env=base | {"RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            return [process.communicate(timeout=timeout)[0] for process in processes]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not at their end after {timeout} s\n\n" + where_they_are(processes), pytrace=False)
+        finally:
+            for process in processes:
+                process.kill()
+            del store
+
+
+def where_they_are(processes: list[subprocess.Popen[str]]) -> str:
+    """What each has printed and, by ``-X faulthandler``, the stacks of those that live. Ends them."""
+    for process in processes:
+        process.send_signal(signal.SIGABRT)
+        process.send_signal(signal.SIGCONT)
+    return "\n\n".join(
+        f"rank {rank}:\n{process.communicate()[0][-10_000:]}" for rank, process in enumerate(processes)
+    )
 
 
 def told(outputs: list[str], *ranks: int) -> str:

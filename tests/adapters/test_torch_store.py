@@ -1,0 +1,74 @@
+"""The job's store as coordinator, over a real TCPStore."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ckpt.adapters.torch_store import TorchStoreCoordinator
+
+
+@pytest.fixture
+def coordinator() -> Iterator[TorchStoreCoordinator]:
+    """Rank 0 of one; words of other ranks are put by the tests."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield TorchStoreCoordinator()
+    finally:
+        dist.destroy_process_group()
+
+
+class Forgetful:
+    """A store in which a word is forgotten right after it was seen, as a faster rank does."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        seen = self._store.check(keys)
+        if self._key in keys:
+            self._store.delete_key(self._key)
+        return bool(seen)
+
+
+def test_words_that_have_come_are_heard_and_others_are_not_waited_for(
+    coordinator: TorchStoreCoordinator,
+) -> None:
+    coordinator.tell("x", b"mine")
+    began = time.monotonic()
+    assert coordinator.hear("x", {0, 1}, timeout=5) == {0: b"mine"}
+    assert time.monotonic() - began < 4
+    coordinator.forget("x")
+    assert coordinator.hear("x", {0, 1}, timeout=0.1) == {}
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_word_forgotten_between_two_requests_holds_nobody_up(
+    coordinator: TorchStoreCoordinator, gone: int
+) -> None:
+    store: Any = coordinator._store
+    store.set("x/1", "one")
+    store.set("x/2", "two")
+    coordinator._store = Forgetful(store, f"x/{gone}")  # type: ignore[assignment]
+    began = time.monotonic()
+    assert coordinator.hear("x", {1, 2}, timeout=3) == {3 - gone: b"one" if gone == 2 else b"two"}
+    assert time.monotonic() - began < 2
+
+
+def test_the_first_verdict_stands_and_looking_does_not_make_one(coordinator: TorchStoreCoordinator) -> None:
+    assert coordinator.verdict("x", timeout=0) is None
+    assert coordinator.verdict("x", timeout=0.05) is None
+    assert coordinator.decide("x", b"yes") == b"yes"
+    assert coordinator.clone().decide("x", b"no") == b"yes"
+    assert coordinator.verdict("x", timeout=0) == coordinator.verdict("x", timeout=1) == b"yes"
