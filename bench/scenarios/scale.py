@@ -580,7 +580,7 @@ def _words(ranks: int) -> dict[str, float]:
             self.rank, self.world_size, self.attempt = 0, ranks, "abc123def456"
             self._store = store
 
-        def _get(self, key: str) -> bytes:
+        def _look(self, key: str) -> bytes | None:
             count[0] += 1
             return super()._look(key)
 
