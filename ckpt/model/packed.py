@@ -96,13 +96,14 @@ _form: Final = msgspec.json.Decoder(Form)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """A form, as arrays. ``starts`` and ``counts``: of each shard its first chunk, and how many it has; ``size`` of the file in bytes."""
+    """A form, as arrays. Of each shard ``most``: the offsets it may have at most; ``starts`` and ``counts``: its first chunk, and how many it has. ``size`` of the file in bytes."""
 
     headings: tuple[Heading, ...]
     dims: int
     tensor: Ints
     place: Ints
     shape: Ints
+    most: Ints
     chunks: Ints
     starts: Ints
     counts: Ints
@@ -249,12 +250,12 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str) -> Columns:
     require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
     require(bool((shape >= 0).all()), key, "a shard of less than nothing")
-    whole = _padded(headings, dims)[tensor]
-    require(bool((shape <= whole).all()), key, "a box is not inside the shape of its tensor")
+    most = _padded(headings, dims)[tensor] - shape
+    require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
     starts, counts = _chunks_of(headings, tensor, place, shape, chunks, chunk_bytes, key)
     return Columns(
-        headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, chunks=chunks, starts=starts,
-        counts=counts, size=_total(chunks),
+        headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, most=most, chunks=chunks,
+        starts=starts, counts=counts, size=_total(chunks),
     )  # fmt: skip
 
 
@@ -265,8 +266,7 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
     offsets = (
         found.reshape(-1, columns.dims) if columns.dims else np.zeros((len(columns.tensor), 0), np.int64)
     )
-    whole = _padded(columns.headings, columns.dims)[columns.tensor]
-    inside = (offsets >= 0) & (offsets <= whole - columns.shape)
+    inside = (offsets >= 0) & (offsets <= columns.most)
     require(bool(inside.all()), key, "a box is not inside the shape of its tensor")
     return offsets
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.scenarios.scale import Job, World, model_of
+from bench.worlds import Job, World, model_of
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.layout import fragment_name
