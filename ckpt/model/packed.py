@@ -90,6 +90,11 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 Heading = tuple[str, str, tuple[int, ...]]
 """Name, dtype and global shape of a tensor."""
 
+Table = tuple[tuple[Heading, ...], Ints, Ints]
+"""Tensors of a form; of each the bytes of an element, and its shape with ones behind it."""
+Tables = dict[tuple[bytes, int], Table]
+"""By JSON and dimensions."""
+
 _headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
 _form: Final = msgspec.json.Decoder(Form)
 
@@ -226,23 +231,21 @@ def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
         raise ManifestCorrupt(key, str(error)[:200]) from None
 
 
-def columns_of(form: bytes, chunk_bytes: int, *, key: str) -> Columns:
-    """A form unpacked and checked: all that can be known of it without offsets and file.
+def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None = None) -> Columns:
+    """A form unpacked and checked: all that can be known of it without offsets and file. ``known``: what forms before it were about, most often the same tensors; filled.
 
     Raises:
         ManifestCorrupt: It is none that we write.
     """
     try:
         found = _form.decode(_unpacked(form, key))
-        headings = _headings.decode(found.tensors)
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
-    dims = found.dims
-    require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
-    seen: set[str] = set()
-    for name, dtype, shape in headings:
-        check_tensor(name, dtype, shape, seen, key)
-        require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
+    dims, known = found.dims, {} if known is None else known
+    about = bytes(found.tensors), dims
+    if about not in known:
+        known[about] = _table(found.tensors, dims, key)
+    headings, itemsize, whole = known[about]
     rows, chunks = _numbers(found.shards, key), _numbers(found.chunks, key)
     require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
     table = rows.reshape(-1, 2 + dims)
@@ -250,9 +253,9 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str) -> Columns:
     require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
     require(bool((shape >= 0).all()), key, "a shard of less than nothing")
-    most = _padded(headings, dims)[tensor] - shape
+    most = whole[tensor] - shape
     require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
-    starts, counts = _chunks_of(headings, tensor, place, shape, chunks, chunk_bytes, key)
+    starts, counts = _chunks_of(headings, itemsize[tensor], tensor, place, shape, chunks, chunk_bytes, key)
     return Columns(
         headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, most=most, chunks=chunks,
         starts=starts, counts=counts, size=_total(chunks),
@@ -294,6 +297,7 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
 
 def _chunks_of(
     headings: tuple[Heading, ...],
+    itemsize: Ints,
     tensor: Ints,
     place: Ints,
     shape: Ints,
@@ -303,9 +307,8 @@ def _chunks_of(
 ) -> tuple[Ints, Ints]:
     """Of each shard its first chunk, and how many: they must be just those that ``split_rows`` makes."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
-    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     nbytes = (
-        np.prod(shape, axis=1, dtype=np.int64) * itemsize[tensor]
+        np.prod(shape, axis=1, dtype=np.int64) * itemsize
     )  # below 2**63: it fits a shape that was checked
     solid = nbytes > 0
     starts = np.searchsorted(edges, place)
@@ -316,8 +319,7 @@ def _chunks_of(
     one = np.where(solid, chunks[starts] if len(chunks) else 0, 0) == nbytes
     for row in np.flatnonzero(~one | (nbytes > chunk_bytes)).tolist():
         first = int(starts[row])
-        _, dtype, whole = headings[int(tensor[row])]
-        size = DTYPES[dtype].itemsize
+        whole, size = headings[int(tensor[row])][2], int(itemsize[row])
         # asked before the parts are listed: a few bytes of nonsense must not claim more parts than the file has chunks
         require(
             int(nbytes[row]) <= (len(chunks) - first) * chunk_bytes,
@@ -335,9 +337,19 @@ def _chunks_of(
     return starts, counts
 
 
-def _padded(headings: tuple[Heading, ...], dims: int) -> Ints:
+def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
+    try:
+        headings = _headings.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
+    require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
+    seen: set[str] = set()
+    for name, dtype, shape in headings:
+        check_tensor(name, dtype, shape, seen, key)
+        require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
+    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+    return headings, itemsize, np.array(rows, dtype=np.int64).reshape(len(rows), dims)
 
 
 def _bytes(numbers: list[Any]) -> bytes:
