@@ -67,7 +67,7 @@ def model_of(tensors: int) -> list[Named]:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A mesh. ``mesh``: its dimensions, outermost first."""
+    """A mesh. ``mesh``: its dimensions, outermost first. ``hsdp`` shards over 256 ranks at most, ``hsdp2`` over half of them."""
 
     layout: str
     ranks: int
@@ -78,14 +78,21 @@ class World:
         if self.layout == "3d":  # pipeline, data, tensor
             stages = min(16, max(1, self.ranks // (_TP * 2)))
             return stages, self.ranks // (stages * _TP), _TP
-        return (
-            (max(2, self.ranks // 256), min(256, self.ranks // 2)) if self.layout == "hsdp" else (self.ranks,)
-        )
+        if self.layout == "hsdp":
+            return max(2, self.ranks // 256), min(256, self.ranks // 2)
+        return (2, self.ranks // 2) if self.layout == "hsdp2" else (self.ranks,)
+
+    def alike(self, rank: int) -> tuple[int, ...]:
+        """The same for ranks that hold the same replicas."""
+        at = tuple(map(int, np.unravel_index(rank, self.mesh)))
+        return {"fsdp2": (), "3d": at[:2]}.get(self.layout, at[1:])
 
     def leaves(self, rank: int) -> list[Leaf]:
         """What ``rank`` holds."""
         at = tuple(map(int, np.unravel_index(rank, self.mesh)))
-        held = {"fsdp2": self._fsdp2, "hsdp": self._hsdp, "3d": self._three}[self.layout](rank, at)
+        held = {"fsdp2": self._fsdp2, "hsdp": self._hsdp, "hsdp2": self._hsdp, "3d": self._three}[
+            self.layout
+        ](rank, at)
         known: dict[tuple[Any, ...], Leaf | None] = {}
         found: list[Leaf] = []
         for each in self.model:
@@ -257,7 +264,7 @@ class Job:
 
     def again(self, packed: Packed, rank: int, step: int, leaves: list[Leaf]) -> Packed:
         """The next save of a rank: other bytes in the same places."""
-        mark = step, leaves[0].name, *(leaf.boxes for leaf in leaves if len(leaf.replicas) > 1)
+        mark = step, self.world.alike(rank)
         if mark not in self._marks:
             told = self._digests_of(leaves, step)
             self._marks[mark] = (

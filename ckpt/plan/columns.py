@@ -173,7 +173,13 @@ class _Rows:
         boxes = np.zeros((len(tensor), 1 + 2 * dims), dtype=np.int64)
         boxes[:, 1 + dims :] = 1
         boxes[:, 1 + dims : 1 + dims + form.dims] = form.shape
-        return cls(tensor, nth, (tensors, counts), boxes, np.stack([form.starts, form.counts], axis=1))
+        return cls(
+            tensor,
+            nth,
+            (tensors, counts),
+            boxes,
+            np.stack([form.starts, form.counts], axis=1).astype(np.int32),
+        )
 
 
 class _World:

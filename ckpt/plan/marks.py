@@ -30,10 +30,9 @@ def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
 def _hashed(replicas: Mapping[str, str]) -> Ints:
     """Of each digest what it is of, and itself."""
     parts = [mark.partition("=") for mark in replicas.values()]
-    what = map(hash, zip(replicas, (boxes for boxes, _, _ in parts), strict=True))
-    digest = (hash(digest) for _, _, digest in parts)
-    count = len(parts)
-    return np.stack([np.fromiter(what, np.int64, count), np.fromiter(digest, np.int64, count)])
+    what = zip(replicas, [boxes for boxes, _, _ in parts], strict=True)
+    digest = [digest for _, _, digest in parts]
+    return np.stack([np.fromiter(map(hash, each), np.int64, len(parts)) for each in (what, digest)])
 
 
 def check_replicas(marks: Marks) -> None:
