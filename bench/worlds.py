@@ -6,7 +6,6 @@ boxes begin share the work of ``plan.save``.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -218,7 +217,7 @@ class Job:
         plan, tensors = self.plans.of(rank, leaves)
         random = _random(rank, step, 16 * len(plan.chunks)).hex()
         chunks = tuple(Chunk(n, random[32 * i : 32 * i + 32]) for i, n in enumerate(plan.chunks))
-        marks = self._digests_of(leaves, step)
+        marks = self._digests_of(rank, leaves, step)
         return Fragment(
             format=model.FORMAT, step=step, attempt="abc123def456", rank=rank, world_size=self.world.ranks, created_at=float(step),
             chunk_bytes=CHUNK_BYTES, file=File(data_name(rank), rank, plan.size, chunks), tensors=tensors, tied={},
@@ -226,14 +225,16 @@ class Job:
             metadata=msgspec.Raw(b"{}"),
         )  # fmt: skip
 
-    def _digests_of(self, leaves: list[Leaf], step: int) -> dict[str, str]:
-        """Of the replicas that a rank holds: as a save tells them, and as long."""
-        told: dict[str, str] = {}
-        for leaf in leaves:
-            if len(leaf.replicas) > 1 and leaf.boxes:
-                boxes = f"{leaf.boxes[0].offsets}{leaf.boxes[0].shape}"
-                told[leaf.name] = f"{boxes}={_digest(f'{leaf.name}{boxes}{step}')}"
-        return told
+    def _digests_of(self, rank: int, leaves: list[Leaf], step: int) -> dict[str, str]:
+        """Of the replicas that a rank holds: as a save tells them, and as long. What everybody holds has one digest."""
+        held = [leaf for leaf in leaves if len(leaf.replicas) > 1 and leaf.boxes]
+        random = np.random.default_rng((*self.world.alike(rank), step)).bytes(32 * len(held)).hex()
+        boxes = {id(leaf.boxes): f"{leaf.boxes[0].offsets}{leaf.boxes[0].shape}=" for leaf in held}
+        digests = (random[at : at + 64] for at in range(0, len(random), 64))
+        return {
+            leaf.name: boxes[id(leaf.boxes)] + (told if leaf.shape else f"{step:064}")
+            for leaf, told in zip(held, digests, strict=True)
+        }
 
     def packed(self, rank: int, step: int, leaves: list[Leaf]) -> Packed:
         """As ``pack_fragment`` gives it: by itself on the first rank of a kind, which is compared with the shortcut taken for the others."""
@@ -243,9 +244,7 @@ class Job:
         if key not in self._kinds:
             whole = pack_fragment(self.fragment(rank, step, leaves))
             plan, like = self.plans.known[key]
-            index = np.array(
-                sorted(item.leaf for item in plan.items), dtype=np.int64
-            )  # of each row of the form
+            index = np.array(sorted(item.leaf for item in plan.items), dtype=np.int64)  # rows of the form
             starts = _starts(like)
             within = (
                 np.frombuffer(zstandard.decompress(whole.offsets), "<i8").reshape(len(index), -1)
@@ -266,7 +265,7 @@ class Job:
         """The next save of a rank: other bytes in the same places."""
         mark = step, self.world.alike(rank)
         if mark not in self._marks:
-            told = self._digests_of(leaves, step)
+            told = self._digests_of(rank, leaves, step)
             self._marks[mark] = (
                 zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3) if told else b""
             )
@@ -282,10 +281,6 @@ def _starts(leaves: Sequence[Leaf]) -> Any:
 
 def _random(rank: int, step: int, nbytes: int) -> bytes:
     return np.random.default_rng((rank, step)).bytes(nbytes)
-
-
-def _digest(seed: str) -> str:
-    return hashlib.blake2b(seed.encode(), digest_size=32).hexdigest()
 
 
 def _tree(named: Sequence[Named]) -> msgspec.Raw:

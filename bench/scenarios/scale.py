@@ -28,7 +28,9 @@ _WRITERS: Final = 2  # processes that play the ranks
 @dataclass(frozen=True, kw_only=True)
 class Options:
     ranks: tuple[int, ...] = told((64, 256, 1024, 4096, 16384), "sizes of the worlds")
-    layouts: tuple[str, ...] = told(("fsdp2", "hsdp", "3d"), "fsdp2, hsdp, 3d")
+    layouts: tuple[str, ...] = told(
+        ("fsdp2", "hsdp", "hsdp2", "3d"), "fsdp2, hsdp, hsdp2 (sharded over half of the ranks), 3d"
+    )
     tensors: int = told(1000, "of the model and its optimizer")
     plain_to: int = told(
         256, "the largest world of the first layout that is also committed with everything in one manifest"
@@ -60,7 +62,7 @@ _NOTES: Final = (
     "`all in one`: the manifest of small worlds (formats 1 and 2), with everything in it, which is what a world of that size had before.",
     "A rank asks a TCPStore 4 things for each save (its word, wait, verdict, forget), the leader one more for each rank and one for each 256; of storage a rank asks 2 (data, fragment), the leader two more for each rank, and the manifest.",
 )
-_LABELS: Final = {"fsdp2": "FSDP2", "hsdp": "HSDP", "3d": "3-D"}
+_LABELS: Final = {"fsdp2": "FSDP2", "hsdp": "HSDP", "hsdp2": "HSDP, 2 copies", "3d": "3-D"}
 
 
 def run(bench: Bench, options: Options) -> Result:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from ckpt.errors import ReplicasDiverged, TensorIncomplete
@@ -160,7 +161,7 @@ class _Rows:
     nth: Ints
     held: tuple[Ints, Ints]
     boxes: Ints
-    chunks: Ints
+    chunks: npt.NDArray[np.int32]
 
     @classmethod
     def of(cls, form: Columns, number: Mapping[str, int], dims: int) -> _Rows:

@@ -44,7 +44,7 @@ def seconds(work: Callable[[], object]) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "3d"])
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "hsdp2", "3d"])
 def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> None:
     first: dict[int, float] = {}
     later: dict[int, float] = {}
