@@ -70,6 +70,8 @@ def run(bench: Bench, options: Options) -> Result:
     named = model_of(options.tensors)
     for ranks in options.ranks:
         for layout in options.layouts:
+            if layout == "hsdp2" and World("hsdp", ranks, named).mesh == World(layout, ranks, named).mesh:
+                continue
             for by_reference in (True, False):
                 if not by_reference and (ranks > options.plain_to or layout != options.layouts[0]):
                     continue
