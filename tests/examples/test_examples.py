@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_gpt_told_to_stop_saves_that_step_and_goes_on_from_it(tmp_path: Path) ->
 
 
 def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Path) -> None:
+    """And the memory of another job, which begins meanwhile, is not touched."""
     options = [
         "--json",
         "--folder",
@@ -118,7 +120,17 @@ def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Pat
         "--width",
         "64",
     ]
-    output = run("demo_tiers.py", *options)
+    other = Path(f"/dev/shm/ckpt-memory-{os.getuid()}-test-{os.getpid()}")
+    try:
+        with start("demo_tiers.py", *options) as process:
+            while not (tmp_path / "demo" / "life-0.jsonl").exists() and process.poll() is None:
+                time.sleep(0.01)
+            other.mkdir(mode=0o700)
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert other.exists()
+    finally:
+        shutil.rmtree(other, ignore_errors=True)
     lives = json.loads(output[output.index("\n[") :])
     assert [life["resumed_from"] for life in lives] == ["", "memory", "disk", "S3"]
     assert all(life["compared"] == life["equal_losses"] > 0 for life in lives)
