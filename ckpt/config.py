@@ -290,7 +290,7 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
     if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
         if root == MEMORY:
             raise ConfigError(
-                'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as the log and a restore report print it'
+                'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as `ckpt ls --root memory`, the log and a restore report print it'
             )
         return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
     for tier in tiers:
@@ -308,11 +308,6 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     lasting = tuple(tier for tier in load_config(config).tiers if not tier.url.startswith("memory:"))
     named = os.environ.get(ROOT_VARIABLE) and not config
     return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
-
-
-def resolve_root(flag: str | None) -> str:
-    """The URL of ``resolve_tier``."""
-    return resolve_tier(flag).url
 
 
 def ranks_on_this_node() -> int:

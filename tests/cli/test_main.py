@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.cli import output
-from tests.checkpoints import Written
-from tests.cli.conftest import Cli
+from ckpt.storage.api import StorageBackend
+from tests.checkpoints import Written, write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -62,7 +64,42 @@ def test_every_verb_has_help_with_examples(cli: Cli, verb: str) -> None:
 
 @pytest.mark.parametrize("args", [["nope"], ["ls", "--nope"], ["copy"], ["show", "x"], ["show", "-1"]])
 def test_a_wrong_call_exits_with_2(cli: Cli, args: list[str]) -> None:
-    assert cli(*args).code == 2
+    ran = cli(*args)
+    assert ran.code == 2
+    assert ran.out == ""
+    again = cli(*args, "--json")
+    assert again.code == 2
+    assert again.json["message"] in ran.err
+    assert again.err == ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["finalize", "²", "--root", "runs"], "² and --root runs are two places"),
+        (["prune", "--keep-best", "loss:min:²"], "keep_best"),
+        (["export", "runs", "x", "--format", "safetensors", "--max-shard-size", "9" * 400], "such as 5GB"),
+    ],
+)
+def test_a_number_that_is_none_is_told(
+    cli: Cli, steps: dict[int, Written], args: list[str], told: str
+) -> None:
+    ran = cli(*args)
+    assert ran.code == 2
+    assert told in ran.err
+
+
+def test_what_an_output_has_no_letters_for_is_escaped(cli: Cli, backend: StorageBackend) -> None:
+    write_checkpoint(backend, 1, {"größe": ARRAYS["count"]}, tree={"who": "naïve"})
+    done = run(
+        "ckpt show 2>err; ckpt show --json 2>>err; grep -v 'import time' err", PYTHONIOENCODING="ascii"
+    )
+    table, _, rest = done.stdout.partition("\n{")
+    assert r"gr\xf6\xdfe  float64" in table
+    assert r"'na\xefve'" in table
+    found = json.loads("{" + rest)
+    assert found["tensors"][0]["name"] == "größe"
+    assert found["tree"]["who"] == "naïve"
 
 
 @pytest.mark.parametrize(
