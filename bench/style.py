@@ -17,6 +17,9 @@ COLOURS: Final = {
     "ckpt.memory": "#075652",
     "ckpt.save_async": "#0b7a75",
     "ckpt.save": "#63b8ae",
+    "ckpt.fsdp2": "#0b7a75",
+    "ckpt.hsdp": "#63b8ae",
+    "ckpt.3d": "#054542",
     "torch.save": "#9aa5b1",
     "safetensors": "#d8b24a",
     "dcp.save": "#b4cdea",
@@ -71,6 +74,20 @@ def seconds(value: float) -> str:
         digits = 0 if size >= 0.0995 else 1 if size >= 0.00995 else 2
         return f"{value * 1e3:.{digits}f} ms"
     return f"{value:.2f} s" if size < 9.995 else f"{value:.1f} s"
+
+
+def round_bytes(most: float) -> int:
+    """The distance of marks on an axis of bytes: a power of two, of which about four make ``most``."""
+    return 1 << max(0, int(most / 4).bit_length() - 1)
+
+
+def log_marks(axis: Any) -> None:
+    """Marks on a logarithmic axis of heights: 1, 2 and 5 of each power of ten where there are few powers, so that every axis has some to read."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def tick(value: float, kind: Kind) -> str:
