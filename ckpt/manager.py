@@ -233,7 +233,8 @@ class CheckpointManager:
             replicas: Whether ranks that want the same bytes each read them, or one does and broadcasts them over gloo (``"broadcast"``: for a store that is slower than the network).
 
         Raises:
-            RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
+            RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact (the message says if tensors were overwritten).
+            StorageError, CommitTimeout: The tiers cannot be listed; other ranks did not come, or not back.
             ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
         """
         self._check_open()
