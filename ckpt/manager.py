@@ -56,13 +56,14 @@ class CheckpointManager:
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        config: How to save; single fields may be given as keywords (``on_busy="skip"``).
+        config: How to save: see `SaveConfig`; single fields may be given as keywords (``on_busy="skip"``).
         metadata: JSON values kept in every manifest.
         observers: Called with `ckpt.events`, also from background threads; must not block.
         coordinator: How ranks talk; found by itself.
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
+        CommitTimeout: There is a local tier, and some rank did not come within 300 s.
     """
 
     def __init__(
