@@ -21,6 +21,7 @@ from bench import scenarios
 from ckpt import CheckpointManager, SaveConfig, Tier, errors, events
 from ckpt.cli.main import app
 from ckpt.config import load_config
+from ckpt.storage.tiers import as_tiers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")})
@@ -287,6 +288,14 @@ def test_names_are_translated_as_shown(tmp_path: Path) -> None:
         state, net = {"model": Renamed("encoder")}, Renamed("backbone")
         exec(block("docs/restoring.md", "rename="), {"manager": manager, "state": state, "net": net})
         assert torch.equal(state["model"].encoder.weight, net.backbone.weight)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/nodes.md"])
+def test_tiers_are_named_as_shown(page: str) -> None:
+    lines = block(page, "CheckpointManager([").replace("from ckpt import", "# ")
+    names: dict[str, Any] = {"Tier": Tier, "CheckpointManager": as_tiers}  # no bucket is there to be opened
+    exec(lines, names)
+    assert [tier.url for tier in names["manager"]] == ["memory", "/nvme/ckpt", "s3://bucket/run42"]
 
 
 def test_a_model_on_meta_is_restored_as_shown(tmp_path: Path) -> None:
