@@ -235,7 +235,7 @@ class CheckpointManager:
 
         Raises:
             RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact (the message says if tensors were overwritten).
-            StorageError, CommitTimeout: The tiers cannot be listed; other ranks did not come, or not back.
+            StorageError, CommitTimeout, FormatTooNew: The tiers cannot be listed; ranks did not come, or not back; the step is of a later ckpt.
             ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
         """
         self._check_open()

@@ -34,7 +34,7 @@ class PerRank:
 
 
 class RngState:
-    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and on every CUDA device it has used.
+    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and, once CUDA is in use, on every CUDA device.
 
     Nearly always wrapped: ``PerRank(RngState())``.
     """

@@ -130,7 +130,7 @@ class TensorChanged(StagingError):
 
 
 class SaveSkipped(StagingError):
-    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank, or no tier takes this step. Nothing was written."""
+    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank, no tier takes this step, or another rank was told of an earlier failure instead. Nothing was written."""
 
     def __init__(self, step: int, reason: str = 'the save before still streams and on_busy="skip"') -> None:
         self.step, self.reason = step, reason
