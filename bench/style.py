@@ -139,7 +139,7 @@ def figure(
         drawn = plt.figure(figsize=size)
         yield drawn, plt
         width, height = size
-        caption = textwrap.wrap(f"{reading} {machine(result)}", int(width * 17))
+        caption = textwrap.wrap(f"{reading} {machine(result)}", int(width * 16))
         bottom = (len(caption) * 0.165 + 0.18) / height
         cases = result.cases()
         title = drawn.suptitle(

@@ -313,7 +313,8 @@ def test_a_layout_of_ones_own_is_saved_as_shown(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         names = {"rank": 0, "world": 1, "rows": 4, "columns": 3, "mine": mine, "step": 1, "manager": manager}
         exec(block("docs/restoring.md", "LocalShards"), names)
-    assert torch.equal(ckpt.open(tmp_path).tensor("table")[...], mine)
+    with ckpt.open(tmp_path) as opened:
+        assert torch.equal(opened.tensor("table")[...], mine)
 
 
 def test_a_checkpoint_is_opened_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
