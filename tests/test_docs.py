@@ -19,7 +19,7 @@ import ckpt
 from bench import __main__ as bench
 from bench import scenarios
 from ckpt import CheckpointManager, SaveConfig, Tier, errors, events
-from ckpt.cli.main import app
+from ckpt.cli.main import HELP, app
 from ckpt.config import load_config
 from ckpt.storage.tiers import as_tiers
 
@@ -138,13 +138,29 @@ def commands(program: str) -> list[str]:
     return sorted({line for line in lines if line.startswith(f"{program} ") and "..." not in line})
 
 
-@pytest.mark.parametrize("line", commands("ckpt"))
+def examples_of_help() -> list[str]:
+    """What ``ckpt --help`` and ``ckpt VERB --help`` show: the command, then two blanks or a pipe and other words."""
+    texts = [
+        HELP,
+        *(command.callback.__doc__ or "" for command in app.registered_commands if command.callback),
+    ]
+    lines = [line.strip() for text in texts for line in text.splitlines() if line.startswith("  ")]
+    return sorted({re.split(r"  | \| ", line)[0] for line in lines if line.startswith("ckpt ")})
+
+
+@pytest.mark.parametrize("line", sorted({*commands("ckpt"), *examples_of_help()}))
 def test_the_command_line_knows(line: str) -> None:
     verb, *words = shlex.split(line)[1:]
     there = getattr(typer.main.get_command(app), "commands", {})
     assert verb in there
     if words:
         there[verb].make_context(verb, ["1" if word == "N" else word for word in words])
+
+
+def test_the_table_of_verbs_has_all() -> None:
+    told = re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\)", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    there = getattr(typer.main.get_command(app), "commands", {})
+    assert sorted(told) == sorted((verb, verb) for verb in there)
 
 
 @pytest.mark.parametrize("line", commands("python -m bench"))
