@@ -21,7 +21,9 @@ from bench import scenarios
 from ckpt import CheckpointManager, SaveConfig, Tier, errors, events
 from ckpt.cli.main import HELP, app
 from ckpt.config import load_config
+from ckpt.coordination.api import Coordinator
 from ckpt.storage.tiers import as_tiers
+from tests.coordination.world import World
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")})
@@ -325,12 +327,20 @@ def test_a_model_on_meta_is_restored_as_shown(tmp_path: Path) -> None:
 
 
 def test_a_layout_of_ones_own_is_saved_as_shown(tmp_path: Path) -> None:
-    mine = torch.arange(12.0).view(4, 3)
-    with CheckpointManager(tmp_path) as manager:
-        names = {"rank": 0, "world": 1, "rows": 4, "columns": 3, "mine": mine, "step": 1, "manager": manager}
-        exec(block("docs/restoring.md", "LocalShards"), names)
+    whole = torch.arange(40.0).view(5, 8)
+
+    def save(coordinator: Coordinator) -> None:
+        rank, world = coordinator.rank, coordinator.world_size
+        names = {"rank": rank, "world": world, "rows": 5, "columns": 8, "step": 1}
+        with CheckpointManager(tmp_path, coordinator=coordinator) as manager:
+            exec(
+                block("docs/restoring.md", "LocalShards"),
+                {**names, "mine": whole[:, rank::world].clone(), "manager": manager},
+            )
+
+    World(2, patience=30).run(save)
     with ckpt.open(tmp_path) as opened:
-        assert torch.equal(opened.tensor("table")[...], mine)
+        assert torch.equal(opened.tensor("table")[...], whole)
 
 
 def test_a_checkpoint_is_opened_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
