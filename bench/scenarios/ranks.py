@@ -178,6 +178,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     for each in below:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
+    psutil.wait_procs(below, timeout=10)
 
 
 def _line(case: str, name: str, saves: Sequence[dict[str, Any]]) -> Line:
