@@ -45,7 +45,7 @@ def stores() -> list[str]:
     try:
         with os.scandir(_SHM) as found:
             names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
+    except OSError:
         return []
     prefix = _folder("")
     urls = [f"shm://{name.removeprefix(prefix)}" for name in sorted(names) if name.startswith(prefix)]
