@@ -25,7 +25,6 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self.bytes_per_second, self.down, self.held = 0.0, False, False
-        self.passed_bytes = 0
         self.port = 0
         self._to, self._free_at = port, 0.0
         self._loop = asyncio.new_event_loop()
@@ -98,7 +97,6 @@ class Proxy:
                 now = time.monotonic()
                 self._free_at = max(now, self._free_at) + len(piece) / self.bytes_per_second
                 await asyncio.sleep(self._free_at - now)
-            self.passed_bytes += len(piece)
             target.write(piece)
             await target.drain()
 

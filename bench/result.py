@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -70,12 +70,6 @@ class Result:
 
     def find(self, case: str, name: str) -> Line | None:
         return next((line for line in self.lines if line.case == case and line.name == name), None)
-
-    def spreads(self) -> Iterator[tuple[Line, str, Spread]]:
-        for line in self.lines:
-            for key, value in line.numbers.items():
-                if isinstance(value, Spread):
-                    yield line, key, value
 
     def as_json(self) -> dict[str, Any]:
         """Everything, single values included."""

@@ -173,7 +173,7 @@ class SaveConfig:
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied everything on return.
-        chunk_bytes: Unit of checksum, retry and transfer.
+        chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller tensors have smaller chunks (``ckpt.model.chunks``).
         commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
         slots: Images held in host memory at most; with two, one streams while the next fills.
         backlog: How many steps may wait for a farther tier that is behind; older ones are given up there.
@@ -290,7 +290,7 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
     if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
         if root == MEMORY:
             raise ConfigError(
-                'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as the log and a restore report print it'
+                'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as `ckpt ls --root memory`, the log and a restore report print it'
             )
         return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
     for tier in tiers:
@@ -308,11 +308,6 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     lasting = tuple(tier for tier in load_config(config).tiers if not tier.url.startswith("memory:"))
     named = os.environ.get(ROOT_VARIABLE) and not config
     return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
-
-
-def resolve_root(flag: str | None) -> str:
-    """The URL of ``resolve_tier``."""
-    return resolve_tier(flag).url
 
 
 def ranks_on_this_node() -> int:

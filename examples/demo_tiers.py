@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -85,10 +84,13 @@ def live(roots: list[str], log: Path, options: list[str], endpoint: str, until: 
         "AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET,
     }  # fmt: skip
     with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
-        while process.poll() is None and not until():
-            time.sleep(0.002)
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+        try:
+            while process.poll() is None and not until():
+                time.sleep(0.002)
+        finally:
+            killed = process.poll() is None
+            process.kill()
+        if killed:
             console.print("kill -9")
         elif process.returncode:
             raise RuntimeError(f"the training ended with exit code {process.returncode}")
@@ -103,12 +105,7 @@ def committed(log: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-def memory_folders() -> set[str]:
-    """Return where the memory tiers of this user lie."""
-    return {str(folder) for folder in Path("/dev/shm").glob(f"ckpt-memory-{os.getuid()}-*")}
-
-
-def wipe(folders: set[str]) -> None:
+def wipe(*folders: Path) -> None:
     """Remove what another machine, or this one after a reboot, would not have."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -142,9 +139,10 @@ def show(folder: Path, options: list[str]) -> list[Life]:
     live([str(folder / "reference")], reference, options, "", lambda: False)
     logs = [folder / f"life-{number}.jsonl" for number in range(4)]
     with s3_server(folder / "server") as endpoint:
-        root = folder / "disk"
-        roots = ["memory", str(root), "s3://bucket/gpt"]
-        before = memory_folders()
+        # "memory" would do; by a name of its own it is known which folder is the demo's, among those of other jobs
+        name, disk = f"demo-{os.getpid()}", folder / "disk"
+        memory = Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}")
+        roots = [f"shm://{name}", str(disk), "s3://bucket/gpt"]
 
         def saved(log: Path, tier: str) -> Callable[[], bool]:
             """Two saves of that life have arrived at the tier."""
@@ -155,14 +153,14 @@ def show(folder: Path, options: list[str]) -> list[Life]:
             live(roots, logs[0], options, endpoint, saved(logs[0], MEMORY))
             console.rule("killed once two more are on the disk; then the memory is wiped")
             live(roots, logs[1], options, endpoint, saved(logs[1], DISK))
-            wipe(memory_folders() - before)
+            wipe(memory)
             console.rule("killed once two more are on S3; then memory and disk are wiped")
             live(roots, logs[2], options, endpoint, saved(logs[2], S3))
-            wipe((memory_folders() - before) | {str(root)})
+            wipe(memory, disk)
             console.rule("to the end")
             live(roots, logs[3], options, endpoint, lambda: False)
         finally:
-            wipe(memory_folders() - before)
+            wipe(memory)
     expected = losses(reference)
     return [look_back(log, expected) for log in logs]
 

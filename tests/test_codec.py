@@ -229,7 +229,9 @@ def test_a_step_that_is_pruned_leaves_nothing(tmp_path: Path) -> None:
 def test_without_a_codec_nothing_tells_of_codecs(tmp_path: Path) -> None:
     """A reader of version 1 must find what it knows, and no more."""
     save([Tier(str(tmp_path))])
-    for path in tmp_path.glob("step-*/*.json"):
+    paths = sorted(tmp_path.glob("step-*/*.json"))
+    assert [path.name for path in paths] == ["manifest.json", "rank-00000.json"]
+    for path in paths:
         body = msgspec.json.decode(path.read_bytes())["body"]
         assert body["format"] == 1
         assert "encoded" not in body

@@ -469,11 +469,10 @@ def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str)
         if child == 0:
             code = 1
             try:
-                manager.save_async({"x": 1}, 2)
-            except ConfigError as error:
-                code = 0 if "fork" in str(error) else 2
-            try:
+                with pytest.raises(ConfigError, match="fork"):
+                    manager.save_async({"x": 1}, 2)
                 manager.close()
+                code = 0
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -546,7 +545,7 @@ def test_a_manager_can_be_built_from_a_file(tmp_path: Path, monkeypatch: pytest.
     manifest = read_manifest(backend, find(backend, 1)[0])
     assert bytes(manifest.metadata) == b'{"team":"speech"}'
     assert manifest.chunk_bytes == 2 << 20
-    assert len(manifest.files[0].chunks) == 3  # the header and two
+    assert [chunk.nbytes for chunk in manifest.files[0].chunks[1:]] == [512 << 10] * 6
     (tmp_path / "ckpt.toml").write_text("[save]\nslots = 1\n")
     with pytest.raises(ConfigError, match="names no place"):
         CheckpointManager.from_config()

@@ -484,7 +484,7 @@ def test_a_disk_too_small_is_left_as_it_was(
             assert manager.restore(target) is not None
         assert len(warnings(caplog)) == 2
     finally:
-        subprocess.run(["umount", str(small)], check=True)
+        subprocess.run(["umount", "-l", str(small)], check=True)
 
 
 def test_damage_far_is_never_cached_as_a_step(saved: list[Path], tmp_path: Path, far: Path) -> None:

@@ -113,9 +113,11 @@ def test_a_fork_is_told_at_once_that_it_will_never_hear() -> None:
     pending = PendingSave(3, 8, None, began=time.perf_counter(), tiers={"memory://a": "memory://a"})
     pid = os.fork()
     if not pid:
+        code = 2
         try:
             pending.result(timeout=60)
         except ConfigError as error:
-            os._exit(0 if "step 3 is saved by process" in str(error) else 1)
-        os._exit(2)
+            code = 0 if "step 3 is saved by process" in str(error) else 1
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

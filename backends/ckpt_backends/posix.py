@@ -153,6 +153,7 @@ class PosixBackend(RootedFolder):
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
         path = self._readable(check_key(key))
+        self._file(key, path)  # to open a pipe would be to wait for who writes to it
         parts = [out.cast("B") for out in outs]
         with mapped(key):
             done = read_at(path, offset, parts, direct=self._direct)
@@ -162,12 +163,7 @@ class PosixBackend(RootedFolder):
             )
 
     def head(self, key: str) -> ObjectInfo:
-        path = self._readable(check_key(key))
-        with mapped(key):
-            found = os.stat(path, follow_symlinks=False)
-        if not stat.S_ISREG(found.st_mode):
-            raise ObjectNotFound(key, "not a file")
-        return ObjectInfo(key=key, size=found.st_size)
+        return ObjectInfo(key=key, size=self._file(key, self._readable(check_key(key))).st_size)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]
@@ -189,6 +185,13 @@ class PosixBackend(RootedFolder):
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _file(self, key: str, path: str) -> os.stat_result:
+        with mapped(key):
+            found = os.stat(path, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise ObjectNotFound(key, "not a file")
+        return found
 
     def _readable(self, key: str) -> str:
         return self._inside(key, os.path.realpath(os.path.join(self._root, key)))

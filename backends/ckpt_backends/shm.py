@@ -40,11 +40,27 @@ def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
     return ShmBackend(match.group(1))
 
 
+def stores() -> list[str]:
+    """URLs of the stores of this user that lie on this machine."""
+    try:
+        with os.scandir(_SHM) as found:
+            names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    prefix = _folder("")
+    urls = [f"shm://{name.removeprefix(prefix)}" for name in sorted(names) if name.startswith(prefix)]
+    return [url for url in urls if _NAME.fullmatch(url)]
+
+
+def _folder(name: str) -> str:
+    return f"ckpt-memory-{os.getuid()}-{name}"
+
+
 class ShmBackend(PosixBackend):
     """A folder in ``/dev/shm``. Threads: every method from any thread, at once."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{_SHM}/ckpt-memory-{os.getuid()}-{name}", shared=False, direct=False)
+        super().__init__(f"{_SHM}/{_folder(name)}", shared=False, direct=False)
         self._name = name
         self._check()
         self._capabilities = replace(self._capabilities, alignment=1)

@@ -60,37 +60,35 @@ class Row:
     module: str
     kind: str
     fsync: str
-    asynchronous: bool
     needs: str = ""
     distributed: bool = True
     everywhere: bool = True
 
 
 ALL: Final[dict[str, Row]] = {
-    "torch.save": Row("torch.save", "torch_save", "TorchSave", "bench", False),
-    "safetensors": Row("safetensors", "safetensors", "SafetensorsSave", "bench", False, "safetensors"),
-    "dcp.save": Row("DCP save", "dcp", "DcpSave", "itself, folders bench", False),
-    "dcp.async_save": Row("DCP async_save", "dcp", "DcpAsyncSave", "itself, folders bench", True),
-    "dcp.best": Row("DCP async_save, at its best", "dcp_best", "DcpBest", "itself, folders bench", True),
+    "torch.save": Row("torch.save", "torch_save", "TorchSave", "bench"),
+    "safetensors": Row("safetensors", "safetensors", "SafetensorsSave", "bench", "safetensors"),
+    "dcp.save": Row("DCP save", "dcp", "DcpSave", "itself, folders bench"),
+    "dcp.async_save": Row("DCP async_save", "dcp", "DcpAsyncSave", "itself, folders bench"),
+    "dcp.best": Row("DCP async_save, at its best", "dcp_best", "DcpBest", "itself, folders bench"),
     "torch_checkpointing": Row(
         "torch_checkpointing",
         "torch_checkpointing",
         "TorchCheckpointing",
         "bench",
-        True,
         "torch_checkpointing",
     ),
     "torchsnapshot.take": Row(
-        "torchsnapshot take", "torchsnapshot", "SnapshotTake", "bench", False, "torchsnapshot"
+        "torchsnapshot take", "torchsnapshot", "SnapshotTake", "bench", "torchsnapshot"
     ),
     "torchsnapshot.async_take": Row(
-        "torchsnapshot async_take", "torchsnapshot", "SnapshotAsyncTake", "bench", True, "torchsnapshot"
+        "torchsnapshot async_take", "torchsnapshot", "SnapshotAsyncTake", "bench", "torchsnapshot"
     ),
-    "nvrx": Row("nvrx fork (CUDA sync stubbed)", "nvrx", "Nvrx", "bench", True, "nvidia_resiliency_ext"),
-    "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself", False),
-    "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself", True),
+    "nvrx": Row("nvrx fork (CUDA sync stubbed)", "nvrx", "Nvrx", "bench", "nvidia_resiliency_ext"),
+    "ckpt.save": Row("ckpt save", "ours", "CkptSave", "itself"),
+    "ckpt.save_async": Row("ckpt save_async", "ours", "CkptSaveAsync", "itself"),
     "ckpt.memory": Row(
-        "ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", True, distributed=False, everywhere=False
+        "ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", distributed=False, everywhere=False
     ),
 }
 ASKED: Final = [name for name, row in ALL.items() if row.everywhere]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+import psutil
 
 from bench import plots
 from bench.contenders import ALL
@@ -92,53 +93,63 @@ def _job(
     """Run one job until it ends or fails; returns who has not had a turn."""
     folder = bench.place()
     os.makedirs(folder)
-    told_in = os.path.join(folder, "answers")
     plan: dict[str, Any] = {
         "folder": folder,
-        "answers": told_in,
         "names": list(names),
         "size": options.size_mib << 20,
         **{key: getattr(options, key) for key in ("layers", "batch", "repeats", "clean_steps")},
     }
-    path = os.path.join(folder, "plan.json")
-    with open(path, "w") as file:
-        json.dump(plan, file)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        "bench.rank",
-        path,
-    ]
     left = list(names)
     current = left[0]
-    with open(os.path.join(folder, "log"), "wb") as log:
-        job = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, start_new_session=True)
     try:
-        for answer in answers(job, told_in):
-            if begun := answer.get("begin"):
-                current = begun
-                left.remove(begun)
-            elif error := answer.get("error"):
-                raise BenchError(error)
-            elif name := answer.get("name"):
-                seen.setdefault(name, []).append(answer)
-            elif ended := answer.get("end"):
-                bench.say(f"{case}, {label(ended)}: {_told(_line(case, ended, seen[ended]))}")
-        if job.returncode:
-            raise BenchError(f"{tail(log.name)}the job ended with code {job.returncode}")
+        with contextlib.closing(torchrun(ranks, "bench.rank", plan)) as said:
+            for answer in said:
+                if begun := answer.get("begin"):
+                    current = begun
+                    left.remove(begun)
+                elif error := answer.get("error"):
+                    raise BenchError(error)
+                elif name := answer.get("name"):
+                    seen.setdefault(name, []).append(answer)
+                elif ended := answer.get("end"):
+                    bench.say(f"{case}, {label(ended)}: {_told(_line(case, ended, seen[ended]))}")
     except BenchError as error:
         bench.fail(case, current, error)
         left = [name for name in left if name != current]  # it may have failed before it began
-    finally:
-        end(job)
     return left
 
 
-def answers(job: subprocess.Popen[bytes], path: str) -> Any:
+def torchrun(ranks: int, module: str, plan: dict[str, Any]) -> Generator[dict[str, Any]]:
+    """What the ranks of a job say. ``module`` is given the path of ``plan`` as JSON, and writes to its "answers"; all lies in its "folder".
+
+    The job ends when the generator is closed. Raises ``BenchError`` if it fails, or its ranks fall silent.
+    """
+    folder = plan["folder"]
+    plan = plan | {"answers": os.path.join(folder, "answers")}
+    path = os.path.join(folder, "plan.json")
+    with open(path, "w") as file:
+        json.dump(plan, file)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command += ["-m", module, path]
+    with open(os.path.join(folder, "log"), "wb") as log:
+        job = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield from _answers(job, plan["answers"])
+        if job.returncode:
+            with open(log.name, errors="replace") as text:
+                tail = text.read()[-4000:]
+            raise BenchError(f"{tail}\nthe job ended with code {job.returncode}")
+    finally:
+        _end(job)
+
+
+def _answers(job: subprocess.Popen[bytes], path: str) -> Generator[dict[str, Any]]:
     """What the ranks say, until the job ends. Raises ``BenchError`` if they fall silent."""
     offset, heard = 0, time.monotonic()
     while True:
@@ -155,31 +166,19 @@ def answers(job: subprocess.Popen[bytes], path: str) -> Any:
         time.sleep(0.1)
 
 
-def environment() -> dict[str, str]:
-    """Of a job under torchrun."""
-    return {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-
-
-def tail(path: str) -> str:
-    """Of a log."""
-    with open(path, errors="replace") as log:
-        return log.read()[-4000:] + "\n"
-
-
-def end(job: subprocess.Popen[bytes]) -> None:
-    """The job has a session of its own: all that it has started ends with it."""
+def _end(job: subprocess.Popen[bytes]) -> None:
+    """torchrun's workers have sessions of their own: they end with it, or are killed."""
+    below = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
     if job.poll() is None:
         job.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(10)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(job.pid, signal.SIGKILL)
+    job.kill()
     job.wait()
+    for each in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(below, timeout=10)
 
 
 def _line(case: str, name: str, saves: Sequence[dict[str, Any]]) -> Line:

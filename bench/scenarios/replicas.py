@@ -5,10 +5,7 @@ From the local disk, cold, and from a real S3 server behind a wire that all rank
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ from bench.result import Column, Line, Result
 from bench.runner import Bench, size_label
 from bench.scenarios import told
 from bench.scenarios.objects import served
-from bench.scenarios.ranks import answers, end, environment, tail
+from bench.scenarios.ranks import torchrun
 
 _LABELS: Final = {"read": "each rank reads", "broadcast": "one reads, broadcast"}
 _COLUMNS: Final = (
@@ -72,7 +69,8 @@ def run(bench: Bench, options: Options) -> Result:
                     "repeats": options.repeats,
                 }
                 try:
-                    lines += _lines(bench, case, _job(ranks, plan))
+                    seen = [said for said in torchrun(ranks, "bench.replicas_rank", plan) if said["number"]]
+                    lines += _lines(bench, case, seen)
                 except BenchError as error:
                     for name in _LABELS:
                         bench.fail(case, name, error)
@@ -91,30 +89,6 @@ def _store(bench: Bench, store: str, folder: str, options: Options) -> Generator
         yield f"s3://{clients.BUCKET}/replicas", {
             "endpoint_url": wire.url, "key": clients.KEY, "secret": clients.SECRET, "region": "us-east-1", "put_if_absent": False,
         }  # fmt: skip
-
-
-def _job(ranks: int, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """What rank 0 says of the restores that count."""
-    plan = plan | {"answers": os.path.join(plan["folder"], "answers")}
-    path = os.path.join(plan["folder"], "plan.json")
-    with open(path, "w") as file:
-        json.dump(plan, file)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    with open(os.path.join(plan["folder"], "log"), "wb") as log:
-        job = subprocess.Popen(
-            [*command, "-m", "bench.replicas_rank", path],
-            env=environment(),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        seen = [answer for answer in answers(job, plan["answers"]) if answer["number"]]
-        if job.returncode:
-            raise BenchError(f"{tail(log.name)}the job ended with code {job.returncode}")
-    finally:
-        end(job)
-    return seen
 
 
 def _lines(bench: Bench, case: str, seen: list[dict[str, Any]]) -> list[Line]:

@@ -61,8 +61,8 @@ def finalize(
     from ckpt.cli import output
     from ckpt.errors import ConfigError, NoCheckpoint
 
-    step = one_step(int(what) if what is not None and what.isdigit() else None, step_too)
-    if what is not None and not what.isdigit():
+    step = one_step(int(what) if what is not None and what.isdecimal() else None, step_too)
+    if what is not None and not what.isdecimal():
         if root is not None:
             raise ConfigError(f"{what} and --root {root} are two places: leave one out")
         root = what

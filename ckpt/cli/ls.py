@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ckpt.cli.options import ConfigOption, JsonOption, Reached, RootsOption, open_each
 
 if TYPE_CHECKING:
@@ -23,15 +25,20 @@ def ls(root: RootsOption = None, config: ConfigOption = None, json: JsonOption =
     Only manifests are read: "committed" means that a checkpoint is complete, `ckpt verify` tells whether its data is intact.
     "incomplete" is a save that is still under way, or was cut short; it is never restored.
 
+    --root memory is all that this user's jobs have in the memory of this machine, each under its URL, shm://NAME, by which the other verbs find it.
+
     \b
     Examples:
       ckpt ls --root runs/gpt
       ckpt ls --root /nvme/ckpt --root s3://bucket/run42
       ckpt ls --config ckpt.toml
+      ckpt ls --root memory                      what jobs have left in this machine's memory
       ckpt ls --root s3://bucket/run42 --json | jq '.steps[0].step'
     """
+    from ckpt.config import MEMORY
+
     tiers = [_survey(reached) for reached in open_each(root, config)]
-    if len(tiers) == 1:
+    if len(tiers) == 1 and MEMORY not in (root or ()):
         _one(tiers[0], json=json)
     else:
         _several(tiers, json=json)
@@ -94,6 +101,8 @@ def _several(tiers: list[_Tier], *, json: bool) -> None:
                 "steps": [_across_as_json(tiers, ref) for ref in refs],
             }
         )
+        if not refs:
+            raise typer.Exit(NoCheckpoint.exit_code)
         return
     for tier in failed:
         output.warn(f"{tier.url} cannot be listed: {tier.error}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
+from typing import Protocol, runtime_checkable
 
 import typer
 
@@ -70,6 +72,9 @@ for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export, imp
 def main() -> int:
     """Run the command line and return its exit code."""
     as_json = "--json" in sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):  # a letter that a terminal does not have is no reason to fail
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
@@ -91,15 +96,26 @@ def main() -> int:
         return _other(error, as_json=as_json)
 
 
+@runtime_checkable
+class _ShowsItself(Protocol):
+    """An exception of click, which later releases of typer have inside."""
+
+    exit_code: int
+
+    def show(self) -> None: ...
+    def format_message(self) -> str: ...
+
+
 def _other(error: Exception, *, as_json: bool) -> int:
     """A wrong option knows how to show itself; all else is a bug of ours."""
-    show_itself = getattr(error, "show", None)
-    if callable(show_itself):
-        show_itself()
-        return int(getattr(error, "exit_code", _UNEXPECTED))
-    from ckpt.cli.output import fail_unexpected
+    from ckpt.cli.output import fail_unexpected, show_json
     from ckpt.config import debug_wanted
 
+    if isinstance(error, _ShowsItself):
+        error.show()
+        if as_json:
+            show_json({"error": type(error).__name__, "message": error.format_message()})
+        return error.exit_code
     if debug_wanted():
         raise error
     fail_unexpected(error, as_json=as_json)

@@ -94,15 +94,19 @@ class Reached:
 def open_each(roots: list[str] | None, config: str | None, *, all_tiers: bool = False) -> list[Reached]:
     """The tiers that ``--root`` (once or more) or ``--config`` names, nearest first, those that cannot be opened included.
 
-    ``all_tiers``: without either, all of ``./ckpt.toml`` rather than the first.
+    ``all_tiers``: without either, all of ``./ckpt.toml`` rather than the first. The root "memory" is all that lies in the memory of this machine.
     """
-    from ckpt.config import load_config, resolve_tier
-    from ckpt.errors import CkptError, ConfigError
-    from ckpt.storage.registry import open_backend
+    from ckpt.config import MEMORY, load_config, resolve_tier
+    from ckpt.errors import CkptError, ConfigError, NoCheckpoint
+    from ckpt.storage.registry import open_backend, stores_in_memory
     from ckpt.storage.tiers import urls_of
 
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
+    if roots and MEMORY in roots:
+        roots = [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
+        if not roots:
+            raise NoCheckpoint(MEMORY, "nothing of this user lies in the memory of this machine")
     tiers: tuple[Tier, ...] = load_config(config).tiers if config or (all_tiers and not roots) else ()
     if config and not tiers:
         raise ConfigError(f'{config} names no place: write root = "..." or [[tiers]]')
@@ -138,6 +142,6 @@ def size_bytes(option: str, text: str) -> int:
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
-    if number < 1:
+    if not 1 <= number < float("inf"):
         raise ConfigError(f"{option}={text}: give a size such as 5GB or 512MiB")
     return int(number)

@@ -31,8 +31,8 @@ _NO_LIMIT: Final = 10_000  # a pipe has no edge to wrap at
 
 
 def show_json(value: object) -> None:
-    """The one JSON document of a call."""
-    sys.stdout.write(json.dumps(_clean_json(value), indent=2, ensure_ascii=False) + "\n")
+    """The one JSON document of a call, in letters that every output has."""
+    sys.stdout.write(json.dumps(_clean_json(value), indent=2) + "\n")
 
 
 def show_line(text: str = "", style: str = "") -> None:

@@ -175,8 +175,8 @@ def _best(text: str) -> Best:
     """'loss:min:3', as one types it."""
     from ckpt.config import Best
 
-    metric, *rest = text.rsplit(":", 2) if text.rpartition(":")[2].isdigit() else text.rsplit(":", 1)
-    return Best.of((metric, *(int(part) if part.isdigit() else part for part in rest)))
+    metric, *rest = text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
+    return Best.of((metric, *(int(part) if part.isdecimal() else part for part in rest)))
 
 
 def _what(state: State) -> str:

@@ -56,6 +56,8 @@ def export(
         ConfigError: ``out`` exists, or an option does not suit.
         EntryMissing: No name matches.
     """
+    if kind != "safetensors" and (strip or max_shard_bytes is not None):
+        raise ConfigError(f"--strip and --max-shard-size are of safetensors, not of {kind}: leave them out")
     if scheme_of(out) != "file":
         raise ConfigError(f"{out} is a URL: export to a local file or folder, and copy it from there")
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]

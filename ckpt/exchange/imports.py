@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
-from ckpt.errors import ConfigError, StepExists, StorageError
+from ckpt.errors import ConfigError, StepExists, StorageError, UnsupportedValue
 from ckpt.exchange.sources import Kind, State, detect, read_source
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
@@ -122,6 +122,13 @@ class _Shaper:
         self._modules: dict[str, dict[str, Any]] = {}
 
     def shape(self, state: State) -> dict[str, Any]:
+        for key in state:
+            if not isinstance(key, str):
+                raise UnsupportedValue(
+                    repr(key),
+                    f"key of type {type(key).__name__}",
+                    "load the file, and save what is in it under names",
+                )
         if unknown := [name for name in self._plain if name not in state]:
             raise ConfigError(
                 f"--plain {unknown[0]}: the source holds {', '.join(map(repr, sorted(state)[:10]))}"
@@ -171,7 +178,7 @@ class _Shaper:
         first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
         for key in sorted(entries, key=lambda key: (not isinstance(entries[key], nn.Parameter), key)):
             value = entries[key]
-            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.numel():
+            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.numel() and _has_bytes(value):
                 mark = (value.dtype, value.shape, _digest(value))
                 other = entries[first.setdefault(mark, key)]
                 if other is not value and not isinstance(value, nn.Parameter):
@@ -245,6 +252,11 @@ class _Shaper:
         ]
 
 
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    """Others are refused, by the save."""
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+
+
 def _digest(tensor: torch.Tensor) -> str:
     flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
     return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # 3.11 has no Buffer
@@ -262,12 +274,18 @@ def _is_module(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
-        and isinstance(value.get("param_groups"), list)
-        and all(isinstance(group, Mapping) and "params" in group for group in value["param_groups"])
-    )
+    """Whether it is one's ``state_dict()``: what only looks like that stays what it is."""
+    if not isinstance(value, Mapping):
+        return False
+    state, groups = value.get("state"), value.get("param_groups")
+    if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
+        return False
+    if not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
+    ):
+        return False
+    ids = [str(each) for group in groups for each in group["params"]]
+    return len(set(ids)) == len(ids) and all(isinstance(held, Mapping) for held in state.values())
 
 
 def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:

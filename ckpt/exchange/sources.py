@@ -7,13 +7,16 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from math import prod
 from typing import Any, Final, Literal
 
 import torch
 
-from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+from ckpt.errors import ConfigError, IntegrityError, OutOfSpace, StorageError, UnsupportedValue
 from ckpt.exchange import safetensors_read
 from ckpt.exchange.inert import Inert, read_inert
 from ckpt.exchange.sniff import what_is
@@ -69,15 +72,18 @@ def read_source(source: str, kind: Kind, scratch: str | None) -> State:
 
 def _torch(source: str) -> State:
     if os.path.isfile(source):
-        found = _load(source)
-        return dict(found) if isinstance(found, Mapping) else {"value": found}
+        return _state(_load(source))
     files = sorted(name for name in os.listdir(source) if name.endswith(_TORCH))
     if not files:
         raise ConfigError(f"{source} holds no {', '.join(_TORCH)} file")
     loaded = {name: _load(os.path.join(source, name)) for name in _indexed(source, "bin") or files}
     if len(loaded) == 1 or _indexed(source, "bin"):  # one state, perhaps in several files
-        return {key: value for part in loaded.values() for key, value in part.items()}
+        return {key: value for part in loaded.values() for key, value in _state(part).items()}
     return {os.path.splitext(name)[0]: value for name, value in loaded.items()}
+
+
+def _state(found: Any) -> State:
+    return dict(found) if isinstance(found, Mapping) else {"value": found}
 
 
 def _load(path: str | io.BytesIO, name: str = "") -> Any:
@@ -116,6 +122,8 @@ def _indexed(folder: str, suffix: str) -> list[str]:
     try:
         with open(os.path.join(folder, found[0]), encoding="utf-8") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
+    except OSError as error:
+        raise ConfigError(f"{os.path.join(folder, found[0])} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{found[0]} is not an index: {error!r}") from None
     return [_inside(folder, name) for name in names]
@@ -158,16 +166,11 @@ def _dcp(source: str, scratch: str | None) -> State:
             table = read_inert(file.read(), table_path)
     except OSError as error:
         raise ConfigError(f"{table_path} cannot be read: {error.strerror}") from None
-    try:
+    with _doubted(table_path):
         kinds = {name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()}
         pieces = list(_pieces(source, table))
         paths: Mapping[str, Any] = table.state.get("planner_data") or {}
-    except (AttributeError, KeyError, IndexError, TypeError) as error:
-        raise IntegrityError(
-            f"{table_path} is not a table of torch.distributed.checkpoint: {error!r}"
-        ) from None
-    tensors = {name: kind for name, kind in kinds.items() if kind}
-    made = Scratch(scratch, ((name, *kind) for name, kind in tensors.items())).tensors
+    made = _made(scratch, [(name, *kind) for name, kind in kinds.items() if kind])
     flat: dict[str, Any] = {}
     filled = dict.fromkeys(made, 0)
     for name, offsets, load in pieces:
@@ -183,7 +186,31 @@ def _dcp(source: str, scratch: str | None) -> State:
             )
     if missing := kinds.keys() - made.keys() - flat.keys():
         raise IntegrityError(f"{source}: {sorted(missing)[0]!r} is missing")
-    return _nest(flat | made, paths)
+    with _doubted(table_path):
+        return _nest(flat | made, paths)
+
+
+@contextmanager
+def _doubted(table_path: str) -> Generator[None]:
+    """Inside, a table of contents is followed, which may say anything."""
+    try:
+        yield
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise IntegrityError(
+            f"{table_path} is not a table of torch.distributed.checkpoint: {error!r}"
+        ) from None
+
+
+def _made(scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+    """Tensors to be filled."""
+    try:
+        return Scratch(scratch, kinds).tensors
+    except (OSError, OverflowError) as error:
+        folder = scratch or tempfile.gettempdir()
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StorageError(folder, error.strerror or str(error)) from None
+        nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in kinds)
+        raise OutOfSpace(folder, f"for {nbytes} bytes of tensors") from None
 
 
 def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
@@ -200,7 +227,10 @@ def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
 def _numbers(size: Any) -> tuple[int, ...]:
     """A ``torch.Size`` that was not made."""
     items = size.args[0] if isinstance(size, Inert) and size.args else () if isinstance(size, Inert) else size
-    return tuple(int(n) for n in items)
+    found = tuple(int(n) for n in items)
+    if any(n < 0 for n in found):
+        raise ValueError(f"a tensor of {found}")
+    return found
 
 
 def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
@@ -225,6 +255,8 @@ def _read(path: str, start: int, length: int, name: str) -> Any:
             data = file.read(length)
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing, which holds {name!r}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}, which holds {name!r}, cannot be read: {error.strerror}") from None
     if len(data) != length:
         raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
     return _load(io.BytesIO(data), f"{name} in {path}")
@@ -250,6 +282,8 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
         at = root
         for part in path[:-1]:
             at = at.setdefault(part, {})
+        if not isinstance(at, dict) or path[-1] in at:
+            raise ValueError(f"{name!r} lies where another value does")
         at[path[-1]] = value
     return {str(key): _with_lists(value) for key, value in root.items()}
 

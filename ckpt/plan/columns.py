@@ -292,6 +292,9 @@ class _World:
             return None
         one, two = others[self._chunks[others[:, 1], 1] > 0].T
         counts = self._chunks[two, 1].astype(np.int64)
+        if (unlike := np.flatnonzero(self._chunks[one, 1] != counts)).size:
+            pair = [self._ranks[int(self._boxes[side[unlike[0]], 0])].rank for side in (one, two)]
+            raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
         step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         sides: list[Ints] = []
         ids = np.array([rank.rank for rank in self._ranks], dtype=np.int64)

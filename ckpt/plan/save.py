@@ -8,13 +8,15 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from ckpt.model.box import Box, split_evenly, split_rows
+from ckpt.model.box import Box, even_slab
+from ckpt.model.chunks import cut
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
@@ -41,7 +43,7 @@ class SavePlan:
         header: The first bytes of the file, padded.
         items: In file order, gapless after the header.
         size: Bytes of the whole file.
-        chunks: Lengths that cover the file: the header, then each item cut by ``split_rows``.
+        chunks: Lengths that cover the file: the header, then each item's.
         tensors: What the fragment says of them.
     """
 
@@ -63,7 +65,7 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
     for index, box in order:
         itemsize = leaves[index].itemsize
         items.append(WriteItem(leaf=index, box=box, offset=end, nbytes=box.numel * itemsize))
-        chunks += [part.numel * itemsize for part in split_rows(box, chunk_bytes // itemsize)]
+        chunks += [part.numel * itemsize for part in cut(box, itemsize, chunk_bytes)]
         end += box.numel * itemsize
     return SavePlan(
         header=header,
@@ -95,18 +97,18 @@ def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
 
 
 def _cut(box: Box, leaf: Leaf, part: int) -> Box | None:
-    return split_evenly(box, len(leaf.replicas))[part]
+    return even_slab(box, len(leaf.replicas), part)
 
 
 def _lightest(
     leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int
 ) -> list[int]:
     """Largest first to whoever has least: within 4/3 of the best possible (Graham 1969), and the same on every replica."""
-    load = dict.fromkeys(replicas, 0)
+    loads = sorted((0, replica) for replica in replicas)  # a heap
     mine: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):
-        owner = min(replicas, key=lambda r: (load[r], r))
-        load[owner] += max(1, leaves[index].nbytes)
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + max(1, leaves[index].nbytes), owner))
         if owner == rank:
             mine.append(index)
     return mine

@@ -49,6 +49,11 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
     return _factory(url, scheme)(url, dict(options or {}))
 
 
+def stores_in_memory() -> list[str]:
+    """URLs of what this user's jobs have in the memory of this machine, running or not."""
+    return cast("Callable[[], list[str]]", pkgutil.resolve_name("ckpt_backends.shm:stores"))()
+
+
 def _factory(url: str, scheme: str) -> BackendFactory:
     if target := BUILT_IN.get(scheme):
         return cast(BackendFactory, pkgutil.resolve_name(target))

@@ -86,11 +86,13 @@ def test_a_part_that_has_been_sent_is_let_go(backend):
     memory = bytearray(8 << 20)
     upload = backend.upload("key", size)
     tracemalloc.start()
-    for number in range(8):
-        memory[:] = bytes([number + 1]) * len(memory)
-        upload.write(number * len(memory), memoryview(memory))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    try:
+        for number in range(8):
+            memory[:] = bytes([number + 1]) * len(memory)
+            upload.write(number * len(memory), memoryview(memory))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     upload.finish()
     assert peak < 24 << 20
     assert fetch(backend, "key") == b"".join(bytes([number + 1]) * len(memory) for number in range(8))

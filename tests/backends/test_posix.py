@@ -504,6 +504,20 @@ def test_a_link_whose_reply_was_lost_has_won(backend, monkeypatch):
     assert fetch(backend, "x") == b"x"
 
 
+@pytest.mark.timeout(30)
+def test_a_pipe_in_the_place_of_a_file_is_no_object_and_not_waited_for(backend, tmp_path):
+    backend.put("step/x", [b"x"])
+    os.mkfifo(tmp_path / "root" / "step" / "pipe")
+    for verb in (
+        lambda: backend.head("step/pipe"),
+        lambda: backend.read_into("step/pipe", 0, memoryview(bytearray(10))),
+        lambda: backend.read_into("step", 0, memoryview(bytearray(10))),
+    ):
+        with pytest.raises(ObjectNotFound, match="not a file"):
+            verb()
+    assert [info.key for info in backend.list("")] == ["step/x"]
+
+
 def test_a_folder_is_no_object(backend):
     backend.put("step/x", [b"x"])
     with pytest.raises(ObjectNotFound):

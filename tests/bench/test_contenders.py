@@ -135,7 +135,7 @@ def test_the_table_names_what_exists() -> None:
 
 
 def test_what_is_not_installed_is_missing_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = contenders.Row("nobody's", "nobody", "Nobody", "bench", False, needs="ckpt_nobody_has_this")
+    row = contenders.Row("nobody's", "nobody", "Nobody", "bench", needs="ckpt_nobody_has_this")
     monkeypatch.setitem(ALL, "nobody", row)
     assert "nobody" not in contenders.available()
     assert re.search(r"ckpt_nobody_has_this\b", contenders.missing()["nobody"])

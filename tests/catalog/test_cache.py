@@ -19,7 +19,7 @@ from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model import manifest as model
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -135,7 +135,7 @@ def test_two_machines_have_a_cache_each_and_only_of_what_they_need(
     """Ranks 0 and 1 on one, 2 and 3 on the other; a folder's name tells them apart here."""
     roots = [str(tmp_path / "one"), str(tmp_path / "two")]
     nodes = [Node((root, open_backend(root)), ("far", far)) for root in roots]
-    boxes = split_evenly(ALL, 4)
+    boxes = [even_slab(ALL, 4, rank) for rank in range(4)]
 
     def work(mine: Coordinator) -> Any:
         box = boxes[mine.rank]
@@ -183,7 +183,7 @@ def test_what_others_have_cached_is_read_before_the_step_is_listed(
     assert written.manifest.by_reference == (least == 4)
     near = open_backend(str(tmp_path / "near"))
     node = Node((str(tmp_path / "near"), near), ("far", far))
-    boxes = split_evenly(ALL, 4)
+    boxes = [even_slab(ALL, 4, rank) for rank in range(4)]
     for number, box in enumerate(boxes[1:], 1):
         assert box is not None
         node.rank(written.ref, World(1).coordinator(0), box, subject=str(number))

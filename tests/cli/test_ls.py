@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ckpt.config import load_config
 from ckpt.model.layout import StepRef
 from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import urls_of
+from ckpt_backends import shm
 from tests.checkpoints import Written, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
 
@@ -144,6 +150,9 @@ def test_an_empty_tier_is_a_column_of_dashes(cli: Cli, tiers: str) -> None:
 
 def test_when_no_tier_has_anything_it_says_so(cli: Cli) -> None:
     assert cli("ls", "--root", "one", "--root", "two").code == 7
+    ran = cli("ls", "--root", "one", "--root", "two", "--json")
+    assert ran.code == 7
+    assert ran.json["steps"] == []
     assert cli("ls", "--root", "nope://x", "--root", "nope://y").code == 2
 
 
@@ -158,3 +167,75 @@ def test_numbers_in_the_metadata_are_short(cli: Cli, backend: StorageBackend) ->
         backend, 1, ARRAYS, metadata={"team": "speech", "metrics": {"loss": 0.123456789, "n": 3}}
     )
     assert cli("ls").out.splitlines()[1].endswith("loss=0.123457, n=3, team=speech")
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """Steps 1 and 2 in memory, 1 also in 'disk'; both are in ckpt.toml. Nobody else's memory is seen."""
+    monkeypatch.delenv("CKPT_ROOT")
+    Path("ckpt.toml").write_text('[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "disk"\n')
+    (url, _) = urls_of(load_config().tiers)
+    true = shm.stores
+    monkeypatch.setattr("ckpt_backends.shm.stores", lambda: [one for one in true() if one == url])
+    backend = open_backend(url)
+    for step in (1, 2):
+        write_checkpoint(backend, step, ARRAYS)
+    write_checkpoint(open_backend("disk"), 1, ARRAYS)
+    yield url
+    for info in list(backend.list("")):
+        backend.delete(info.key)
+    backend.close()
+
+
+def test_a_memory_tier_of_a_file_has_its_column(cli: Cli, memory: str) -> None:
+    ran = cli("ls", "--config", "ckpt.toml")
+    assert ran.code == 0, ran.err
+    header, *rows = [line.split() for line in ran.out.splitlines()]
+    assert header[5:] == [memory, str(Path("disk").absolute())]
+    assert [row[5:] for row in rows] == [["4.53", "kB", "-"], ["4.53", "kB", "4.53", "kB"]]
+
+
+def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memory: str) -> None:
+    Path("ckpt.toml").unlink()
+    ran = cli("ls", "--root", "memory")
+    assert ran.code == 0, ran.err
+    header, *rows = [line.split() for line in ran.out.splitlines()]
+    assert header[5:] == [memory]
+    assert [row[0] for row in rows] == ["2", "1"]
+    assert cli("ls", "--root", "memory", "--root", "disk", "--json").json["tiers"] == [
+        {"root": memory, "error": None},
+        {"root": str(Path("disk").absolute()), "error": None},
+    ]
+    assert "--root memory" in cli("show", "--root", "memory").err  # who takes one place says how to find it
+    assert cli("show", "--root", memory).code == 0
+
+
+def test_without_any_memory_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt_backends.shm.stores", list)
+    ran = cli("ls", "--root", "memory", "--json")
+    assert ran.code == 7
+    assert "no checkpoint in memory: nothing of this user" in ran.json["message"]
+
+
+def test_of_dev_shm_only_what_is_this_users_memory_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = f"ckpt-memory-{os.getuid()}-"
+    for name in (
+        f"{own}b",
+        f"{own}a",
+        f"{own}.hidden",
+        f"{own}",
+        "ckpt-memory-4711-a",
+        "ckpt-slot-1-2-3",
+        "else",
+    ):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{own}file").write_text("")
+    monkeypatch.setattr(shm, "_SHM", str(tmp_path))
+    assert shm.stores() == ["shm://a", "shm://b"]
+    monkeypatch.setattr(shm, "_SHM", str(tmp_path / "none"))
+    assert shm.stores() == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.cli import output
-from tests.checkpoints import Written
-from tests.cli.conftest import Cli
+from ckpt.storage.api import StorageBackend
+from tests.checkpoints import Written, write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -30,7 +32,7 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "args",
-    ["--help", "ls", "show 100", "verify", "restore", "restore --to there", "copy runs there", "finalize runs", "diff runs --step 100 --step 200"],
+    ["--help", "ls", "show 100", "verify", "restore", "restore --to there", "copy runs there", "finalize runs", "prune --keep-last 1 --dry-run", "diff runs --step 100 --step 200"],
 )  # fmt: skip
 def test_no_verb_imports_torch(steps: dict[int, Written], args: str) -> None:
     done = run(f"ckpt {args}")
@@ -62,21 +64,56 @@ def test_every_verb_has_help_with_examples(cli: Cli, verb: str) -> None:
 
 @pytest.mark.parametrize("args", [["nope"], ["ls", "--nope"], ["copy"], ["show", "x"], ["show", "-1"]])
 def test_a_wrong_call_exits_with_2(cli: Cli, args: list[str]) -> None:
-    assert cli(*args).code == 2
+    ran = cli(*args)
+    assert ran.code == 2
+    assert ran.out == ""
+    again = cli(*args, "--json")
+    assert again.code == 2
+    assert again.json["message"] in ran.err
+    assert again.err == ran.err
 
 
 @pytest.mark.parametrize(
-    ("root", "told"),
+    ("args", "told"),
     [
-        ("nope://x", "no backend for 'nope://x'"),
-        ("ckpt.toml", "not a folder"),
-        ("memory://none", "it is empty, or does not exist"),
+        (["finalize", "²", "--root", "runs"], "² and --root runs are two places"),
+        (["prune", "--keep-best", "loss:min:²"], "keep_best"),
+        (["export", "runs", "x", "--format", "safetensors", "--max-shard-size", "9" * 400], "such as 5GB"),
     ],
 )
-def test_a_wrong_root_is_told_in_one_line(cli: Cli, root: str, told: str) -> None:
+def test_a_number_that_is_none_is_told(
+    cli: Cli, steps: dict[int, Written], args: list[str], told: str
+) -> None:
+    ran = cli(*args)
+    assert ran.code == 2
+    assert told in ran.err
+
+
+def test_what_an_output_has_no_letters_for_is_escaped(cli: Cli, backend: StorageBackend) -> None:
+    write_checkpoint(backend, 1, {"größe": ARRAYS["count"]}, tree={"who": "naïve"})
+    done = run(
+        "ckpt show 2>err; ckpt show --json 2>>err; grep -v 'import time' err", PYTHONIOENCODING="ascii"
+    )
+    table, _, rest = done.stdout.partition("\n{")
+    assert r"gr\xf6\xdfe  float64" in table
+    assert r"'na\xefve'" in table
+    found = json.loads("{" + rest)
+    assert found["tensors"][0]["name"] == "größe"
+    assert found["tree"]["who"] == "naïve"
+
+
+@pytest.mark.parametrize(
+    ("root", "code", "told"),
+    [
+        ("nope://x", 2, "no backend for 'nope://x'"),
+        ("ckpt.toml", 2, "not a folder"),
+        ("memory://none", 7, "it is empty, or does not exist"),
+    ],
+)
+def test_a_wrong_root_is_told_in_one_line(cli: Cli, root: str, code: int, told: str) -> None:
     Path("ckpt.toml").write_text("")
     ran = cli("ls", "--root", root)
-    assert ran.code in (2, 7)
+    assert ran.code == code
     assert ran.err.count("\n") == 1
     assert told in ran.err
     assert ran.out == ""

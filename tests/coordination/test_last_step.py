@@ -29,7 +29,7 @@ def train(coordinator: Coordinator, seed: int, stride: int, callers: set[int], e
         elif last.listen() is not None:
             last.agree(b"15")
 
-    thread = threading.Thread(target=hear)
+    thread = threading.Thread(target=hear, daemon=True)
     thread.start()
     for step in range(0, end, stride):
         if chance.random() < 0.2:
@@ -107,7 +107,7 @@ def test_who_parts_leaves_its_promise_and_hears_no_call() -> None:
     world = World(2)
     done, other = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
     assert not done.requested(9)
-    listening = threading.Thread(target=done.listen)
+    listening = threading.Thread(target=done.listen, daemon=True)
     listening.start()
     done.part()
     listening.join(5)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY, LARGE = 100, (64 << 20) // 8
@@ -15,18 +16,14 @@ TINY, LARGE = 100, (64 << 20) // 8
 
 def nursery(*args: object, script: str = "nursery.py", timeout: float = 280) -> str:
     """What the script has printed; it must have ended well."""
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-W", "ignore", str(Path(__file__).parent / script), *map(str, args)],
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=timeout,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     assert "ALL WELL" in done.stdout

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).resolve().parent / "workers"
@@ -13,7 +14,7 @@ WORKERS = Path(__file__).resolve().parent / "workers"
 
 def torchrun(ranks: int, worker: str, *args: object, timeout: float = 150) -> str:
     """What the ranks printed. Fails with all of it if one of them did."""
-    done = subprocess.run(
+    done = run(
         [
             sys.executable,
             "-m",
@@ -29,11 +30,7 @@ def torchrun(ranks: int, worker: str, *args: object, timeout: float = 150) -> st
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
         },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         timeout=timeout,
-        check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout

@@ -6,9 +6,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.distributed.launch import ROOT, WORKERS
 from tests.distributed.tormentor import Job
+from tests.processes import run
 
 pytestmark = pytest.mark.distributed
 
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         plan = ["--max-restarts=5", json.dumps(LIVES), "reference"] if steps == STEPS[0] else []
         runs += [*plan[:1], str(WORKERS / "elastic.py"), str(made / str(steps)), str(steps), *plan[1:]]
     (made / "run").mkdir()
-    done = subprocess.run(
+    done = run(
         [
             sys.executable,
             "-W",
@@ -62,10 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
         },
-        stdout=subprocess.PIPE,
-        text=True,
+        stderr=None,
         timeout=240,
-        check=False,
     )
     assert done.stdout.split("\n")[:-1] == [f"ended {n} 0" for n in range(4)], (made / "log").read_text()[
         -8000:
@@ -171,7 +169,9 @@ def test_a_node_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_la
             and sum("committed" in note for note in groups[number]) > 1
         )
 
-    try:
+    with ExitStack() as running:
+        for node in nodes:
+            running.callback(node.end)
         first.start()
         first.wait(lambda: committed_by_group(0, 2), 90, "two ranks")
         second.start()
@@ -183,9 +183,6 @@ def test_a_node_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_la
                 with suppress(ProcessLookupError):
                     os.kill(note["up"], signal.SIGKILL)
         first.wait(lambda: committed_by_group(2, 2), 90, "two ranks again")
-    finally:
-        for node in nodes:
-            node.end()
     restored = [next(note["restored"] for note in group if "restored" in note) for group in groups]
     (stopped,) = (note["stops"] for note in groups[0] if "stops" in note)
     assert restored[:2] == [0, stopped]

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import ROOT, WORKERS, torchrun
+from tests.processes import ended, run
 
 pytestmark = pytest.mark.distributed
 
@@ -40,31 +40,24 @@ def test_two_machines_that_share_one_wire(tmp_path: Path) -> None:
     ):
         pytest.skip("no network namespaces here (unshare --user --net, ip)")
     script = Path(__file__).with_name("two_namespaces.sh")
-    done = subprocess.run(
-        [*own, "bash", script, tmp_path, sys.executable, WORKERS / "nodes.py"],
-        env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run(
+        [*own, "bash", script, tmp_path, sys.executable, WORKERS / "nodes.py"], env=ENVIRONMENT, timeout=200
+    )
     assert done.returncode == 0, done.stdout[-8000:]
     assert done.stdout.count("ALL WELL") == 4
 
 
 def run_and_kill(folder: Path, mapping: str, far: int, log: Path, seconds: float) -> tuple[int, int]:
     """The step that all ranks restored, and the last that was committed before all were killed at once."""
-    with log.open("w") as out:
-        job = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-             WORKERS / "nodes_kill.py", folder, mapping, str(far)],
-            env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            wait_for(lambda: log.read_text().count("COMMITTED") > 0, job, log)
-            time.sleep(seconds)
-            assert job.poll() is None, log.read_text()[-5000:]
-        finally:
-            # torchrun's workers have sessions of their own
-            for pid in children(job.pid) | {job.pid}:
-                os.kill(pid, signal.SIGKILL)
-            job.wait(30)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far)]
+    with (
+        log.open("w") as out,
+        ended(subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)) as job,
+    ):
+        wait_for(lambda: log.read_text().count("COMMITTED") > 0, job, log)
+        time.sleep(seconds)
+        assert job.poll() is None, log.read_text()[-5000:]
     told = log.read_text()
     (restored,) = set(re.findall(r"RESTORED \d (\d+)", told))
     assert told.count("RESTORED") == 4
@@ -77,13 +70,6 @@ def wait_for(come: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) 
         assert job.poll() is None, log.read_text()[-5000:]
         assert time.monotonic() < deadline, log.read_text()[-5000:]
         time.sleep(0.05)
-
-
-def children(pid: int) -> set[int]:
-    try:
-        return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-    except OSError:
-        return set()
 
 
 @pytest.mark.torture

@@ -24,6 +24,7 @@ from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
+from tests.processes import kill_all
 
 RANKS = 4
 AGENT_SECONDS, START_SECONDS = 30, 60
@@ -116,14 +117,15 @@ class Job:
         self._agent.kill()
         self._agent.wait()
 
-    def end(self) -> int:
-        """As Slurm would."""
-        assert self._agent is not None
+    def end(self) -> None:
+        """As Slurm would; what is left after that is killed, the workers of an agent that hangs too."""
+        if self._agent is None:
+            return
         self._agent.terminate()
         try:
-            return self._agent.wait(AGENT_SECONDS + 15)
+            self._agent.wait(AGENT_SECONDS + 15)
         finally:
-            self._agent.kill()
+            kill_all(self._agent)
             self._agent.wait()
 
 

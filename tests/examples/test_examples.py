@@ -2,13 +2,18 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 # the two source roots first, as in pytest's own pythonpath: this checkout is what is tested, installed or not
@@ -18,22 +23,22 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.jo
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
-def start(script: str, *arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,  # one group to kill: the ranks that mp.spawn starts stay in it
-    )
+@contextmanager
+def start(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    with processes.ended(
+        subprocess.Popen(command, env=ENVIRONMENT, stdout=pipe, stderr=both, text=True)
+    ) as process:
+        yield process
 
 
 def run(script: str, *arguments: str) -> str:
-    with start(script, *arguments) as process:
-        output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    return output
+    done = processes.run(
+        [sys.executable, ROOT / "examples" / script, *arguments], env=ENVIRONMENT, timeout=120
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def test_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -52,7 +57,7 @@ def test_digits_killed_within_an_epoch_end_with_the_same_weights(tmp_path: Path)
     with start("train_digits.py", *options, str(root)) as process:
         while len(list(root.glob("step-*/manifest.json"))) < 2 and process.poll() is None:
             time.sleep(0.0005)
-        os.killpg(process.pid, signal.SIGKILL)
+        processes.kill_all(process)
     resumed = run("train_digits.py", *options, str(root))
 
     assert "resumed from step" in resumed
@@ -99,11 +104,11 @@ def test_gpt_told_to_stop_saves_that_step_and_goes_on_from_it(tmp_path: Path) ->
     with start("train_gpt.py", *options) as process:
         assert process.stdout is not None
         resumed = process.stdout.readline()
-        process.kill()
     assert resumed.startswith(f"resumed from step {step} ")
 
 
 def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Path) -> None:
+    """And the memory of another job, which begins meanwhile, is not touched."""
     options = [
         "--json",
         "--folder",
@@ -115,7 +120,17 @@ def test_one_training_is_resumed_from_memory_from_disk_and_from_s3(tmp_path: Pat
         "--width",
         "64",
     ]
-    output = run("demo_tiers.py", *options)
+    other = Path(f"/dev/shm/ckpt-memory-{os.getuid()}-test-{os.getpid()}")
+    try:
+        with start("demo_tiers.py", *options) as process:
+            while not (tmp_path / "demo" / "life-0.jsonl").exists() and process.poll() is None:
+                time.sleep(0.01)
+            other.mkdir(mode=0o700)
+            output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        assert other.exists()
+    finally:
+        shutil.rmtree(other, ignore_errors=True)
     lives = json.loads(output[output.index("\n[") :])
     assert [life["resumed_from"] for life in lives] == ["", "memory", "disk", "S3"]
     assert all(life["compared"] == life["equal_losses"] > 0 for life in lives)

@@ -47,9 +47,10 @@ def test_whatever_is_kept_is_seen(tmp_path: Path, kind: str) -> None:
         thread = threading.Thread(target=over.wait)
         thread.start()
         ends += [over.set, thread.join]
-    assert left(before)
+    seen = left(before)
     for end in ends:
         end()
+    assert seen
     assert left(before) == set()
 
 

@@ -123,7 +123,6 @@ def test_a_server_that_stays_away_costs_the_near_tier_nothing(
             began = time.monotonic()
             manager.save_async(state(step), step).result(60, tier=str(near))
             assert time.monotonic() - began < NEAR_SECONDS
-        began = time.monotonic()
         server.start()
     restores([str(near), tier], 2)
     tally("server-killed", 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.crash.test_kill import ROOT
 from tests.faults.conftest import Count
+from tests.processes import run
 
 TIMES = 50
 SCRIPT = ROOT / "tests" / "distributed" / "tormentor.py"
@@ -21,13 +22,10 @@ SCRIPT = ROOT / "tests" / "distributed" / "tormentor.py"
 def test_four_ranks_that_are_killed_and_stopped_at_random_moments_resume_each_time(
     tmp_path: Path, tally: Count
 ) -> None:
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path / "job"), str(TIMES), "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
         timeout=2300,
-        check=False,
     )
     assert "ALL WELL" in done.stdout, done.stdout[-6000:]
     tally("ranks", TIMES)

@@ -12,6 +12,7 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.errors import RootInUse
 from tests.faults.conftest import Count
+from tests.processes import ended
 from tests.test_review import whole
 
 JOB = """
@@ -51,16 +52,16 @@ print("end", lost, flush=True)
 """
 
 
+def start(root: Path, number: int, saves: int) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-W", "ignore", "-c", JOB, str(root), str(number), str(saves)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
 def fight(root: Path, saves: int) -> int:
     """Both jobs save so often. Returns how many saves were committed."""
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", JOB, str(root), str(number), str(saves)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for number in (0, 1)
-    ]  # fmt: skip
-    try:
+    with ended(start(root, 0, saves)) as one, ended(start(root, 1, saves)) as two:
+        jobs = (one, two)
         for job in jobs:
             assert job.stdout
             assert job.stdout.readline() == "ready\n"
@@ -73,10 +74,6 @@ def fight(root: Path, saves: int) -> int:
             out, err = job.communicate(timeout=1000)
             assert job.returncode == 0, err[-3000:]
             told.append(out)
-    finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
     steps = [int(line.split()[1]) for out in told for line in out.splitlines() if line.startswith("saved")]
     listed = whole(root)
     assert max(steps) in listed, (max(steps), listed)

@@ -68,17 +68,21 @@ def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(examples: int
     body = json.loads(msgspec.json.encode(replace(PACKED[0], world_size=1)))
 
     def check(changed: Any) -> None:
-        data = sealed(msgspec.json.encode(changed))
-        for use in (
-            lambda: read_fragment(data, key="k"),
-            lambda: merge([(read_part(data, key="k"), record_ref(PLAIN[0]))]),
-        ):
-            try:
-                use()
-            except CkptError as refused:
-                told(refused)
+        read_or_refused(sealed(msgspec.json.encode(changed)))
 
     tally("fuzz", fuzz(examples, mutated(body), check))
+
+
+def read_or_refused(data: bytes) -> None:
+    """By itself, and with what a merge asks of it."""
+    for way in (
+        lambda: read_fragment(data, key="k"),
+        lambda: merge([(read_part(data, key="k"), record_ref(PLAIN[0]))]),
+    ):
+        try:
+            way()
+        except CkptError as refused:
+            told(refused)
 
 
 @SCALE
@@ -109,15 +113,7 @@ def test_columns_changed_anywhere_are_read_or_refused(examples: int, tally: Coun
             form=zstandard.compress(msgspec.json.encode(form)),
             offsets=zstandard.compress(offsets),
         )
-        data = pack(packed)
-        for use in (
-            lambda: read_fragment(data, key="k"),
-            lambda: merge([(read_part(data, key="k"), record_ref(PLAIN[0]))]),
-        ):
-            try:
-                use()
-            except CkptError as refused:
-                told(refused)
+        read_or_refused(pack(packed))
 
     tally("fuzz", fuzz(examples, mutated(columns), check))
 

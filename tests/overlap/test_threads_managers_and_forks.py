@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -46,7 +47,7 @@ def in_a_thread(work: Callable[[], object]) -> None:
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
@@ -156,11 +157,13 @@ def test_a_save_in_the_midst_of_another_threads_step_is_refused(root: str) -> No
         manager.save(state, 1)
         thread = threading.Thread(target=optimizer.step)
         thread.start()
-        assert optimizer.inside.wait(30)
-        with pytest.raises(StagingError, match=r"another thread is in the midst of Halting\.step"):
-            manager.save_async(state, 2)
-        optimizer.go.set()
-        thread.join()
+        try:
+            assert optimizer.inside.wait(30)
+            with pytest.raises(StagingError, match=r"another thread is in the midst of Halting\.step"):
+                manager.save_async(state, 2)
+        finally:
+            optimizer.go.set()
+            thread.join()
         reference = content(state)
         manager.save(state, 2)
     assert_restores(root, reference, blank(10))
@@ -349,9 +352,14 @@ def test_a_child_that_exits_as_a_script_does_takes_nothing_with_it(root: str) ->
         held = slots()
         child = os.fork()
         if child == 0:
-            os.close(1), os.close(2)  # what pytest prints at its end is the parent's to print
-            threading._shutdown()
-            os._exit(0)
+            code = 1
+            try:
+                os.close(1), os.close(2)  # what pytest prints at its end is the parent's to print
+                threading._shutdown()
+                atexit._run_exitfuncs()
+                code = 0
+            finally:
+                os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
         assert set(held) <= set(slots())
         pending.result(60)

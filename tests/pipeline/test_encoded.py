@@ -182,7 +182,7 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
             ring[at : at + end - start] = image[start:end]
             window.land(end)
 
-    copier = threading.Thread(target=copy)
+    copier = threading.Thread(target=copy, daemon=True)
     copier.start()
     lengths: list[int] = []
     table = write_encoded(

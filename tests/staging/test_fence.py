@@ -47,7 +47,7 @@ def test_a_step_does_not_pass_before_the_copy_and_what_is_saved_is_from_before_i
     snapshot, target = snapshot_of(parameter)
     fence.watch(snapshot)
     stepped = threading.Event()
-    trainer = threading.Thread(target=lambda: (optimizer.step(), stepped.set()))
+    trainer = threading.Thread(target=lambda: (optimizer.step(), stepped.set()), daemon=True)
     trainer.start()
     assert not stepped.wait(0.1)
     assert parameter.detach().tolist() == [1] * 4
@@ -79,7 +79,7 @@ def test_a_step_waits_for_every_snapshot_in_flight():
     for snapshot in snapshots:
         fence.watch(snapshot)
     stepped = threading.Event()
-    trainer = threading.Thread(target=lambda: (optimizer.step(), stepped.set()))
+    trainer = threading.Thread(target=lambda: (optimizer.step(), stepped.set()), daemon=True)
     trainer.start()
     for snapshot in reversed(snapshots):
         assert not stepped.wait(0.03)
@@ -205,8 +205,12 @@ def test_a_forked_child_does_not_wait_for_a_copy_that_nobody_makes_there():
     fence.watch(snapshot_of(parameter)[0])
     child = os.fork()
     if child == 0:
-        optimizer.step()
-        os._exit(0)
+        code = 1
+        try:
+            optimizer.step()
+            code = 0
+        finally:
+            os._exit(code)
     for _ in range(1000):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

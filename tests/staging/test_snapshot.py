@@ -126,7 +126,7 @@ def test_the_fence_waits_for_the_copy_and_no_longer():
     snapshot = snapshot_of(late=[copy])
     snapshot.copy_eager()
     passed = threading.Event()
-    waiter = threading.Thread(target=lambda: (snapshot.fence(), passed.set()))
+    waiter = threading.Thread(target=lambda: (snapshot.fence(), passed.set()), daemon=True)
     waiter.start()
     assert not passed.wait(0.05)
     snapshot.copy_late()

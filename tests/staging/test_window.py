@@ -20,7 +20,7 @@ def in_thread(work):
         except StagingError as error:
             found.append(error)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, found
 

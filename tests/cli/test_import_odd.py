@@ -1,0 +1,144 @@
+"""Files that are odd, or lie about what is in them: taken as what they are, or refused in one sentence. Nothing is an internal error."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests.cli.conftest import Cli
+
+ONE = torch.ones(2)
+MODEL = {"w": ONE}
+
+
+def optimizer(groups: list[Any], state: dict[Any, Any] | None = None) -> dict[str, Any]:
+    return {"model": MODEL, "odd": {"state": state or {}, "param_groups": groups}}
+
+
+@pytest.mark.parametrize(
+    ("state", "becomes"),
+    [
+        (optimizer([]), "dict"),
+        (optimizer([{"params": 5}]), "dict"),
+        (optimizer([{"params": [0]}, {"params": [0]}]), "dict"),
+        (optimizer([{"params": [0]}], {0: 3}), "dict"),
+        ({"odd": [ONE, ONE]}, "list"),
+    ],
+)
+def test_what_only_looks_like_an_optimizer_is_kept_as_it_is(
+    cli: Cli, state: dict[str, Any], becomes: str
+) -> None:
+    torch.save(state, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 1, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["names"]["odd"] == becomes
+
+
+def test_a_folder_with_one_tensor_in_a_file_is_that_file(cli: Cli) -> None:
+    os.mkdir("c")
+    torch.save(ONE, "c/x.pt")
+    pairs = (("c/x.pt", "one"), ("c", "two"))
+    names = [cli("import", *pair, "--step", 1, "--json").json["names"] for pair in pairs]
+    assert names == [{"model": "module of 1 entries"}] * 2  # as "value"
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ({1: ONE}, "'1' is a key of type int"),
+        ({1: ONE, "model": MODEL}, "'1' is a key of type int"),
+        ({"model": {"w": torch.eye(2).to_sparse()}}, "sparse"),
+        ({"model": {"w": torch.ones(2, 2, device="meta")}}, "meta device"),
+    ],
+)
+def test_what_a_checkpoint_does_not_hold_is_named(cli: Cli, state: dict[Any, Any], told: str) -> None:
+    torch.save(state, "c.pt")
+    ran = cli("import", "c.pt", "runs", "--step", 1)
+    assert ran.code == 8, ran.err
+    assert told in ran.err
+    assert ran.err.count("\n") == 1
+
+
+def test_an_index_that_cannot_be_read_is_told(cli: Cli) -> None:
+    os.mkdir("c")
+    torch.save(MODEL, "c/a.bin")
+    os.symlink("nowhere", "c/pytorch_model.bin.index.json")
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == 2
+    assert "pytorch_model.bin.index.json cannot be read" in ran.err
+
+
+# -- tables of torch.distributed.checkpoint that lie --------------------------------------------------------------------
+
+
+def sized(size: Any) -> Callable[[Any], None]:
+    def change(table: Any) -> None:
+        table.state_dict_metadata["m.w"].size = size
+
+    return change
+
+
+def placed(paths: Any) -> Callable[[Any], None]:
+    def change(table: Any) -> None:
+        table.planner_data = paths
+
+    return change
+
+
+def in_a_folder(table: Any) -> None:
+    for place in table.storage_data.values():
+        place.relative_path = "folder"
+
+
+LIES: dict[str, tuple[Callable[[Any], None], int]] = {
+    "as large as no disk": (sized(torch.Size([2**50])), 3),
+    "larger than a number": (sized(torch.Size([2**62])), 3),
+    "less than nothing": (sized([-5]), 4),
+    "no number": (sized(["x"]), 4),
+    "no paths": (placed(5), 4),
+    "a path that is none": (placed({"m.w": 7}), 4),
+    "a value in a tensor": (placed({"m.w": ("m",), "n": ("m", "w")}), 4),
+    "a tensor over a dict": (placed({"n": ("m", "w"), "m.w": ("m",)}), 4),
+    "a folder": (in_a_folder, 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("lie", LIES)
+def test_a_table_that_lies_is_found_out(cli: Cli, lie: str) -> None:
+    dcp.save({"m": {"w": torch.ones(1000)}, "n": 3}, checkpoint_id="c", no_dist=True)
+    os.mkdir("c/folder")
+    change, code = LIES[lie]
+    table = pickle.loads(Path("c/.metadata").read_bytes())
+    change(table)
+    Path("c/.metadata").write_bytes(pickle.dumps(table, protocol=4))
+    ran = cli("import", "c", "runs", "--step", 1)
+    assert ran.code == code, ran.err
+    assert ran.err.count("\n") == 1
+    assert "internal error" not in ran.err
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_a_disk_without_room_for_the_tensors_is_told(cli: Cli, tmp_path: Path) -> None:
+    if shutil.which("mount") is None:
+        pytest.skip("no mount here")
+    dcp.save({"m": {"w": torch.ones(1 << 19)}}, checkpoint_id="c", no_dist=True)
+    os.mkdir("small")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "t", "small"], check=False, capture_output=True)  # fmt: skip
+    if done.returncode:
+        pytest.skip(f"NOT TESTED, mounting a tmpfs is not permitted here: {done.stderr.decode().strip()}")
+    try:
+        ran = cli("import", "c", "small/runs", "--step", 1)
+        assert ran.code == 3, ran.err
+        assert "no space left" in ran.err
+    finally:
+        subprocess.run(["umount", "-l", "small"], check=True)

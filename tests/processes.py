@@ -1,0 +1,50 @@
+"""Processes that a test starts end with it, whatever becomes of the test: those that they have started too."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """After the block it is dead and its pipes are closed, and so is all below it: torchrun's workers have sessions of their own and outlive a killed agent."""
+    with process:
+        try:
+            yield process
+        finally:
+            kill_all(process)
+
+
+def kill_all(process: subprocess.Popen[Any]) -> None:
+    """SIGKILL to it and to all below it, if it has not been waited for yet."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+        process.kill()
+        for each in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        psutil.wait_procs(tree, timeout=10)
+
+
+def run(command: Sequence[object], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run``, with standard error among the output. Fails with what was said if it takes longer, and leaves nothing running."""
+    words = [str(word) for word in command]
+    heard = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | how
+    with ended(subprocess.Popen(words, **heard)) as process:
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            kill_all(process)
+            said, _ = process.communicate(timeout=10)
+            pytest.fail(
+                f"not at its end after {timeout:.0f} s: {' '.join(words)[:200]}\n{said[-8000:]}",
+                pytrace=False,
+            )
+    return subprocess.CompletedProcess(words, process.returncode, said)
