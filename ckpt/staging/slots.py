@@ -142,10 +142,10 @@ class SlotPool:
         with self._changed:
             known = self._budget
             if known and not known.shared and known.slot_bytes >= known.nbytes:
-                budget = decide(known.nbytes, wanted=self._count, room=self._room())
-                if budget.shared:
-                    self._budget = budget
-                    _log.info("ckpt: %s", budget.sentence)
+                room = self._room()
+                if known.nbytes <= room.shared:  # else not even what there is may fit beside itself
+                    self._budget = decide(known.nbytes, wanted=self._count, room=room)
+                    _log.info("ckpt: %s", self._budget.sentence)
                     for slot in list(self._free):
                         self._free.remove(slot)
                         self._drop(slot)
@@ -185,7 +185,11 @@ class SlotPool:
         made: list[Slot] = []
         try:
             slot = self._new(self._slot_bytes(nbytes))
-            slot.prefault()
+            try:
+                slot.prefault()
+            except BaseException:
+                slot.close()
+                raise
             made.append(slot)
         finally:
             with self._changed:
