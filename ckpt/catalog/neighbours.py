@@ -67,18 +67,25 @@ class Neighbours:
     def __enter__(self) -> Self:
         if any(tier.nodes for tier in self._mine):
             self._server = PeerServer({tier.index: tier.backend for tier in self._mine})
-        if self._mine:
-            self._coordinator.tell(self._subject, msgspec.json.encode(self._told()))
+        try:
+            if self._mine:
+                self._coordinator.tell(self._subject, msgspec.json.encode(self._told()))
+        except BaseException:
+            self._stop_serving()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop_serving()
+        self._coordinator.forget(self._subject)
+
+    def _stop_serving(self) -> None:
         if self._server is not None:
             self._server.close()
             if self._server.served_bytes:
                 _log.info("ckpt: %.2f GB were given to other nodes", self._server.served_bytes / 1e9)
-        self._coordinator.forget(self._subject)
 
     def _told(self) -> Peer:
         server = self._server
