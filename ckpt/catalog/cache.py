@@ -24,6 +24,7 @@ from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, Meter, Span, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.mark import clear_away
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, IntegrityError, OutOfSpace, StorageError
 from ckpt.model.checksum import checksum
@@ -189,14 +190,19 @@ class ReadThrough:
             )  # fmt: skip
 
     def _withdraw(self, position: int, files: Sequence[File]) -> None:
-        """Leave no room taken on a disk that is full: the next save needs it more."""
+        """Leave no room taken on a disk that is full: the next save needs it more. But for what somebody else, who found all of it there, is about to list."""
+        backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
-            listed = position in self.origin.listing  # then the fragment was there before
-            # whoever finds all fragments may commit them
-            for name in (file.name,) if listed else (fragment_name(file.rank), file.name):
-                with suppress(StorageError):
-                    self._tiers[position].backend.delete(self.origin.ref.key(name))
-            self.cached_bytes -= self._size(file)
+            data, gone = ref.key(file.name), False
+            with suppress(StorageError):
+                if (
+                    position in self.origin.listing
+                ):  # then the fragment was there before, and the data was not
+                    backend.delete(data)
+                    gone = True
+                else:
+                    gone = clear_away(backend, ref, ref.key(fragment_name(file.rank)), data)
+            self.cached_bytes -= self._size(file) if gone else 0
 
     def _has_room(self, position: int, files: Sequence[File]) -> bool:
         """Where the cache has a capacity: whoever comes first makes room, for all who see the folder, each reckoned to need as much."""
