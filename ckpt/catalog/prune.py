@@ -122,6 +122,8 @@ def remove(backend: StorageBackend, held: Held) -> bool:
     """
     marked = False
     if held.state == "begun" and held.objects:
+        if _is_abandoned(held):
+            unmark(backend, held.ref)
         try:
             if not (marked := mark_refused(backend, held.ref)):
                 return False
@@ -134,3 +136,9 @@ def remove(backend: StorageBackend, held: Held) -> bool:
     if marked:
         unmark(backend, held.ref)
     return True
+
+
+def _is_abandoned(held: Held) -> bool:
+    """Whether who has put the mark, if anybody has, is long gone: nobody takes a day from it to the manifest."""
+    dates = [info.modified for info in held.objects if info.key == held.ref.mark]
+    return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

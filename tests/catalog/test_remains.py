@@ -15,6 +15,7 @@ from ckpt.catalog.holdings import Holdings
 from ckpt.catalog.prune import prune
 from ckpt.catalog.room import Room
 from ckpt.config import Tier
+from ckpt.coordination.mark import mark_finished
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import OutOfSpace
 from ckpt.model.checksum import checksum
@@ -117,3 +118,16 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
     assert left[3] == left[8] == "whole"
     assert set(left.values()) == {"whole"}  # nothing is left half removed
     assert 1 not in left
+
+
+def test_what_a_finisher_left_that_never_came_back_goes_when_its_mark_is_old(tmp_path: Path) -> None:
+    """Its disk was full, say: there was room for the mark, and not for the manifest."""
+    backend = tier(tmp_path).backend
+    attempt(tmp_path, 10, TWO)
+    left = {step: attempt(tmp_path, step, ONE, version=None, days=30) for step in (5, 6)}
+    for step, days in ((5, 2.0), (6, 0.5)):
+        assert mark_finished(backend, StepRef(step, ONE))
+        os.utime(left[step] / "verdict", (time.time() - days * 86400,) * 2)
+    prune(backend, Retention(keep_last=1), own=TWO, grace_seconds=-1)
+    assert not left[5].exists()
+    assert len(list(left[6].iterdir())) == 2
