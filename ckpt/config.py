@@ -310,11 +310,6 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
 
 
-def resolve_root(flag: str | None) -> str:
-    """The URL of ``resolve_tier``."""
-    return resolve_tier(flag).url
-
-
 def ranks_on_this_node() -> int:
     """As the launcher says (torchrun, Slurm, MPI); 1 if none does."""
     for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):

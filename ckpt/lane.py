@@ -41,7 +41,6 @@ from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
 from ckpt.rank_files import RankFiles, SaveJob
-from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -110,7 +109,7 @@ class Lane:
     @property
     def in_memory(self) -> bool:
         """Whether images stay where they are staged."""
-        return isinstance(self._backend, Adopting)
+        return self.tier.in_memory
 
     def commit(self, job: SaveJob, *, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
         """Make ``job`` a checkpoint here; returns the chunk table. ``intact`` is asked last, and raises if the image is not what it should be.

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.config import Config, SaveConfig, Tier, debug_wanted, load_config, resolve_root, resolve_tier
+from ckpt.config import Config, SaveConfig, Tier, debug_wanted, load_config, resolve_tier
 from ckpt.errors import ConfigError
 
 
@@ -138,17 +138,17 @@ def test_the_flag_wins_over_the_variable_and_the_variable_over_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match=r"--root URL.*CKPT_ROOT.*ckpt\.toml"):
-        resolve_root(None)
+        resolve_tier(None)
     Path("ckpt.toml").write_text('root = "from-file"')
-    assert resolve_root(None) == "from-file"
+    assert resolve_tier(None).url == "from-file"
     monkeypatch.setenv("CKPT_ROOT", "from-variable")
-    assert resolve_root(None) == "from-variable"
-    assert resolve_root("from-flag") == "from-flag"
+    assert resolve_tier(None).url == "from-variable"
+    assert resolve_tier("from-flag").url == "from-flag"
 
 
 def test_a_memory_tier_is_passed_over_since_it_is_gone_with_its_process() -> None:
     written('tiers = [{url = "memory://x"}, {url = "runs"}]')
-    assert resolve_root(None) == "runs"
+    assert resolve_tier(None).url == "runs"
 
 
 def test_a_root_that_is_a_tier_has_the_options_of_the_tier() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import OnProgress, size_faults, verify_files
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import put_once
@@ -38,11 +38,6 @@ from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend, read_object
 
 _TRIAL: Final = re.compile(r"t([1-9][0-9]*)")
-
-
-def unfinished(backend: StorageBackend) -> list[StepRef]:
-    """Attempts without a manifest, newest step first."""
-    return [ref for ref in attempts(backend) if not is_committed(backend, ref)]
 
 
 def finalize(

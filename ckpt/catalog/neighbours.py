@@ -18,7 +18,7 @@ from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union, address
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, CommitTimeout, IntegrityError, StorageError
-from ckpt.model.layout import StepRef, parse_folder
+from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.plan.copies import without_copy
 from ckpt.storage.api import StorageBackend
@@ -256,8 +256,6 @@ def _step(backend: StorageBackend, ref: StepRef) -> Step:
     data = {
         name: size
         for name, size in sizes.items()
-        if parse_folder(ref.folder)
-        and name.startswith("rank-")
-        and name.endswith((".safetensors", ".encoded"))
+        if name.startswith("rank-") and name.endswith((".safetensors", ".encoded"))
     }
     return Step(is_committed(backend, ref), data)

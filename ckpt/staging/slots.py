@@ -60,22 +60,15 @@ class SlotPool:
         _remove_orphans()
 
     @property
-    def budget(self) -> Budget | None:
-        """What was decided; None before the first slot."""
-        return self._budget
-
-    @property
     def made(self) -> list[Slot]:
         """All slots there are, in use or not."""
         with self._changed:
             return list(self._made)
 
-    def plan(self, nbytes: int) -> Budget:
+    def plan(self, nbytes: int) -> None:
         """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if there is no memory for one."""
         with self._changed:
             self._may_make(nbytes)
-        assert self._budget is not None
-        return self._budget
 
     def reserve(self, nbytes: int) -> None:
         """Make all slots for images of ``nbytes`` now, pages touched, so that no save has to.
@@ -111,9 +104,7 @@ class SlotPool:
                 if not wait and (self._made or not self._making):
                     return None
                 self._changed.wait()
-        slot = self._make(nbytes, free=False)
-        slot.generation += 1
-        return slot
+        return self._make(nbytes, free=False)
 
     def release(self, slot: Slot) -> None:
         """The image in it is no longer needed."""
@@ -160,7 +151,6 @@ class SlotPool:
             return None
         slot = min(fitting, key=lambda slot: self._keeps(slot.path) if slot.path else -1)
         self._free.remove(slot)
-        slot.generation += 1
         return slot
 
     def _may_make(self, nbytes: int) -> bool:

@@ -12,10 +12,11 @@ from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import Whole, write_image
+from ckpt.pipeline.writer import write_image
 from ckpt.staging.window import Window
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
+from tests.pipeline.whole import Whole
 
 PART = 8 << 20
 IMAGE = np.random.default_rng(3).bytes(2 * PART + 12345)
