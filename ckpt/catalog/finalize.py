@@ -31,7 +31,7 @@ from ckpt.model.layout import StepRef, fragment_name, is_file_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import Packed, Part, fragment_of, read_part
 from ckpt.model.reference import fill
-from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.model.validate import check_fragment
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
@@ -96,8 +96,7 @@ def _whole(manifest: Manifest, parts: Sequence[Part], *, key: str) -> Manifest:
     if not manifest.by_reference:
         return manifest
     packed = [part for part in parts if isinstance(part, Packed)]
-    whole = fill(manifest, {part.rank: fragment_of(part, key=key) for part in packed}, key=key)
-    return check_manifest(whole, key=key)
+    return fill(manifest, {part.rank: fragment_of(part, key=key) for part in packed}, key=key)
 
 
 def _put(

@@ -22,7 +22,7 @@ from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend, is_there, read_object
 
 _RETRY: Final = RetryPolicy()
 
@@ -53,12 +53,8 @@ def attempts(backend: StorageBackend) -> list[StepRef]:
 
 
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
-    try:
-        with about(backend.url):
-            _RETRY.call(partial(backend.head, ref.manifest))
-    except ObjectNotFound:
-        return False
-    return True
+    with about(backend.url):
+        return _RETRY.call(partial(is_there, backend, ref.manifest))
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:
@@ -164,14 +160,8 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
 def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[str]:
     """Data files that the manifest names and the store has not; a listing may lag behind, so what it lacks is asked for by name."""
     listed = {info.key for info in _RETRY.call(lambda: list(backend.list(f"{ref.folder}/")))}
-    gone: list[str] = []
-    for file in manifest.files:
-        if (key := ref.key(file.name)) not in listed:
-            try:
-                _RETRY.call(partial(backend.head, key))
-            except ObjectNotFound:
-                gone.append(file.name)
-    return gone
+    doubtful = [file.name for file in manifest.files if ref.key(file.name) not in listed]
+    return [name for name in doubtful if not _RETRY.call(partial(is_there, backend, ref.key(name)))]
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:

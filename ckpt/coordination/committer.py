@@ -60,7 +60,7 @@ from ckpt.model.manifest import FragmentRef
 from ckpt.model.packed import Packed, Part, read_part
 from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import Known, merge
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend, is_there, read_object
 
 T = TypeVar("T")
 
@@ -141,11 +141,7 @@ class OneTier:
         self._retry(lambda: put_once(self._backend, ref.manifest, manifest))
 
     def is_absent(self, ref: StepRef) -> bool:
-        try:
-            self._backend.head(ref.manifest)
-        except ObjectNotFound:
-            return True
-        return False
+        return not is_there(self._backend, ref.manifest)
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
         """They read it from the tier."""

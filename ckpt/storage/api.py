@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import StorageError
+from ckpt.errors import ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
@@ -246,6 +246,15 @@ def aligned_memory(nbytes: int) -> memoryview:
         memory.madvise(mmap.MADV_HUGEPAGE)
     lead = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
     return memoryview(memory)[lead : lead + nbytes]
+
+
+def is_there(backend: StorageBackend, key: str) -> bool:
+    """Whether the store has an object of that name."""
+    try:
+        backend.head(key)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
