@@ -29,8 +29,8 @@ _log = logging.getLogger("ckpt")
 class SlotPool:
     """Up to ``count`` slots of one size, made ahead (``reserve``) or when first needed, and kept.
 
-    Threads: ``acquire`` from the training thread, ``reserve`` from a background one, ``release`` from the one that has streamed the image,
-    ``close`` from the owner, once.
+    Threads: ``acquire`` and ``plan`` from the training thread, ``reserve`` from a background one, ``release`` and ``reconsider`` from the one that has streamed the image,
+    ``close`` from the owner, once. ``on_drop`` and ``keeps`` are called from all of these.
 
     Args:
         ranks: Ranks of this job on this node, which all ask for as much.
@@ -213,9 +213,11 @@ class SlotPool:
 
     def _drop(self, slot: Slot) -> None:
         self._made.remove(slot)
-        if slot.path and not self._closed:
-            self._on_drop(slot.path)
-        slot.close()
+        try:
+            if slot.path and not self._closed:
+                self._on_drop(slot.path)
+        finally:
+            slot.close()
 
 
 def _is_good(slot: Slot, budget: Budget) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt.errors import HostMemoryExhausted
+from ckpt.errors import HostMemoryExhausted, StorageError
 from ckpt.staging import slots as slots_module
 from ckpt.staging.slots import SlotPool
 
@@ -355,3 +355,17 @@ def test_shared_memory_that_was_freed_is_taken_instead_of_anonymous(pools, monke
     pool.reconsider()
     assert not slot.shared
     assert take(pool, MIB).shared
+
+
+def test_a_slot_whose_step_cannot_be_taken_off_is_let_go_all_the_same():
+    def stuck(path: str) -> None:
+        raise StorageError(path, "it cannot be taken off")
+
+    pool = SlotPool(1, on_drop=stuck)
+    pool.release(take(pool, MIB))
+    with pytest.raises(StorageError) as kept:
+        pool.acquire(9 * MIB, wait=False)
+    assert own_files() == set()
+    assert take(pool, 9 * MIB).capacity >= 9 * MIB
+    pool.close()
+    assert kept.value.detail
