@@ -51,7 +51,7 @@ _READERS: Final = 8
 
 
 class Lane:
-    """Threads: ``evict`` and ``keeps`` from the training thread; ``close`` from the owner, at the end; all else from any.
+    """Threads: ``close`` from the owner, at the end; all else from any, ``evict`` once for a slot.
 
     Attributes:
         restored_step: What the job has restored: later steps are history given up.

@@ -64,8 +64,6 @@ from ckpt.storage.api import StorageBackend, is_there, read_object
 
 T = TypeVar("T")
 
-VERDICT_GRACE_SECONDS: Final = 30.0
-"""How much longer than the leader the others wait where only it decides: its own time-out must reach them as a verdict."""
 TAKEOVER_SECONDS: Final = 10.0
 """After which rank 1 looks whether the leader has left something to do. What it does too early is only done twice."""
 

@@ -67,7 +67,7 @@ class Upload(Protocol):
     """One large object on its way. Nothing is visible under its key before ``finish`` returns.
 
     Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish`` or ``abort`` once, by the owner,
-    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments.
+    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so may a ``finish`` that raised ``TransientStorageError``.
     """
 
     @property
