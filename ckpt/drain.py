@@ -103,7 +103,7 @@ class Drain:
                 if isinstance(error, CommitError) and not self._closing:
                     _log.warning("ckpt: %s; asking again", error)
                     with self._changed:
-                        self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
+                        self._changed.wait_for(lambda: self._closing, min(_PAUSE_SECONDS, self._timeout))
                     continue
                 for lost in self._take_all():
                     lost.failed(

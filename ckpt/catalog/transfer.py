@@ -27,7 +27,6 @@ from ckpt.catalog.verify import (
     OnProgress,
     Span,
     fault_of,
-    fresh_memory,
     size_faults,
     spans_of,
     verify_files,
@@ -40,7 +39,7 @@ from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Encoding, File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend, Upload, read_object
+from ckpt.storage.api import StorageBackend, Upload, fresh_memory, read_object
 
 OnSpan = Callable[[File, Span, memoryview, int], None]
 """Shown what was read, once it is known to be intact, and the position of its source; from several threads. The memory is only lent for the call."""

@@ -9,7 +9,6 @@ What is found is returned as values, so that one damaged chunk does not hide the
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +45,7 @@ from ckpt.model.reference import fill
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, fresh_memory
 
 OnProgress = Callable[[int, int], None]
 """Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
@@ -271,11 +270,6 @@ class _Buffers:
 
     def give(self, buffer: memoryview) -> None:
         self._free.append(buffer)
-
-
-def fresh_memory(nbytes: int) -> memoryview:
-    """Zeroed memory that begins at a page, as O_DIRECT likes it; freed with its last view."""
-    return memoryview(mmap.mmap(-1, nbytes))
 
 
 def _check_span(

@@ -248,6 +248,11 @@ def aligned_memory(nbytes: int) -> memoryview:
     return memoryview(memory)[lead : lead + nbytes]
 
 
+def fresh_memory(nbytes: int) -> memoryview:
+    """Zeroed private memory from the start of a page, as direct reads ask for at least; freed with its last view. For what is soon let go of again."""
+    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
+
+
 def is_there(backend: StorageBackend, key: str) -> bool:
     """Whether the store has an object of that name."""
     try:
