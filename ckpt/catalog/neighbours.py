@@ -13,7 +13,7 @@ from typing import Final, Self
 import msgspec
 
 from ckpt.catalog.candidates import Candidate, Finish
-from ckpt.catalog.index import attempts, is_committed, read_packed
+from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
 from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union, addresses
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
@@ -251,11 +251,9 @@ def _firsts(tier: OpenTier) -> tuple[int, ...]:
 
 
 def _step(backend: StorageBackend, ref: StepRef) -> Step:
-    prefix = f"{ref.folder}/"
-    sizes = {info.key.removeprefix(prefix): info.size for info in backend.list(prefix)}
     data = {
-        name: size
-        for name, size in sizes.items()
-        if name.startswith("rank-") and name.endswith((".safetensors", ".encoded"))
+        name: info.size
+        for info in own_objects(backend, ref)
+        if (name := info.key.rpartition("/")[2]).endswith((".safetensors", ".encoded"))
     }
     return Step(is_committed(backend, ref), data)
