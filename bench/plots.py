@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.measure import Spread
 from bench.result import Kind, Line, Result
-from bench.style import COLOURS, FLOOR, INK, SOFT, bare, colour, figure, head, ours, tick, write
+from bench.style import COLOURS, FLOOR, INK, SOFT, bare, colour, figure, head, ours, round_bytes, tick, write
 
 _BAR_INCHES = 0.3
 _HEAD_INCHES = 1.3
@@ -151,7 +151,7 @@ def _first(line: Line, panel: Panel) -> list[float]:
 
 
 def _scale(axis: Any, values: Sequence[float], left: float, logarithmic: bool, panel: Panel) -> None:
-    from matplotlib.ticker import LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
 
     if logarithmic:
         axis.set_xscale("log")
@@ -161,7 +161,10 @@ def _scale(axis: Any, values: Sequence[float], left: float, logarithmic: bool, p
     else:
         axis.set_xlim(min(0.0, *values) * 1.1, max(*values, 1e-9) * 1.36)
         axis.axvline(0, color=SOFT, linewidth=0.8)
-        axis.locator_params(axis="x", nbins=4)
+        if panel.kind == "bytes":
+            axis.xaxis.set_major_locator(MultipleLocator(round_bytes(axis.get_xlim()[1])))
+        else:
+            axis.locator_params(axis="x", nbins=4)
     axis.xaxis.set_major_formatter(lambda value, _: tick(value, panel.kind))
     bare(axis)
 

@@ -133,7 +133,7 @@ _MAIN_NOTES: Final = (
     "**stall**: seconds the training thread loses per save. **drag**: seconds training loses beside the save while it streams. **durable**: from the call until complete and fsynced. "
     "These three in a training loop; **idle: durable** with nothing else running. **restore, cold**: bytes of the state per second from files out of the page cache into live tensors. "
     "**memory added**: host memory while saving, over training alone.",
-    "Medians of at least {least:.0f} saves of each kind in one run, contenders taking turns. Everything with a number here was loaded back and compared with what was saved.",
+    "Medians of at least {least:.0f} saves of each kind, contenders taking turns in one run; loads are of the scenario *restore*, a run of its own (both below). Everything with a number here was loaded back and compared with what was saved.",
 )
 
 
@@ -144,16 +144,13 @@ def _page(folder: str) -> str:
     if train := found.get("train"):
         text += _main(train, found.get("restore"))
     text += ["| scenario | | run | load begin, end | commit |", "|---|---|---|---|---|"]
-    for name, result in found.items():
-        c = result.conditions
-        files = ", ".join(
-            f"[{kind}]({name}.{kind})"
-            for kind in ("csv", "json", "png")
-            if os.path.exists(os.path.join(folder, f"{name}.{kind}"))
-        )
-        text.append(
-            f"| [{name}]({name}.md): {scenarios.ALL[name]} | {files} | {c['date']}, {c['run_seconds']:.0f} s | {c['load_begin']}, {c['load_end']} | {c['commit']} |"
-        )
+    text += [_row(folder, name, result, scenarios.ALL[name]) for name, result in found.items()]
+    text += [
+        _row(folder, f"{more}/{name}", result, f"{scenarios.ALL[name]}; another run")
+        for more in sorted(os.listdir(folder))
+        if os.path.isdir(os.path.join(folder, more))
+        for name, result in read(os.path.join(folder, more)).items()
+    ]
     last = found.get("train") or next(reversed(found.values()))
     text += [
         "",
@@ -166,6 +163,16 @@ def _page(folder: str) -> str:
     with open(path, "w") as file:
         file.write("\n".join(text))
     return path
+
+
+def _row(folder: str, name: str, result: Result, words: str) -> str:
+    c = result.conditions
+    files = ", ".join(
+        f"[{kind}]({name}.{kind})"
+        for kind in ("csv", "json", "png")
+        if os.path.exists(os.path.join(folder, f"{name}.{kind}"))
+    )
+    return f"| [{name}]({name}.md): {words} | {files} | {c['date']}, {c['run_seconds']:.0f} s | {c['load_begin']}, {c['load_end']} | {c['commit']} |"
 
 
 def _main(train: Result, restore: Result | None) -> list[str]:

@@ -17,6 +17,9 @@ COLOURS: Final = {
     "ckpt.memory": "#075652",
     "ckpt.save_async": "#0b7a75",
     "ckpt.save": "#63b8ae",
+    "ckpt.fsdp2": "#0b7a75",
+    "ckpt.hsdp": "#63b8ae",
+    "ckpt.3d": "#054542",
     "torch.save": "#9aa5b1",
     "safetensors": "#d8b24a",
     "dcp.save": "#b4cdea",
@@ -73,6 +76,20 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if size < 9.995 else f"{value:.1f} s"
 
 
+def round_bytes(most: float) -> int:
+    """The distance of marks on an axis of bytes: a power of two, of which about four make ``most``."""
+    return 1 << max(0, int(most / 4).bit_length() - 1)
+
+
+def log_marks(axis: Any) -> None:
+    """Marks on a logarithmic axis of heights: 1, 2 and 5 of each power of ten where there are few powers, so that every axis has some to read."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 300 * low else (1.0, 2.0, 5.0)))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+
+
 def tick(value: float, kind: Kind) -> str:
     """A number on an axis: no more digits than it needs."""
     if value == 0:
@@ -122,7 +139,7 @@ def figure(
         drawn = plt.figure(figsize=size)
         yield drawn, plt
         width, height = size
-        caption = textwrap.wrap(f"{reading} {machine(result)}", int(width * 17))
+        caption = textwrap.wrap(f"{reading} {machine(result)}", int(width * 16))
         bottom = (len(caption) * 0.165 + 0.18) / height
         cases = result.cases()
         title = drawn.suptitle(

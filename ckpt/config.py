@@ -173,7 +173,7 @@ class SaveConfig:
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied everything on return.
-        chunk_bytes: Unit of checksum, retry and transfer.
+        chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller tensors have smaller chunks (``ckpt.model.chunks``).
         commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
         slots: Images held in host memory at most; with two, one streams while the next fills.
         backlog: How many steps may wait for a farther tier that is behind; older ones are given up there.

@@ -1,4 +1,4 @@
-"""What happens inside, told to whoever asks: observers get frozen values, in background threads, and must not block."""
+"""What happens inside, told to whoever asks: observers get frozen values, in background threads (of a restore: in the training thread), and must not block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStaged:
-    """The state is in host memory. ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence if there was one."""
+    """The state is in host memory, ``nbytes`` of this rank. ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence if there was one."""
 
     step: int
     nbytes: int
@@ -17,7 +17,7 @@ class SaveStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCommitted:
-    """The checkpoint exists on the tier. Seconds since the call."""
+    """The checkpoint exists on the tier. ``nbytes`` of this rank's image; seconds since the call."""
 
     step: int
     tier: str
@@ -27,7 +27,7 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """The save is lost; older checkpoints are whole."""
+    """The save is lost, was skipped (`SaveSkipped`), or was given up on a tier that is behind (`TierBehind`); older checkpoints are whole."""
 
     step: int
     error: BaseException
@@ -64,7 +64,7 @@ class CommitFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A restore has landed."""
+    """A restore has landed. ``nbytes`` in this rank's state; seconds of the whole call; ``tier`` is the URL that most of it came from."""
 
     step: int
     tier: str

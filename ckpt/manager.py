@@ -56,13 +56,14 @@ class CheckpointManager:
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        config: How to save; single fields may be given as keywords (``on_busy="skip"``).
+        config: How to save: see `SaveConfig`; single fields may be given as keywords (``on_busy="skip"``).
         metadata: JSON values kept in every manifest.
         observers: Called with `ckpt.events`, also from background threads; must not block.
         coordinator: How ranks talk; found by itself.
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
+        CommitTimeout: There is a local tier, and some rank did not come within 300 s.
     """
 
     def __init__(
@@ -233,7 +234,8 @@ class CheckpointManager:
             replicas: Whether ranks that want the same bytes each read them, or one does and broadcasts them over gloo (``"broadcast"``: for a store that is slower than the network).
 
         Raises:
-            RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact.
+            RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact (the message says if tensors were overwritten).
+            StorageError, CommitTimeout, FormatTooNew: The tiers cannot be listed; ranks did not come, or not back; the step is of a later ckpt.
             ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
         """
         self._check_open()

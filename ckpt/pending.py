@@ -22,9 +22,9 @@ class PendingSave:
 
     Attributes:
         step: What is saved.
-        call_seconds: What ``save_async`` cost the calling thread.
+        call_seconds: Seconds that ``save_async`` cost the calling thread; with the wait of the optimizer's step they are ``stall_seconds``.
         nbytes: Bytes of this rank's image.
-        durable_seconds: From the call to the commit on the last of its tiers; None until then.
+        durable_seconds: Seconds from the call to the commit on the last of its tiers; None until then.
     """
 
     def __init__(

@@ -12,8 +12,10 @@ class RestoreReport:
     """What was restored and what it took.
 
     Attributes:
+        step, attempt: What was restored.
+        saved_world_size: How many ranks had saved it.
         tier: URL of the tier that it came from: with several, the one that most bytes of this rank came from. What was fetched into a cache on the way came from where it was fetched.
-        nbytes: Bytes that landed in this rank's state; ``read_bytes`` were read for it.
+        nbytes: Bytes that landed in this rank's state; this rank has read ``read_bytes`` from stores for it.
         received_bytes: What other ranks read for this one (``replicas="broadcast"``), in memory.
         seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
         skipped: Newer (step, reason) that were damaged.

@@ -147,8 +147,7 @@ def plot(result: Result, path: str) -> None:
         ]
         for (left, right), line in zip(grid, lines, strict=True):
             _slowdown(left, line, (min(0.0, *ends), max(0.0, *ends)))
-            _steps(right, line)
-            right.set_ylim(0, sorted(steps)[int(len(steps) * 0.99)] * 1.25)
+            _steps(right, line, sorted(steps)[int(len(steps) * 0.99)] * 1.25)
         del plt
 
 
@@ -172,7 +171,8 @@ def _slowdown(axis: Any, line: Line, ends: tuple[float, float]) -> None:
     )
 
 
-def _steps(axis: Any, line: Line) -> None:
+def _steps(axis: Any, line: Line, top: float) -> None:
+    """Each step, as long as it is no longer than ``top``: a few that are would press all others flat."""
     saving, clean, block = (
         line.numbers["saving_step_seconds"],
         line.numbers["clean_step_seconds"],
@@ -195,10 +195,14 @@ def _steps(axis: Any, line: Line) -> None:
             markeredgecolor=style.colour(line.name),
         )
     axis.set_xlim(-1, 2 * len(saving.all))
+    axis.set_ylim(0, top)
+    beyond = sorted(value for value in (*saving.all, *clean.all) if value > top)
+    more = f"; beyond the axis: {', '.join(map(style.seconds, beyond))}" if beyond else ""
     axis.yaxis.set_major_formatter(lambda value, _: style.tick(round(value, 3), "seconds"))
+    axis.set_xlabel("step", color=style.SOFT)
     style.bare(axis, grid="y")
     style.head(
         axis,
         "",
-        f"seconds of each step; medians {style.seconds(saving.median)} with a save, {style.seconds(clean.median)} without",
+        f"seconds of each step; medians {style.seconds(saving.median)} with a save, {style.seconds(clean.median)} without{more}",
     )

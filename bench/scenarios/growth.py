@@ -88,7 +88,9 @@ def plot(result: Result, path: str) -> None:
                 axis.plot(each.x, each.y, alpha=0)  # sets the limits, which the names need
             xs = sorted({x for each in series for x in each.x})
             axis.set_xticks(xs, [style.tick(x, "bytes") for x in xs], rotation=0)
+            style.log_marks(axis)
             axis.minorticks_off()
+            axis.set_xlabel("size of the state", color=style.SOFT)
             axis.yaxis.set_major_formatter(lambda value, _: style.tick(value, "seconds"))
             style.bare(axis, grid="both")
             plots.lines(axis, series)

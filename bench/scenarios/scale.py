@@ -163,10 +163,15 @@ def plot(result: Result, path: str) -> None:
             "reads, checks and merges every rank's fragment",
             "seconds",
         ),
-        ("first_seconds", "its first save", "layouts are checked for holes and overlaps", "seconds"),
-        ("memory_mib", "its memory", "MiB, peak of the process", "count"),
-        ("same_seconds", "a rank's restore plan", "as saved", "seconds"),
-        ("other_seconds", "on 3/4 of the ranks", "another layout", "seconds"),
+        (
+            "first_seconds",
+            "the committer, first save",
+            "layouts are checked for holes and overlaps",
+            "seconds",
+        ),
+        ("memory_mib", "the committer's memory", "MiB, peak of the process", "count"),
+        ("same_seconds", "a rank's restore plan", "on as many ranks as saved", "seconds"),
+        ("other_seconds", "a rank's restore plan", "on 3/4 of the ranks", "seconds"),
         ("manifest_kib", "the manifest", "KiB", "count"),
     )
     with style.figure(result, path, (15, 9), reading) as (drawn, plt):
@@ -178,7 +183,9 @@ def plot(result: Result, path: str) -> None:
                 axis.plot(each.x, each.y, alpha=0)  # sets the limits, which the names need
             xs = sorted({x for each in series for x in each.x})
             axis.set_xticks(xs, [f"{x:,.0f}" for x in xs], rotation=0)
+            style.log_marks(axis)
             axis.minorticks_off()
+            axis.set_xlabel("ranks", color=style.SOFT)
             if kind == "seconds":
                 axis.yaxis.set_major_formatter(lambda value, _: style.tick(value, "seconds"))
             else:
@@ -199,7 +206,8 @@ def _series(result: Result, key: str) -> list[plots.Series]:
                 if line.name.startswith(f"{kind}.") and (value := line.median(key))
             ]
             if points and (kind == "ckpt" or case == _LABELS["fsdp2"]):
-                found.append(plots.Series(name, case + more, *map(list, zip(*points, strict=True))))
+                own = next(f"{name}.{layout}" for layout, label in _LABELS.items() if label == case)
+                found.append(plots.Series(own, case + more, *map(list, zip(*points, strict=True))))
     return found
 
 

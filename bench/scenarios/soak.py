@@ -119,18 +119,13 @@ def plot(result: Result, path: str) -> None:
             axis.set_ylim(0, max(max(each.y) for each in series) * 1.15)
             axis.set_xlim(0, max(len(each.y) for each in series))
             if kind == "bytes":
-                axis.yaxis.set_major_locator(MultipleLocator(_round_bytes(axis.get_ylim()[1])))
+                axis.yaxis.set_major_locator(MultipleLocator(style.round_bytes(axis.get_ylim()[1])))
             axis.yaxis.set_major_formatter(partial(_tick, kind))
             axis.set_xlabel("save", color=style.SOFT)
             style.bare(axis, grid="y")
             plots.lines(axis, series, markers=False, gap=0.07)
             style.head(axis, title, "process and children, after each save")
         del plt
-
-
-def _round_bytes(most: float) -> int:
-    """A power of two of which about four make ``most``."""
-    return 1 << max(20, int(most / 4).bit_length() - 1)
 
 
 def _tick(kind: Kind, value: float, _: int) -> str:

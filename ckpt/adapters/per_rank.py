@@ -17,7 +17,12 @@ OnResize = Literal["error", "same_rank", "first"] | Callable[[int, int, int], in
 class PerRank:
     """Marks a value of the state that each rank saves and restores for itself.
 
-    ``value`` may be anything a state may hold: plain values (replaced on restore), or an object with ``state_dict``/``load_state_dict`` (loaded in place).
+    Args:
+        value: Anything a state may hold: plain values (replaced on restore), or an object with ``state_dict``/``load_state_dict`` (loaded in place).
+        on_resize: Whose value a rank takes when the world has another size: see ``OnResize``.
+
+    Attributes:
+        value: As given; after a restore, what was restored.
     """
 
     def __init__(self, value: Any, *, on_resize: OnResize = "error") -> None:
@@ -29,7 +34,7 @@ class PerRank:
 
 
 class RngState:
-    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and on every CUDA device it has used.
+    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and, once CUDA is in use, on every CUDA device.
 
     Nearly always wrapped: ``PerRank(RngState())``.
     """

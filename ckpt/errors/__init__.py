@@ -25,11 +25,12 @@
     │   ├── TensorIncomplete                boxes leave holes or overlap
     │   ├── RootInUse                       another job writes to this root
     │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   ├── TierBehind                      given up on a tier that is too slow; nearer ones have it
     │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   written to behind our back while it was copied
-    │   └── SaveSkipped                     on_busy="skip" and no slot was free
+    │   └── SaveSkipped                     on_busy="skip" and no slot was free, or no tier takes the step
     ├── RestoreError               exit 7   the target and the checkpoint do not fit
     │   ├── NoCheckpoint
     │   ├── EntryMissing
@@ -39,7 +40,7 @@
     │   ├── KindMismatch                    a tensor here, a plain value there
     │   └── OptimizerMismatch               the state of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
-    └── ManagerClosed              exit 9
+    └── ManagerClosed              exit 9   the manager was closed
 """
 
 from __future__ import annotations

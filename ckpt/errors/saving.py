@@ -44,12 +44,13 @@ class PeerFailed(CommitError):
 
 
 class CommitTimeout(CommitError):
-    """Some ranks were not heard of in time."""
+    """Some ranks were not heard of in time. ``step`` is -1 where there is none yet: at the start, or while a restore looks for one."""
 
     def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
         self.step, self.missing, self.seconds = step, tuple(missing), seconds
         names = ", ".join(map(str, self.missing[:16])) + (" ..." if len(self.missing) > 16 else "")
-        super().__init__(f"step {step}: waited {seconds:.0f} s for {what} of rank(s) {names}")
+        told = f"waited {seconds:.0f} s for {what} of rank(s) {names}"
+        super().__init__(f"step {step}: {told}" if step >= 0 else told)
 
 
 class ReplicasDiverged(CommitError):
@@ -129,7 +130,7 @@ class TensorChanged(StagingError):
 
 
 class SaveSkipped(StagingError):
-    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank, or no tier takes this step. Nothing was written."""
+    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank, no tier takes this step, or another rank was told of an earlier failure instead. Nothing was written."""
 
     def __init__(self, step: int, reason: str = 'the save before still streams and on_busy="skip"') -> None:
         self.step, self.reason = step, reason

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import FormatTooNew, ManifestCorrupt
-from ckpt.model.box import Box, split_rows
+from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
 from ckpt.model.encoding import decode_body, open_envelope
 from ckpt.model.manifest import (
@@ -301,7 +301,7 @@ def _chunks_of(
     chunk_bytes: int,
     key: str,
 ) -> tuple[Ints, Ints]:
-    """Of each shard its first chunk, and how many: they must be just those that ``split_rows`` makes."""
+    """Of each shard its first chunk, and how many: they must be cut like it."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
     itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     nbytes = (
@@ -313,25 +313,18 @@ def _chunks_of(
     require(bool((on_edge | ~solid).all()), key, "a shard does not lie on the chunks of its file")
     starts = np.where(solid, starts, 0)
     counts = solid.astype(np.int64)
-    one = np.where(solid, chunks[starts] if len(chunks) else 0, 0) == nbytes
-    for row in np.flatnonzero(~one | (nbytes > chunk_bytes)).tolist():
-        first = int(starts[row])
+    first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
+    require(bool((first <= chunk_bytes).all()), key, "a chunk is too long")
+    for row in np.flatnonzero(first != nbytes).tolist():
+        start = int(starts[row])
         _, dtype, whole = headings[int(tensor[row])]
-        size = DTYPES[dtype].itemsize
-        # asked before the parts are listed: a few bytes of nonsense must not claim more parts than the file has chunks
-        require(
-            int(nbytes[row]) <= (len(chunks) - first) * chunk_bytes,
-            key,
-            "a shard has more bytes than its file",
+        size, held = DTYPES[dtype].itemsize, tuple(shape[row, : len(whole)].tolist())
+        lengths = lengths_like(held, int(first[row]) // size, at_most=len(chunks) - start) or []
+        fits = bool(lengths) and np.array_equal(
+            np.array(lengths) * size, chunks[start : start + len(lengths)]
         )
-        held = tuple(shape[row, : len(whole)].tolist())
-        parts = [part.numel * size for part in split_rows(Box((0,) * len(held), held), chunk_bytes // size)]
-        require(
-            parts == chunks[first : first + len(parts)].tolist(),
-            key,
-            "a shard does not lie on the chunks of its file",
-        )
-        counts[row] = len(parts)
+        require(fits, key, "a shard does not lie on the chunks of its file")
+        counts[row] = len(lengths)
     return starts, counts
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.box import split_rows, tiling_fault
+from ckpt.model.box import tiling_fault
 from ckpt.model.checksum import CHECKSUM_PATTERN
+from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
 from ckpt.model.layout import data_name, fragment_name
 from ckpt.model.manifest import (
@@ -24,6 +24,7 @@ from ckpt.model.manifest import (
     Manifest,
     Shard,
     Tensor,
+    chunk_offsets,
 )
 from ckpt.model.runs import fault_of
 
@@ -194,10 +195,7 @@ def _check_encoded(record: Manifest | Fragment, files: Mapping[int, File], key: 
 
 
 def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_bytes: int, key: str) -> None:
-    edges = {
-        rank: set(accumulate((chunk.nbytes for chunk in file.chunks), initial=0))
-        for rank, file in files.items()
-    }
+    chunks = {rank: _lengths(file) for rank, file in files.items()}
     seen: set[str] = set()
     for tensor in tensors:
         check_tensor(tensor.name, tensor.dtype, tensor.shape, seen, key)
@@ -205,7 +203,7 @@ def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_b
             require(
                 shard.box.inside(tensor.shape), key, f"tensor {tensor.name!r}: a box is not inside its shape"
             )
-            _check_shard(tensor, shard, edges.get(shard.rank), chunk_bytes, key)
+            _check_shard(tensor, shard, chunks.get(shard.rank), chunk_bytes, key)
 
 
 def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], key: str) -> None:
@@ -221,21 +219,28 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], 
     )
 
 
-def _check_shard(tensor: Tensor, shard: Shard, edges: set[int] | None, chunk_bytes: int, key: str) -> None:
-    if edges is None:
+def _lengths(file: File) -> dict[int, int]:
+    """Bytes of each chunk, by where it begins."""
+    return {offset: chunk.nbytes for offset, chunk in zip(chunk_offsets(file), file.chunks, strict=False)}
+
+
+def _check_shard(
+    tensor: Tensor, shard: Shard, chunks: Mapping[int, int] | None, chunk_bytes: int, key: str
+) -> None:
+    if chunks is None:
         raise ManifestCorrupt(key, f"tensor {tensor.name!r}: rank {shard.rank} has no file")
-    itemsize = DTYPES[tensor.dtype].itemsize
-    # asked before the parts are listed: a few bytes of nonsense must not claim more parts than the file has chunks
-    require(
-        shard.box.numel * itemsize < len(edges) * chunk_bytes,
-        key,
-        f"tensor {tensor.name!r}: a shard has more bytes than its file has chunks",
-    )
-    offset = shard.offset
-    for part in split_rows(shard.box, chunk_bytes // itemsize):
-        fits = offset in edges and offset + part.numel * itemsize in edges
+    box, itemsize, offset = shard.box, DTYPES[tensor.dtype].itemsize, shard.offset
+    if not box.numel:
+        return
+    fits = box.numel * itemsize < len(chunks) * chunk_bytes
+    require(fits, key, f"tensor {tensor.name!r}: a shard has more bytes than its file has chunks")
+    first = chunks.get(offset, 0)
+    require(first <= chunk_bytes, key, f"tensor {tensor.name!r}: a chunk of {first} bytes")
+    lengths = lengths_like(box.shape, first // itemsize, at_most=len(chunks))
+    for length in [0] if lengths is None else lengths:
+        fits = chunks.get(offset) == length * itemsize
         require(fits, key, f"tensor {tensor.name!r}: a shard does not lie on the chunks of its file")
-        offset += part.numel * itemsize
+        offset += length * itemsize
 
 
 def _check_tied(tied: Mapping[str, str], names: set[str], key: str) -> None:

@@ -259,6 +259,9 @@ class _World:
         solid = self._count[two] > 0
         one, two = one[solid], two[solid]
         counts = self._count[two].astype(np.int64)
+        if (unlike := np.flatnonzero(self._count[one] != counts)).size:
+            pair = [self._ranks[int(self._rank[side[unlike[0]]])].rank for side in (one, two)]
+            raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
         step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         sides: list[Ints] = []
         ids = np.array([rank.rank for rank in self._ranks], dtype=np.int64)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from ckpt.errors import CommitError, ReplicasDiverged, TensorIncomplete
-from ckpt.model.box import Box, split_rows, tiling_fault
+from ckpt.model.box import Box, tiling_fault
+from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
 from ckpt.model.packed import Packed, Part
@@ -200,7 +201,6 @@ class _Checksums:
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:
         self._files = {fragment.rank: fragment.file for fragment in fragments}
-        self._chunk_bytes = fragments[0].chunk_bytes
         self._index: dict[int, dict[int, int]] = {}
 
     def of(self, shard: Shard, dtype: str) -> list[str]:
@@ -210,8 +210,10 @@ class _Checksums:
         if shard.rank not in self._index:
             self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
         start = self._index[shard.rank][shard.offset]
-        count = len(split_rows(shard.box, self._chunk_bytes // DTYPES[dtype].itemsize))
-        return [chunk.checksum for chunk in file.chunks[start : start + count]]
+        first = file.chunks[start].nbytes // DTYPES[dtype].itemsize
+        lengths = lengths_like(shard.shape, first, at_most=len(file.chunks) - start)
+        assert lengths is not None  # the fragment was checked
+        return [chunk.checksum for chunk in file.chunks[start : start + len(lengths)]]
 
 
 def _merge_tied(fragments: Sequence[Fragment | Light], stored: set[str]) -> dict[str, str]:

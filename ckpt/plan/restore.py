@@ -123,7 +123,6 @@ class _ChunkTable:
         self._files, self._encodings = manifest.file_map(), manifest.encodings()
         self._lengths: dict[int, Sequence[int]] = {}
         self._places: dict[int, Sequence[int]] = {}
-        self._chunk_bytes = manifest.chunk_bytes
         self._index: dict[int, Mapping[int, int]] = {}
         self._known: dict[tuple[int, int], list[_Chunk]] = {}
 
@@ -159,7 +158,7 @@ class _ChunkTable:
             lengths = self._lengths[shard.rank] = stored_lengths(file, self._encodings.get(shard.rank))
             self._places[shard.rank] = list(accumulate(lengths, initial=0))
         first = self._index[shard.rank][shard.offset]
-        boxes = split_rows(held, self._chunk_bytes // DTYPES[dtype].itemsize)
+        boxes = split_rows(held, file.chunks[first].nbytes // DTYPES[dtype].itemsize)
         lengths, offset = self._lengths[shard.rank], self._places[shard.rank][first]
         found: list[_Chunk] = []
         for index, box in enumerate(boxes, first):

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ckpt.model.box import Box, split_evenly, split_rows
+from ckpt.model.box import Box, split_evenly
+from ckpt.model.chunks import cut
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
@@ -41,7 +42,7 @@ class SavePlan:
         header: The first bytes of the file, padded.
         items: In file order, gapless after the header.
         size: Bytes of the whole file.
-        chunks: Lengths that cover the file: the header, then each item cut by ``split_rows``.
+        chunks: Lengths that cover the file: the header, then each item's.
         tensors: What the fragment says of them.
     """
 
@@ -63,7 +64,7 @@ def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePla
     for index, box in order:
         itemsize = leaves[index].itemsize
         items.append(WriteItem(leaf=index, box=box, offset=end, nbytes=box.numel * itemsize))
-        chunks += [part.numel * itemsize for part in split_rows(box, chunk_bytes // itemsize)]
+        chunks += [part.numel * itemsize for part in cut(box, itemsize, chunk_bytes)]
         end += box.numel * itemsize
     return SavePlan(
         header=header,

@@ -16,7 +16,7 @@ from bench.plots import spread_out
 from bench.result import Column, Failure, Line, Result
 from bench.runner import Shape, lots
 from bench.scenarios.soak import flat
-from bench.style import cell, seconds
+from bench.style import cell, round_bytes, seconds, tick
 
 
 def test_the_wait_at_the_fence_is_stall_and_not_drag() -> None:
@@ -162,3 +162,10 @@ def test_every_verb_explains_itself(verb, capsys):
         main([verb, "--help"])
     assert ended.value.code == 0
     assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("most", "marks"), [(163 << 20, "32 MiB"), (662 << 20, "128 MiB"), (9 << 30, "2 GiB")]
+)
+def test_an_axis_of_bytes_has_round_marks(most: int, marks: str) -> None:
+    assert tick(round_bytes(most), "bytes") == marks

@@ -258,8 +258,9 @@ class Scattering:
 
 
 @pytest.fixture
-def mixed(tmp_path):
-    """One file of large and small chunks: (its store, its manifest, what is in it, what can be wanted)."""
+def mixed(tmp_path, monkeypatch):
+    """One file of large and small chunks, each all of a tensor: (its store, its manifest, what is in it, what can be wanted)."""
+    monkeypatch.setattr("ckpt.model.chunks.LEAST_BYTES", 8 << 20)
     leaves = [Leaf(f"x{k}", "uint8", (n,), (Box((0,), (n,)),)) for k, n in enumerate(SIZES)]
     arrays = [np.random.default_rng(k).integers(0, 256, n, dtype=np.uint8) for k, n in enumerate(SIZES)]
     named = {leaf.name: array for leaf, array in zip(leaves, arrays, strict=True)}

@@ -1,0 +1,47 @@
+"""How the bytes of a box are cut into chunks: by rows, all like the first.
+
+So a reader learns from the length of a box's first chunk how the others lie (``split_rows`` with that many elements), and a writer is free to choose for each box. Small chunks are worth having, since whoever wants a part of a box
+reads whole chunks; large ones, since each costs a line in the manifest and a turn of a thread. So a box has about ``PARTS`` of them, within bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from ckpt.model.box import Box, split_rows
+
+PARTS: Final = 32
+"""A cut anywhere in a box costs at most a 32nd of it."""
+LEAST_BYTES: Final = 512 << 10
+"""Below, a restore's processor time grows by more than half (docs/decisions/0015)."""
+
+
+def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
+    """The chunks in which a box is written, each of at most ``chunk_bytes``. None of an empty box."""
+    most = chunk_bytes // itemsize
+    wanted = min(most, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))
+    if wanted < box.numel:
+        row = next(row for row in _rows(box.shape) if row <= wanted)
+        wanted = min(most, -(-wanted // row) * row)
+    return split_rows(box, wanted)
+
+
+def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[int] | None:
+    """Elements of each chunk of a box that is not empty, the first of which has ``first``. None if no cut begins so, or it has more than ``at_most`` chunks, of which no list is made."""
+    if not 0 < first <= math.prod(shape):
+        return None
+    shape = shape or (1,)
+    rows = _rows(shape)
+    dim = next(dim for dim, row in enumerate(rows) if row <= first)
+    each, left = divmod(first, rows[dim])
+    whole, rest = divmod(shape[dim], each)
+    outer = math.prod(shape[:dim])
+    if left or not whole or outer * (whole + bool(rest)) > at_most:
+        return None
+    return ([first] * whole + [rest * rows[dim]] * bool(rest)) * outer
+
+
+def _rows(shape: tuple[int, ...]) -> list[int]:
+    """Elements of a row, for each dimension that rows could be counted along."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
