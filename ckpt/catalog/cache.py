@@ -19,6 +19,7 @@ from typing import Final
 
 from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.found import Found
+from ckpt.catalog.index import attempts
 from ckpt.catalog.origin import Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, Meter, Span, verify_files
@@ -218,13 +219,14 @@ class ReadThrough:
         if cache.nodes:
             ranks = len(cache.nodes.mates(self._coordinator.rank))
         mine = sum(map(self._size, files))
-        evictor = Evictor(
-            cache,
-            self._coordinator.attempt,
-            waiting=self._waiting,
-            elsewhere=partial(self._elsewhere, position),
-        )
         try:
+            # another job's farther tiers may wait for anything that is there
+            ours = self._may_change(position)
+            evictor = Evictor(
+                cache, self._coordinator.attempt,
+                waiting=self._waiting if ours else lambda: frozenset(attempts(cache.backend)),
+                elsewhere=partial(self._elsewhere, position),
+            )  # fmt: skip
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
             word = _DONE
@@ -233,6 +235,19 @@ class ReadThrough:
         finally:
             self._coordinator.decide(f"{subject}/end", word)
         return word == _DONE
+
+    def _may_change(self, position: int) -> bool:
+        """Whether no other job that is known to live writes to the folder: what it has there is its own to replace, and to take off."""
+        cache = self._tiers[position]
+        try:
+            owner = self._retry.call(partial(read_owner, cache.backend))
+        except StorageError as error:
+            _log.warning("ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error)
+            return False
+        ours = owner is None or not owner.alive or owner.attempt == self._coordinator.attempt
+        if not ours:
+            _log.warning("ckpt: %s is another job's, and is left as it is", cache.url)
+        return ours
 
     def _elsewhere(self, position: int, ref: StepRef) -> bool:
         """Whether a durable tier other than the cache has a step."""
@@ -249,9 +264,7 @@ class ReadThrough:
             damaged = [file for file in self._files.values() if self.origin.is_damaged(position, file)]
             if not damaged or self.origin.gone(position, "") or not self.origin.lies_alike(position):
                 continue
-            owner = read_owner(self._tiers[position].backend)
-            if owner is not None and owner.alive and owner.attempt != self._coordinator.attempt:
-                _log.warning("ckpt: %s is another job's, and is not mended", self._tiers[position].url)
+            if not self._may_change(position):
                 continue
             subject, me = self._subjects(position), str(self._coordinator.rank).encode()
             for file in damaged:
