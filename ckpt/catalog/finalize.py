@@ -132,7 +132,7 @@ def _check_owner(
     if owner.alive:
         raise RootInUse(backend.url, str(owner))
     told = job_is_dead(owner) if callable(job_is_dead) else job_is_dead
-    if owner.machine != Owner.here(owner.attempt).machine and not told:
+    if owner.is_unknown and not told:
         raise JobUnseen(ref.step, str(owner))
     return owner
 
