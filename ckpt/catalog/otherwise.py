@@ -28,7 +28,8 @@ def encoded_otherwise(
 
 def clear_unnamed(destination: StorageBackend, ref: StepRef, manifest: Manifest, retry: RetryPolicy) -> None:
     """Remove what lies beside the files of a step that was just committed: those of another encoding."""
-    named = {ref.manifest, *(ref.key(part.name) for part in (*manifest.files, *manifest.fragments))}
+    names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
+    named = {ref.manifest, *map(ref.key, names)}
     for info in own_objects(destination, ref):
         if info.key not in named:
             retry.call(partial(destination.delete, info.key))
