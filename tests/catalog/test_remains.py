@@ -17,10 +17,11 @@ from ckpt.catalog.room import Room
 from ckpt.config import Tier
 from ckpt.coordination.mark import mark_finished
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.errors import OutOfSpace
+from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef
 from ckpt.plan.retention import Retention
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import OpenTier, open_tiers
 
 ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
@@ -131,3 +132,22 @@ def test_what_a_finisher_left_that_never_came_back_goes_when_its_mark_is_old(tmp
     prune(backend, Retention(keep_last=1), own=TWO, grace_seconds=-1)
     assert not left[5].exists()
     assert len(list(left[6].iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_removed_keeps_no_other_from_being_removed(tmp_path: Path) -> None:
+    stuck, gone, kept = (attempt(tmp_path, step, ONE) for step in (1, 2, 3))
+    backend = FaultyBackend(
+        tier(tmp_path).backend, [Rule(verb="delete", key=stuck.name, fault=Raise(AccessDenied))]
+    )
+    with pytest.raises(AccessDenied):
+        prune(backend, Retention(keep_last=1), own=ONE)
+    assert (stuck.exists(), gone.exists(), kept.exists()) == (True, False, True)
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_every_folder(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        attempt(tmp_path, step, ONE)
+    backend = FaultyBackend(tier(tmp_path).backend, [Rule(verb="delete", fault=Raise(TransientStorageError))])
+    with pytest.raises(TransientStorageError):
+        prune(backend, Retention(keep_last=1), own=ONE)
+    assert [call.verb for call in backend.calls].count("delete") == 1
