@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import threading
@@ -181,3 +182,23 @@ def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> Non
     with pytest.raises(CommitError), Neighbours([tier], coordinator, subject="restore/0/nodes", step=None):
         raise AssertionError("not told")
     assert not [thread.name for thread in threading.enumerate() if "serve" in thread.name]
+
+
+class Full:
+    """What accept() says where too many files are open: at once, and again and again."""
+
+    asked = 0
+
+    def accept(self) -> None:
+        self.asked += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_a_process_with_too_many_files_open_does_not_spin(node: Node) -> None:
+    real, full = node.server._socket, Full()
+    node.server._socket = full  # type: ignore[assignment]
+    socket.create_connection(("127.0.0.1", node.server.port), 5).close()  # ends the wait in the real one
+    time.sleep(0.5)
+    node.server._socket = real
+    assert 1 <= full.asked <= 10
+    assert read(node.store, KEY, 0, 5) == DATA[:5]
