@@ -14,7 +14,7 @@ from ckpt.model.box import Box, split_rows
 PARTS: Final = 32
 """A cut anywhere in a box costs at most a 32nd of it."""
 LEAST_BYTES: Final = 512 << 10
-"""Below, a restore's processor time grows by more than half (docs/decisions/0015)."""
+"""Below, a restore's processor time grows by a third and more (docs/decisions/0015)."""
 
 
 def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
