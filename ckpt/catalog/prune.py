@@ -136,9 +136,11 @@ def remove(backend: StorageBackend, held: Held) -> bool:
     """
     marked = False
     if held.state == "begun" and held.objects:
-        if _is_abandoned(held):
-            unmark(backend, held.ref)
         try:
+            if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
+                unmark(backend, held.ref)
+                mark_refused(backend, held.ref)
+                return False
             if not (marked := mark_refused(backend, held.ref)):
                 return False
         except OutOfSpace:  # whole checkpoints go first then, and what no fragment tells of
@@ -153,6 +155,6 @@ def remove(backend: StorageBackend, held: Held) -> bool:
 
 
 def _is_abandoned(held: Held) -> bool:
-    """Whether who has put the mark, if anybody has, is long gone: nobody takes a day from it to the manifest."""
-    dates = [info.modified for info in held.objects if info.key == held.ref.mark]
+    """Whether a finisher has put its mark there, and is long gone: nobody takes a day from it to the manifest."""
+    dates = [info.modified for info in held.objects if info.key == held.ref.mark and info.size]
     return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

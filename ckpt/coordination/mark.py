@@ -37,7 +37,7 @@ def mark_refused(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def unmark(backend: StorageBackend, ref: StepRef) -> None:
-    """After what was marked is done. Never raises: a mark that stays keeps remains from being removed for a day, no more (``catalog.prune``)."""
+    """After what was marked is done. Never raises: a mark that stays keeps remains from being removed for some days, no more (``catalog.prune``)."""
     with contextlib.suppress(CkptError):
         backend.delete(ref.mark)
 
