@@ -41,7 +41,6 @@ from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
 from ckpt.rank_files import RankFiles, SaveJob
-from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -52,7 +51,7 @@ _READERS: Final = 8
 
 
 class Lane:
-    """Threads: ``evict`` and ``keeps`` from the training thread; ``close`` from the owner, at the end; all else from any.
+    """Threads: ``close`` from the owner, at the end; all else from any, ``evict`` once for a slot.
 
     Attributes:
         restored_step: What the job has restored: later steps are history given up.
@@ -110,7 +109,7 @@ class Lane:
     @property
     def in_memory(self) -> bool:
         """Whether images stay where they are staged."""
-        return isinstance(self._backend, Adopting)
+        return self.tier.in_memory
 
     def commit(self, job: SaveJob, *, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
         """Make ``job`` a checkpoint here; returns the chunk table. ``intact`` is asked last, and raises if the image is not what it should be.

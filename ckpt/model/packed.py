@@ -3,7 +3,7 @@
 Its *form* is what most ranks of a mesh have in common to the byte: names, shapes, places in the file, lengths of chunks. Beside it lie the offsets of the boxes, and the checksums. Form and
 offsets are zstd frames; who has seen the form of one rank need not unpack that of the next. Numbers are little-endian 64-bit integers.
 
-The committer checks and merges columns (``check_packed``, ``plan.columns``); everybody else unpacks a fragment or a few of them to what small worlds have (``part_of``).
+The committer checks and merges columns (``check_packed``, ``plan.columns``); everybody else unpacks a fragment or a few of them to what small worlds have (``fragment_of``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from ckpt.model.checksum import verify
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, fresh_memory
 
 _KEPT_CHUNKS: Final = 4
 
@@ -53,7 +52,7 @@ class StoredImage:
         first = bisect_right(self._starts, start) - 1
         if self._starts[first + 1] >= end:
             return self._chunk(first)[start - self._starts[first] : end - self._starts[first]]
-        memory = _fresh(end - start)
+        memory = fresh_memory(end - start)
         done, index = start, first
         while done < end:
             begin, stop = self._starts[index], min(end, self._starts[index + 1])
@@ -83,15 +82,11 @@ class StoredImage:
 
     def _read(self, index: int) -> memoryview:
         chunk, place = self._chunks[index], self._places[index]
-        data = _fresh(self._places[index + 1] - place)
+        data = fresh_memory(self._places[index + 1] - place)
         self._retry.call(lambda: self._backend.read_into(self._key, place, data))
         if data.nbytes == chunk.nbytes:
             verify(data, chunk.checksum, key=self._key, offset=place)
             return data
-        raw = _fresh(chunk.nbytes)
+        raw = fresh_memory(chunk.nbytes)
         decode(data, raw, key=self._key, offset=place, digest=chunk.checksum)
         return raw
-
-
-def _fresh(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]

@@ -17,6 +17,7 @@ from ckpt.catalog.origin import Origin
 from ckpt.catalog.verify import verify_step
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.mark import mark_finished
 from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model import manifest as model
 from ckpt.model.box import Box, even_slab
@@ -205,6 +206,19 @@ def test_a_full_disk_met_by_one_rank_is_no_ones_failure(
     outcomes = World(2, patience=5).run(lambda mine: node.rank(written.ref, mine, ALL)[0])
     assert all(np.array_equal(array, ARRAY) for array in outcomes.values()), outcomes
     assert not is_committed(store, written.ref)
+
+
+def test_what_somebody_else_is_about_to_list_there_is_not_taken_back_from_a_full_disk(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
+    near = open_backend(str(tmp_path / "near"))
+    assert mark_finished(near, written.ref)
+    full = FaultyBackend(near, [Rule(verb="upload", key="rank-00003", fault=Raise(OutOfSpace))])
+    node = Node((str(tmp_path / "near"), full), (str(tmp_path / "far"), far))
+    array, *_ = node.rank(written.ref, World(1).coordinator(0), ALL)
+    assert np.array_equal(array, ARRAY)
+    kept = {info.key.rpartition("/")[2] for info in near.list(f"{written.ref.folder}/")}
+    assert {"rank-00000.json", "rank-00000.safetensors", "verdict"} <= kept
 
 
 def test_what_one_source_has_not_intact_is_fetched_from_the_one_behind_it(
