@@ -100,6 +100,7 @@ class Lane:
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
         self._taken: set[int] | None = None
+        self._claimed = False
         self._lodgers: dict[str, StepRef] = {}
 
     @property
@@ -267,7 +268,7 @@ class Lane:
                     "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step to a durable tier too",
                     ref.step, self.url,
                 )  # fmt: skip
-        if self._taken is not None:
+        if self._claimed:
             with contextlib.suppress(CkptError):
                 release(self._backend, self._owner)
 
@@ -321,6 +322,7 @@ class Lane:
     def _take_over(self) -> set[int]:
         """Make the root ours, if it is not yet; returns the steps that were there then, but for history given up: it may be lived again."""
         if self._taken is None:
+            self._claimed = True  # it may lie there though the call fails
             self._retry.call(lambda: claim(self._backend, self._owner))
             done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
             self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
