@@ -301,7 +301,7 @@ def _chunks_of(
     chunk_bytes: int,
     key: str,
 ) -> tuple[Ints, Ints]:
-    """Of each shard its first chunk, and how many: they must be cut like it."""
+    """Of each shard its first chunk, and how many: they must be cut like it, and no other's."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
     itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     nbytes = (
@@ -315,16 +315,21 @@ def _chunks_of(
     counts = solid.astype(np.int64)
     first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
     require(bool((first <= chunk_bytes).all()), key, "a chunk is too long")
+    left = len(chunks)  # all shards together have no more
     for row in np.flatnonzero(first != nbytes).tolist():
         start = int(starts[row])
         _, dtype, whole = headings[int(tensor[row])]
         size, held = DTYPES[dtype].itemsize, tuple(shape[row, : len(whole)].tolist())
-        lengths = lengths_like(held, int(first[row]) // size, at_most=len(chunks) - start) or []
+        lengths = lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start)) or []
         fits = bool(lengths) and np.array_equal(
             np.array(lengths) * size, chunks[start : start + len(lengths)]
         )
         require(fits, key, "a shard does not lie on the chunks of its file")
         counts[row] = len(lengths)
+        left -= len(lengths)
+    order = np.argsort(starts[solid], kind="stable")
+    ends = (starts + counts)[solid][order]
+    require(bool((ends[:-1] <= starts[solid][order][1:]).all()), key, "shards overlap in their file")
     return starts, counts
 
 
