@@ -251,6 +251,9 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str) -> Columns:
     require(bool((shape >= 0).all()), key, "a shard of less than nothing")
     whole = _padded(headings, dims)[tensor]
     require(bool((shape <= whole).all()), key, "a box is not inside the shape of its tensor")
+    own = np.array([len(each) for _, _, each in headings], dtype=np.int64)[tensor]
+    beyond = np.arange(dims) >= own[:, None]
+    require(bool((shape == 1)[beyond].all()), key, "a box has more dimensions than its tensor")
     starts, counts = _chunks_of(headings, tensor, place, shape, chunks, chunk_bytes, key)
     return Columns(
         headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, chunks=chunks, starts=starts,

@@ -152,7 +152,7 @@ def test_columns_that_do_not_fit_their_fragment_are_refused(change: dict[str, An
 
 
 def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
-    """``PACKED[0]`` with other tensors of one dimension in its file."""
+    """``PACKED[0]`` with other tensors of up to one dimension in its file."""
     form = [
         tensors,
         1,
@@ -186,6 +186,16 @@ def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(tensors: l
     merge([(of_form(tensors[:1], shards[:1]), record_ref(PLAIN[0]))])
     with pytest.raises(ManifestCorrupt, match=told):
         merge([(packed, record_ref(PLAIN[0]))])
+
+
+def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() -> None:
+    """It would have no place in the file, and the tensor an element."""
+    tensors = [["x", "float32", []], ["y", "float32", [1]]]
+    first, second = _numbers(FORM[3])[0], _numbers(FORM[3])[0] + 4
+    with pytest.raises(ManifestCorrupt, match="more dimensions than its tensor"):
+        merge([(of_form(tensors[:1], [[0, second, 0]]), record_ref(PLAIN[0]))])
+    with pytest.raises(ManifestCorrupt, match="does not lie on the chunks"):
+        merge([(of_form(tensors, [[0, first, 1], [1, second, 1]]), record_ref(PLAIN[0]))])
 
 
 def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> None:
