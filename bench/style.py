@@ -19,6 +19,7 @@ COLOURS: Final = {
     "ckpt.save": "#63b8ae",
     "ckpt.fsdp2": "#0b7a75",
     "ckpt.hsdp": "#63b8ae",
+    "ckpt.hsdp2": "#9aa83a",
     "ckpt.3d": "#054542",
     "torch.save": "#9aa5b1",
     "safetensors": "#d8b24a",

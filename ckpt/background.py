@@ -26,7 +26,7 @@ _log = logging.getLogger("ckpt")
 
 
 class Background:
-    """Threads: all methods from the training thread; ``on_end`` is called by the thread that ends a save's last tier."""
+    """Threads: ``notify`` from any, all else from the training thread; ``on_end`` is called by the thread that ends a save's last tier."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -20,6 +21,8 @@ from ckpt.model.layout import StepRef
 from ckpt.pipeline.workers import Workers
 
 _log = logging.getLogger("ckpt")
+_PAUSE_SECONDS: Final = 10.0
+"""Before the leader is asked again: the job's store may be gone, and says so at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ class Drain:
             except BaseException as error:  # noqa: BLE001 - those that wait must hear of it
                 if isinstance(error, CommitError) and not self._closing:
                     _log.warning("ckpt: %s; asking again", error)
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._closing, min(_PAUSE_SECONDS, self._timeout))
                     continue
                 for lost in self._take_all():
                     lost.failed(

@@ -41,7 +41,6 @@ from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes
 from ckpt.plan.merge import Known
 from ckpt.rank_files import RankFiles, SaveJob
-from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
@@ -52,7 +51,7 @@ _READERS: Final = 8
 
 
 class Lane:
-    """Threads: ``evict`` and ``keeps`` from the training thread; ``close`` from the owner, at the end; all else from any.
+    """Threads: ``close`` from the owner, at the end; all else from any, ``evict`` once for a slot.
 
     Attributes:
         restored_step: What the job has restored: later steps are history given up.
@@ -101,6 +100,7 @@ class Lane:
         self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
         self._taken: set[int] | None = None
+        self._claimed = False
         self._lodgers: dict[str, StepRef] = {}
 
     @property
@@ -110,7 +110,7 @@ class Lane:
     @property
     def in_memory(self) -> bool:
         """Whether images stay where they are staged."""
-        return isinstance(self._backend, Adopting)
+        return self.tier.in_memory
 
     def commit(self, job: SaveJob, *, on_bytes: OnBytes, intact: Callable[[], None]) -> tuple[Chunk, ...]:
         """Make ``job`` a checkpoint here; returns the chunk table. ``intact`` is asked last, and raises if the image is not what it should be.
@@ -268,7 +268,7 @@ class Lane:
                     "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step to a durable tier too",
                     ref.step, self.url,
                 )  # fmt: skip
-        if self._taken is not None:
+        if self._claimed:
             with contextlib.suppress(CkptError):
                 release(self._backend, self._owner)
 
@@ -322,6 +322,7 @@ class Lane:
     def _take_over(self) -> set[int]:
         """Make the root ours, if it is not yet; returns the steps that were there then, but for history given up: it may be lived again."""
         if self._taken is None:
+            self._claimed = True  # it may lie there though the call fails
             self._retry.call(lambda: claim(self._backend, self._owner))
             done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
             self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}

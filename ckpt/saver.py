@@ -49,7 +49,7 @@ class Listener(Protocol):
 
 
 class Saver:
-    """Threads: ``run`` and ``give_up`` from the streaming thread; ``evict`` and ``keeps`` from the training thread; ``close`` from the owner, when the streaming thread has stopped.
+    """Threads: ``run`` and ``give_up`` from the streaming thread; ``names_of`` and ``set_restored`` from the training thread; ``close`` from the owner, when the streaming thread has stopped; all else from any.
     A `Listener` hears from the streaming thread and from those of the drains.
     """
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -59,7 +60,7 @@ class StopSignals:
         os.set_blocking(self._mouth, False)  # a handler must never wait
         self._earlier: dict[int, Any] = {}
         self._wakes = False
-        self._workers = Workers("stop", 2)
+        self._workers = Workers("stop", 3)
         self._workers.submit(self._watch)
         if coordinator.world_size > 1:
             self._workers.submit(self._listen)
@@ -141,15 +142,20 @@ class StopSignals:
         if self._closed:
             return
         _log.warning("ckpt: %s: all ranks stop after the same step", self.signal.name)
-        try:
-            step = self._last.agree(str(signum).encode())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training thread may wait for ever
-            self._end(self.signal, f"no last step was agreed on: {error}")
-        _log.info("ckpt: step %d is the last", step)
+        self._workers.submit(
+            partial(self._agree, self.signal)
+        )  # the job's store may hang: the grace time ends that too
         while (left := began + self._grace - time.monotonic()) > 0:
             if self._next(left) == _CLOSE:
                 return
         self._end(self.signal, f"the grace time of {self._grace:g} s is over")
+
+    def _agree(self, signum: signal.Signals) -> None:
+        try:
+            step = self._last.agree(str(int(signum)).encode())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the training thread may wait for ever
+            self._end(signum, f"no last step was agreed on: {error}")
+        _log.info("ckpt: step %d is the last", step)
 
     def _listen(self) -> None:
         if (word := self._last.listen()) is not None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from ckpt.model import manifest
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef, data_name, fragment_name
@@ -109,7 +109,7 @@ def _boxes(array: np.ndarray[Any, Any], rank: int, world_size: int) -> tuple[Box
     whole = Box.whole(array.shape)
     if not array.shape or array.shape[0] < world_size:
         return (whole,) if rank == 0 else ()
-    part = split_evenly(whole, world_size)[rank]
+    part = even_slab(whole, world_size, rank)
     return (part,) if part is not None else ()
 
 

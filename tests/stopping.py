@@ -19,6 +19,7 @@ import torch
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
+from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
@@ -160,6 +161,19 @@ def the_training_thread_is_stuck_where_python_hears_nothing(root: Path) -> None:
     train(
         root, at={4: lambda: [libc.pthread_mutex_lock(mutex) for _ in range(2)] and None}, grace_seconds=0.7
     )
+
+
+@case
+def the_store_of_the_job_does_not_answer(root: Path) -> None:
+    tell = SingleCoordinator.tell
+
+    def hang(self: SingleCoordinator, subject: str, word: bytes) -> None:
+        if subject == "stop/promise":
+            time.sleep(15)
+        tell(self, subject, word)
+
+    SingleCoordinator.tell = hang  # type: ignore[method-assign]
+    train(root, at={4: kill}, grace_seconds=0.7)
 
 
 @case

@@ -74,3 +74,23 @@ def test_work_that_breaks_is_told_and_the_next_is_taken():
     (error,) = told
     assert isinstance(error, CkptError)
     assert isinstance(error.__cause__, ZeroDivisionError)
+
+
+def test_a_store_of_the_job_that_is_gone_is_not_asked_without_a_pause():
+    coordinator = World(2).coordinator(1)
+    asked: list[str] = []
+
+    def gone(subject: str, *, timeout: float) -> bytes | None:
+        asked.append(subject)
+        raise CommitError("the job's store is gone")
+
+    coordinator.verdict = gone  # type: ignore[method-assign]
+    drain = Drain(1, coordinator, backlog=4, timeout=20)
+    lost: list[CkptError] = []
+    drain.push(Waiting(StepRef(1, "aa"), lambda: None, lost.append))
+    time.sleep(0.3)
+    before, began = len(asked), time.monotonic()
+    drain.close()
+    assert 1 <= before <= 2
+    assert time.monotonic() - began < 5
+    assert [str(error) for error in lost] == ["the job's store is gone"]

@@ -16,6 +16,7 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.prune import prune
+from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError, TransientStorageError
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
@@ -188,6 +189,39 @@ def test_a_full_cache_gives_up_its_oldest_for_what_is_restored(
     assert report is not None
     assert (report.step, report.cached_bytes) == (4, files(far, 4)["data"].stat().st_size)
     assert whole(near) == [2, 3, 4]
+
+
+def test_a_cache_that_another_job_writes_to_gives_up_nothing(
+    saved: list[Path], near: Path, far: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That one's farther tiers may still read what lies there: nobody here can know."""
+    with CheckpointManager(far) as manager:
+        manager.restore(blank())
+        manager.save(state_of(4))
+    nbytes = sum(path.stat().st_size for path in near.rglob("rank-*"))
+    claim(open_backend(str(near)), Owner.here("another12345"))
+    target = blank()
+    with CheckpointManager([Tier(str(near), capacity=nbytes + 8000), far]) as manager:
+        report = manager.restore(target)
+    assert_is(target, 4)
+    assert report is not None
+    assert (report.tier, report.cached_bytes) == (str(far), 0)
+    assert whole(near) == [1, 2, 3]
+    assert "another job's" in caplog.text
+
+
+def test_an_owner_that_cannot_be_read_costs_no_restore(
+    saved: list[Path], near: Path, watch: Watch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flip(files(near, 3)["data"])
+    watch(near, Rule(verb="head", key="writer.json", fault=Raise(AccessDenied)))
+    target = blank()
+    with CheckpointManager(saved) as manager:
+        report = manager.restore(target)
+    assert_is(target, 3)
+    assert report is not None
+    assert [repair.mended for repair in report.repaired] == [False]
+    assert "whose it is cannot be seen" in caplog.text
 
 
 def test_a_cache_never_gives_up_the_only_copy_of_its_newest(

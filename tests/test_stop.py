@@ -73,6 +73,7 @@ def test_a_signal_stops_it_after_a_last_save(
     [
         "the_grace_time_runs_out_while_the_last_save_streams",
         "the_training_thread_is_stuck_where_python_hears_nothing",
+        "the_store_of_the_job_does_not_answer",
     ],
 )
 def test_when_the_grace_time_is_over_it_ends_all_the_same_and_older_steps_are_whole(

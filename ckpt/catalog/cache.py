@@ -19,11 +19,13 @@ from typing import Final
 
 from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.found import Found
+from ckpt.catalog.index import attempts
 from ckpt.catalog.origin import Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, Meter, Span, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.mark import clear_away
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, IntegrityError, OutOfSpace, StorageError
 from ckpt.model.checksum import checksum
@@ -189,14 +191,19 @@ class ReadThrough:
             )  # fmt: skip
 
     def _withdraw(self, position: int, files: Sequence[File]) -> None:
-        """Leave no room taken on a disk that is full: the next save needs it more."""
+        """Leave no room taken on a disk that is full: the next save needs it more. But for what somebody else, who found all of it there, is about to list."""
+        backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
-            listed = position in self.origin.listing  # then the fragment was there before
-            # whoever finds all fragments may commit them
-            for name in (file.name,) if listed else (fragment_name(file.rank), file.name):
-                with suppress(StorageError):
-                    self._tiers[position].backend.delete(self.origin.ref.key(name))
-            self.cached_bytes -= self._size(file)
+            data, gone = ref.key(file.name), False
+            with suppress(StorageError):
+                if (
+                    position in self.origin.listing
+                ):  # then the fragment was there before, and the data was not
+                    backend.delete(data)
+                    gone = True
+                else:
+                    gone = clear_away(backend, ref, ref.key(fragment_name(file.rank)), data)
+            self.cached_bytes -= self._size(file) if gone else 0
 
     def _has_room(self, position: int, files: Sequence[File]) -> bool:
         """Where the cache has a capacity: whoever comes first makes room, for all who see the folder, each reckoned to need as much."""
@@ -212,13 +219,14 @@ class ReadThrough:
         if cache.nodes:
             ranks = len(cache.nodes.mates(self._coordinator.rank))
         mine = sum(map(self._size, files))
-        evictor = Evictor(
-            cache,
-            self._coordinator.attempt,
-            waiting=self._waiting,
-            elsewhere=partial(self._elsewhere, position),
-        )
         try:
+            # another job's farther tiers may wait for anything that is there
+            ours = self._may_change(position)
+            evictor = Evictor(
+                cache, self._coordinator.attempt,
+                waiting=self._waiting if ours else lambda: frozenset(attempts(cache.backend)),
+                elsewhere=partial(self._elsewhere, position),
+            )  # fmt: skip
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
             word = _DONE
@@ -227,6 +235,19 @@ class ReadThrough:
         finally:
             self._coordinator.decide(f"{subject}/end", word)
         return word == _DONE
+
+    def _may_change(self, position: int) -> bool:
+        """Whether no other job that is known to live writes to the folder: what it has there is its own to replace, and to take off."""
+        cache = self._tiers[position]
+        try:
+            owner = self._retry.call(partial(read_owner, cache.backend))
+        except StorageError as error:
+            _log.warning("ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error)
+            return False
+        ours = owner is None or not owner.alive or owner.attempt == self._coordinator.attempt
+        if not ours:
+            _log.warning("ckpt: %s is another job's, and is left as it is", cache.url)
+        return ours
 
     def _elsewhere(self, position: int, ref: StepRef) -> bool:
         """Whether a durable tier other than the cache has a step."""
@@ -243,9 +264,7 @@ class ReadThrough:
             damaged = [file for file in self._files.values() if self.origin.is_damaged(position, file)]
             if not damaged or self.origin.gone(position, "") or not self.origin.lies_alike(position):
                 continue
-            owner = read_owner(self._tiers[position].backend)
-            if owner is not None and owner.alive and owner.attempt != self._coordinator.attempt:
-                _log.warning("ckpt: %s is another job's, and is not mended", self._tiers[position].url)
+            if not self._may_change(position):
                 continue
             subject, me = self._subjects(position), str(self._coordinator.rank).encode()
             for file in damaged:

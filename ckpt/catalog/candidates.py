@@ -85,8 +85,11 @@ class _Listing:
                 ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
             }
             for ref in sorted(nearest, key=lambda ref: self._age(ref, len(nearest)), reverse=True):
-                none = False
-                yield Candidate(ref=ref, nearest=nearest[ref], answering=tuple(self._answering))
+                # a store may have failed since
+                place = nearest[ref] if nearest[ref] in self._answering else self._nearest(ref)
+                if place is not None:
+                    none = False
+                    yield Candidate(ref=ref, nearest=place, answering=tuple(self._answering))
         if none and self._failure is not None:
             raise self._failure
 

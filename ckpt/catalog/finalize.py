@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import attempts, own_objects
 from ckpt.catalog.verify import OnProgress, size_faults, verify_files
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import put_once
@@ -27,11 +27,11 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack
-from ckpt.model.layout import StepRef, fragment_name, is_file_name
+from ckpt.model.layout import MANIFEST, StepRef, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import Packed, Part, fragment_of, read_part
 from ckpt.model.reference import fill
-from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.model.validate import check_fragment
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
@@ -64,7 +64,8 @@ def finalize(
         IntegrityError: What its ranks have written is damaged.
     """
     retry = retry or RetryPolicy()
-    owner = _check_owner(backend, ref, job_is_dead=job_is_dead)
+    ask = partial(retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
+    owner = ask()
     _check_last(backend, ref, owner)
     parts = _read_fragments(backend, ref, workers, retry)
     manifest = merge(parts)
@@ -85,7 +86,7 @@ def finalize(
     if faults:
         raise faults[0].error()
     # as the leader asks, right before its put
-    if _check_owner(backend, ref, job_is_dead=job_is_dead) != owner:
+    if ask() != owner:
         raise CommitError(f"step {ref.step}: another process took the root over meanwhile: try again")
     _put(backend, ref, manifest, workers, retry)
     return manifest
@@ -96,8 +97,7 @@ def _whole(manifest: Manifest, parts: Sequence[Part], *, key: str) -> Manifest:
     if not manifest.by_reference:
         return manifest
     packed = [part for part in parts if isinstance(part, Packed)]
-    whole = fill(manifest, {part.rank: fragment_of(part, key=key) for part in packed}, key=key)
-    return check_manifest(whole, key=key)
+    return fill(manifest, {part.rank: fragment_of(part, key=key) for part in packed}, key=key)
 
 
 def _put(
@@ -132,7 +132,7 @@ def _check_owner(
     if owner.alive:
         raise RootInUse(backend.url, str(owner))
     told = job_is_dead(owner) if callable(job_is_dead) else job_is_dead
-    if owner.machine != Owner.here(owner.attempt).machine and not told:
+    if owner.is_unknown and not told:
         raise JobUnseen(ref.step, str(owner))
     return owner
 
@@ -151,8 +151,8 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
     for other in attempts(backend):
         trial = _trial(other, owner.attempt)
         if trial is not None and (other.step, trial) > mine:
-            names = {info.key.removeprefix(f"{other.folder}/") for info in backend.list(f"{other.folder}/")}
-            if any(is_file_name(name) and _of_leader(name) for name in names):
+            names = {info.key.rpartition("/")[2] for info in own_objects(backend, other)}
+            if any(map(_of_leader, names)):
                 what = (
                     f"tried step {ref.step} again"
                     if other.step == ref.step
@@ -176,9 +176,9 @@ def _read_fragments(
         CommitError: Some are missing.
         ManifestCorrupt: One is damaged, or not of this save.
     """
-    prefix = f"{ref.folder}/"
-    names = [info.key.removeprefix(prefix) for info in backend.list(prefix)]
-    found = sorted(name for name in names if name.endswith(".json") and is_file_name(name))
+    names = [info.key.rpartition("/")[2] for info in own_objects(backend, ref)]
+    # the manifest may be there by now: others finish too
+    found = sorted(name for name in names if name.endswith(".json") and name != MANIFEST)
     if not found:
         raise CommitError(
             f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of it"

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import attempts, is_committed, own_objects
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
@@ -23,7 +23,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import StepRef, fragment_name, is_file_name
+from ckpt.model.layout import StepRef, fragment_name
 from ckpt.model.metrics import metrics_of
 from ckpt.model.packed import read_part
 from ckpt.pipeline.retry import RetryPolicy
@@ -144,15 +144,10 @@ class Holdings:
             for info in objects:
                 with suppress(ObjectNotFound, IntegrityError):
                     if info.key.endswith(".json") and info.key != ref.manifest:
-                        data = read_object(self._backend, info.key, limit=MAX_RECORD_BYTES)
+                        read = partial(read_object, self._backend, info.key, limit=MAX_RECORD_BYTES)
+                        data = self._retry.call(read)
                         dates.append(read_part(data, key=info.key).created_at)
         return max(dates, default=None)
-
-
-def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
-    """The files in the folder of an attempt that are named as ours."""
-    folder = f"{ref.folder}/"
-    return [info for info in backend.list(folder) if is_file_name(info.key.removeprefix(folder))]
 
 
 class _NamedFile(msgspec.Struct, array_like=True):

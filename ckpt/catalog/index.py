@@ -22,7 +22,7 @@ from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import ObjectInfo, StorageBackend, is_there, read_object
 
 _RETRY: Final = RetryPolicy()
 
@@ -52,13 +52,17 @@ def attempts(backend: StorageBackend) -> list[StepRef]:
     return sorted((ref for ref in found if ref is not None), reverse=True)
 
 
+def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
+    """The files in the folder of an attempt that are named as ours."""
+    folder = f"{ref.folder}/"
+    with about(backend.url):
+        listed = _RETRY.call(lambda: list(backend.list(folder)))
+    return [info for info in listed if is_file_name(info.key.removeprefix(folder))]
+
+
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
-    try:
-        with about(backend.url):
-            _RETRY.call(partial(backend.head, ref.manifest))
-    except ObjectNotFound:
-        return False
-    return True
+    with about(backend.url):
+        return _RETRY.call(partial(is_there, backend, ref.manifest))
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:
@@ -76,9 +80,8 @@ def sweep(backend: StorageBackend, *, keep: str, but_newest: bool = False) -> No
     for ref in refs:
         if ref != newest and not ref.attempt.startswith(keep):
             backend.delete(ref.manifest)
-            for info in list(backend.list(f"{ref.folder}/")):
-                if is_file_name(info.key.removeprefix(f"{ref.folder}/")):
-                    backend.delete(info.key)
+            for info in own_objects(backend, ref):
+                backend.delete(info.key)
 
 
 def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
@@ -152,7 +155,7 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
     except IntegrityError as error:
         return Entry(ref=ref, damage=error)
     except ObjectNotFound:
-        objects = list(backend.list(f"{ref.folder}/"))
+        objects = own_objects(backend, ref)
         finished = sum(info.key.endswith(".json") for info in objects)
         return Entry(ref=ref, finished_ranks=finished, nbytes=sum(info.size for info in objects))
     except (AccessDenied, TransientStorageError):
@@ -163,15 +166,9 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
 
 def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[str]:
     """Data files that the manifest names and the store has not; a listing may lag behind, so what it lacks is asked for by name."""
-    listed = {info.key for info in _RETRY.call(lambda: list(backend.list(f"{ref.folder}/")))}
-    gone: list[str] = []
-    for file in manifest.files:
-        if (key := ref.key(file.name)) not in listed:
-            try:
-                _RETRY.call(partial(backend.head, key))
-            except ObjectNotFound:
-                gone.append(file.name)
-    return gone
+    listed = {info.key for info in own_objects(backend, ref)}
+    doubtful = [file.name for file in manifest.files if ref.key(file.name) not in listed]
+    return [name for name in doubtful if not _RETRY.call(partial(is_there, backend, ref.key(name)))]
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:

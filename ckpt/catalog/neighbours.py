@@ -13,12 +13,12 @@ from typing import Final, Self
 import msgspec
 
 from ckpt.catalog.candidates import Candidate, Finish
-from ckpt.catalog.index import attempts, is_committed, read_packed
+from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
 from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union, addresses
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, CommitTimeout, IntegrityError, StorageError
-from ckpt.model.layout import StepRef, parse_folder
+from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.plan.copies import without_copy
 from ckpt.storage.api import StorageBackend
@@ -67,18 +67,25 @@ class Neighbours:
     def __enter__(self) -> Self:
         if any(tier.nodes for tier in self._mine):
             self._server = PeerServer({tier.index: tier.backend for tier in self._mine})
-        if self._mine:
-            self._coordinator.tell(self._subject, msgspec.json.encode(self._told()))
+        try:
+            if self._mine:
+                self._coordinator.tell(self._subject, msgspec.json.encode(self._told()))
+        except BaseException:
+            self._stop_serving()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop_serving()
+        self._coordinator.forget(self._subject)
+
+    def _stop_serving(self) -> None:
         if self._server is not None:
             self._server.close()
             if self._server.served_bytes:
                 _log.info("ckpt: %.2f GB were given to other nodes", self._server.served_bytes / 1e9)
-        self._coordinator.forget(self._subject)
 
     def _told(self) -> Peer:
         server = self._server
@@ -244,13 +251,9 @@ def _firsts(tier: OpenTier) -> tuple[int, ...]:
 
 
 def _step(backend: StorageBackend, ref: StepRef) -> Step:
-    prefix = f"{ref.folder}/"
-    sizes = {info.key.removeprefix(prefix): info.size for info in backend.list(prefix)}
     data = {
-        name: size
-        for name, size in sizes.items()
-        if parse_folder(ref.folder)
-        and name.startswith("rank-")
-        and name.endswith((".safetensors", ".encoded"))
+        name: info.size
+        for info in own_objects(backend, ref)
+        if (name := info.key.rpartition("/")[2]).endswith((".safetensors", ".encoded"))
     }
     return Step(is_committed(backend, ref), data)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from ckpt.catalog.index import read_manifest
+from ckpt.catalog.index import own_objects, read_manifest
 from ckpt.errors import IntegrityError, ObjectNotFound
 from ckpt.model.encoding import MAX_RECORD_BYTES
-from ckpt.model.layout import MANIFEST, StepRef, is_file_name
+from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.rebase import same_chunks
@@ -28,8 +28,8 @@ def encoded_otherwise(
 
 def clear_unnamed(destination: StorageBackend, ref: StepRef, manifest: Manifest, retry: RetryPolicy) -> None:
     """Remove what lies beside the files of a step that was just committed: those of another encoding."""
-    named = {file.name for file in manifest.files} | {part.name for part in manifest.fragments}
-    for info in retry.call(lambda: list(destination.list(f"{ref.folder}/"))):
-        name = info.key.removeprefix(f"{ref.folder}/")
-        if name != MANIFEST and name not in named and is_file_name(name):
+    names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
+    named = {ref.manifest, *map(ref.key, names)}
+    for info in own_objects(destination, ref):
+        if info.key not in named:
             retry.call(partial(destination.delete, info.key))

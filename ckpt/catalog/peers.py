@@ -44,6 +44,7 @@ _OK, _NOT_THERE, _FAILED = 0, 1, 2
 _PIECE_BYTES: Final = 8 << 20
 _SERVING: Final = 8
 """Requests at once. Others wait in the listening socket's queue; each takes a buffer of 8 MiB at most."""
+_PAUSE_SECONDS: Final = 0.1
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 5.0
 """For all of a request, which one packet holds: who connects and says nothing must not keep others from being served."""
@@ -111,8 +112,10 @@ class PeerServer:
                 continue
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
+            except OSError:  # it is closing, or too many files are open
                 self._free.release()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
                 continue
             with self._changed:
                 self._open.add(connection)

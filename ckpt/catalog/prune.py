@@ -9,7 +9,7 @@ from typing import Final
 
 from ckpt.catalog.holdings import Held, Holdings, State
 from ckpt.coordination.mark import mark_refused, unmark
-from ckpt.errors import OutOfSpace
+from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.layout import StepRef
 from ckpt.plan.retention import Retention, reasons
 from ckpt.storage.api import StorageBackend
@@ -108,10 +108,24 @@ def prune(
 
 
 def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False) -> list[Pruned]:
-    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing and what somebody finishes just now."""
-    going = sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref)
-    going = [held for held in going if dry_run or remove(backend, held)]
-    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in going if held.objects]
+    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing and what somebody finishes just now.
+
+    Raises:
+        StorageError: Of one that could not be removed, the others all the same; unless the store does not answer.
+    """
+    gone: list[Held] = []
+    failure: StorageError | None = None
+    for held in sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref):
+        try:
+            if dry_run or remove(backend, held):
+                gone.append(held)
+        except TransientStorageError:
+            raise
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.objects]
 
 
 def remove(backend: StorageBackend, held: Held) -> bool:
@@ -123,6 +137,10 @@ def remove(backend: StorageBackend, held: Held) -> bool:
     marked = False
     if held.state == "begun" and held.objects:
         try:
+            if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
+                unmark(backend, held.ref)
+                mark_refused(backend, held.ref)
+                return False
             if not (marked := mark_refused(backend, held.ref)):
                 return False
         except OutOfSpace:  # whole checkpoints go first then, and what no fragment tells of
@@ -134,3 +152,9 @@ def remove(backend: StorageBackend, held: Held) -> bool:
     if marked:
         unmark(backend, held.ref)
     return True
+
+
+def _is_abandoned(held: Held) -> bool:
+    """Whether a finisher has put its mark there, and is long gone: nobody takes a day from it to the manifest."""
+    dates = [info.modified for info in held.objects if info.key == held.ref.mark and info.size]
+    return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

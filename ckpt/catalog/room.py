@@ -16,12 +16,13 @@ from ckpt.catalog.evictor import Evictor
 from ckpt.config import NO_CODEC
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
-from ckpt.coordination.committer import VERDICT_GRACE_SECONDS
 from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.layout import StepRef
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
+_GRACE_SECONDS: Final = 30.0
+"""How much longer than the leader the others wait: its own time-out must reach them."""
 
 
 class Room:
@@ -74,7 +75,7 @@ class Room:
                 self._coordinator.decide(subject, answer)
                 self._coordinator.forget(subject)
         else:
-            wait = self._timeout + VERDICT_GRACE_SECONDS
+            wait = self._timeout + _GRACE_SECONDS
             heard = self._coordinator.verdict(subject, timeout=wait)
             self._coordinator.forget(subject)
             if heard is None:

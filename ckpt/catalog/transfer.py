@@ -27,20 +27,19 @@ from ckpt.catalog.verify import (
     OnProgress,
     Span,
     fault_of,
-    fresh_memory,
     size_faults,
     spans_of,
     verify_files,
 )
 from ckpt.coordination.mark import mark_finished, unmark
-from ckpt.errors import IntegrityError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.errors import FormatTooNew, IntegrityError, ObjectExists, ObjectNotFound, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Encoding, File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend, Upload, read_object
+from ckpt.storage.api import StorageBackend, Upload, fresh_memory, read_object
 
 OnSpan = Callable[[File, Span, memoryview, int], None]
 """Shown what was read, once it is known to be intact, and the position of its source; from several threads. The memory is only lent for the call."""
@@ -189,7 +188,7 @@ def _look(
 
 
 def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
-    """A damaged copy of the manifest is removed first: it would keep the good one out. An intact one that differs is not ours to judge."""
+    """A damaged copy of the manifest is removed first: it would keep the good one out. An intact one that differs, or of a later format, is not ours to judge."""
     try:
         there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
         if there == packed:
@@ -197,9 +196,10 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
         unpack(there, Manifest, key=ref.manifest)
     except ObjectNotFound:
         return
-    except IntegrityError:
-        retry.call(partial(destination.delete, ref.manifest))
-        return
+    except IntegrityError as error:
+        if not isinstance(error, FormatTooNew):
+            retry.call(partial(destination.delete, ref.manifest))
+            return
     raise ObjectExists(
         ref.manifest,
         f"{destination.url} has another manifest of the same attempt: remove the folder {ref.folder} there, then copy again",
@@ -310,7 +310,7 @@ class _FileCopy:
             self._hand_over(upload, span.offset, data)
             if self._is_last():
                 try:
-                    upload.finish()
+                    self._retry.call(upload.finish)
                 except BaseException:
                     upload.abort()
                     raise

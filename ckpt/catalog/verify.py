@@ -9,7 +9,6 @@ What is found is returned as values, so that one damaged chunk does not hide the
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +42,10 @@ from ckpt.model.manifest import (
     stored_size,
 )
 from ckpt.model.reference import fill
-from ckpt.model.validate import check_manifest
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, fresh_memory
 
 OnProgress = Callable[[int, int], None]
 """Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
@@ -120,7 +118,7 @@ def verify_step(
     except (IntegrityError, StorageError) as error:
         fault = fault_of(error)
         return VerifyReport(ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start)
-    files = {file.rank: file for file in manifest.files}
+    files = manifest.file_map()
     parts = workers.run_all(
         partial(_fragment, backend, ref, manifest, fragment, files.get(fragment.rank), retry)
         for fragment in manifest.fragments
@@ -155,10 +153,7 @@ def verify_files(
     encodings: Mapping[int, Encoding],
 ) -> tuple[list[Fault], int]:
     """The faults of data files, and how many bytes of them are right."""
-    heads = workers.run_all(
-        partial(_size_fault, backend, ref.key(file.name), stored_size(file, encodings.get(file.rank)), retry)
-        for file in files
-    )
+    heads = _heads(backend, ref, files, workers, retry, encodings)
     faults = [fault for _, fault in heads if fault]
     spans: list[Span] = []
     for file, (size, _) in zip(files, heads, strict=True):
@@ -181,11 +176,22 @@ def size_faults(
     encodings: Mapping[int, Encoding],
 ) -> list[Fault]:
     """Files that are missing, cut, or added to. Reads none."""
-    heads = workers.run_all(
+    return [fault for _, fault in _heads(backend, ref, files, workers, retry, encodings) if fault]
+
+
+def _heads(
+    backend: StorageBackend,
+    ref: StepRef,
+    files: Sequence[File],
+    workers: Workers,
+    retry: RetryPolicy,
+    encodings: Mapping[int, Encoding],
+) -> list[tuple[int, Fault | None]]:
+    """The size of each file, and what is wrong with it."""
+    return workers.run_all(
         partial(_size_fault, backend, ref.key(file.name), stored_size(file, encodings.get(file.rank)), retry)
         for file in files
     )
-    return [fault for _, fault in heads if fault]
 
 
 def spans_of(key: str, file: File, encoding: Encoding | None = None) -> list[Span]:
@@ -266,11 +272,6 @@ class _Buffers:
         self._free.append(buffer)
 
 
-def fresh_memory(nbytes: int) -> memoryview:
-    """Zeroed memory that begins at a page, as O_DIRECT likes it; freed with its last view."""
-    return memoryview(mmap.mmap(-1, nbytes))
-
-
 def _check_span(
     backend: StorageBackend, span: Span, buffers: _Buffers, meter: Meter, retry: RetryPolicy
 ) -> list[Fault]:
@@ -306,8 +307,7 @@ def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest
     """One by reference with the fragments that are intact: of files whose fragment is not, only the size can be compared."""
     if not manifest.by_reference:
         return manifest
-    manifest = fill(manifest, {part.rank: part for part in parts}, key=key)
-    return manifest if manifest.by_reference else check_manifest(manifest, key=key)
+    return fill(manifest, {part.rank: part for part in parts}, key=key)
 
 
 def _fragment(

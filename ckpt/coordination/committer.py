@@ -60,12 +60,10 @@ from ckpt.model.manifest import FragmentRef
 from ckpt.model.packed import Packed, Part, read_part
 from ckpt.model.validate import check_fragment
 from ckpt.plan.merge import Known, merge
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend, is_there, read_object
 
 T = TypeVar("T")
 
-VERDICT_GRACE_SECONDS: Final = 30.0
-"""How much longer than the leader the others wait where only it decides: its own time-out must reach them as a verdict."""
 TAKEOVER_SECONDS: Final = 10.0
 """After which rank 1 looks whether the leader has left something to do. What it does too early is only done twice."""
 
@@ -141,11 +139,7 @@ class OneTier:
         self._retry(lambda: put_once(self._backend, ref.manifest, manifest))
 
     def is_absent(self, ref: StepRef) -> bool:
-        try:
-            self._backend.head(ref.manifest)
-        except ObjectNotFound:
-            return True
-        return False
+        return not is_there(self._backend, ref.manifest)
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
         """They read it from the tier."""

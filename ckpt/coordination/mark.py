@@ -14,7 +14,7 @@ from typing import Final
 
 from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace
 from ckpt.model.layout import StepRef
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, is_there
 
 _REFUSED: Final = b""
 """An empty file: there is room for it on a full disk."""
@@ -30,14 +30,14 @@ def mark_refused(backend: StorageBackend, ref: StepRef) -> bool:
     """Whether it is no checkpoint, and nobody makes it one from now on."""
     if not _mark(backend, ref, _REFUSED):
         return False
-    if _is_there(backend, ref.manifest):  # its finisher was faster, and has taken its mark off
+    if is_there(backend, ref.manifest):  # its finisher was faster, and has taken its mark off
         unmark(backend, ref)
         return False
     return True
 
 
 def unmark(backend: StorageBackend, ref: StepRef) -> None:
-    """After what was marked is done. Never raises: a mark that stays harms nobody."""
+    """After what was marked is done. Never raises: a mark that stays keeps remains from being removed for some days, no more (``catalog.prune``)."""
     with contextlib.suppress(CkptError):
         backend.delete(ref.mark)
 
@@ -55,19 +55,11 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
         if not mark_refused(backend, ref):
             return False
     except OutOfSpace:  # not even for an empty file: what no fragment tells of can go, and makes room
-        if _is_there(backend, fragment):
+        if is_there(backend, fragment):
             raise
     backend.delete(fragment)
     backend.delete(data)
     unmark(backend, ref)
-    return True
-
-
-def _is_there(backend: StorageBackend, key: str) -> bool:
-    try:
-        backend.head(key)
-    except ObjectNotFound:
-        return False
     return True
 
 

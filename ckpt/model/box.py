@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -113,24 +112,20 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     return parts
 
 
-def split_evenly(box: Box, count: int) -> list[Box | None]:
-    """Cut a box into ``count`` nearly equal slabs for ``count`` replicas; None if no dimension is that long.
+def even_slab(box: Box, count: int, index: int) -> Box | None:
+    """One of the ``count`` nearly equal slabs that a box is cut into for ``count`` replicas; None if no dimension is that long.
 
     The first dimension that gives slabs within 5 % of each other is cut, so that slabs stay as contiguous as can be; where there is none, the one that comes nearest.
     """
     excess = {d: -(-n // count) * count / n for d, n in enumerate(box.shape) if n >= count}
     if not excess:
-        return [None] * count
+        return None
     dim = next((d for d in excess if excess[d] <= _EVEN), min(excess, key=lambda d: (excess[d], d)))
-    size = box.shape[dim]
-    cuts = [size * k // count for k in range(count + 1)]
-    return [
-        Box(
-            (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
-            (*box.shape[:dim], end - start, *box.shape[dim + 1 :]),
-        )
-        for start, end in pairwise(cuts)
-    ]
+    start, end = (box.shape[dim] * k // count for k in (index, index + 1))
+    return Box(
+        (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :]),
+        (*box.shape[:dim], end - start, *box.shape[dim + 1 :]),
+    )
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:

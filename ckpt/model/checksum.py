@@ -1,7 +1,7 @@
 """The checksum of a run of bytes: xxh3_128 of the raw (unencoded) bytes, as 32 lower-case hex digits.
 
 It tells damage from intact data and names equal chunks on all tiers. It is no defence against somebody who can write the store.
-Releases the GIL for large buffers; 12 to 33 GB/s on one core (shared/reference/storage.md 5, and measured here).
+Releases the GIL for large buffers; 12 to 33 GB/s on one core.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Its *form* is what most ranks of a mesh have in common to the byte: names, shapes, places in the file, lengths of chunks. Beside it lie the offsets of the boxes, and the checksums. Form and
 offsets are zstd frames; who has seen the form of one rank need not unpack that of the next. Numbers are little-endian 64-bit integers.
 
-The committer checks and merges columns (``check_packed``, ``plan.columns``); everybody else unpacks a fragment or a few of them to what small worlds have (``part_of``).
+The committer checks and merges columns (``check_packed``, ``plan.columns``); everybody else unpacks a fragment or a few of them to what small worlds have (``fragment_of``).
 """
 
 from __future__ import annotations
@@ -90,19 +90,25 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 Heading = tuple[str, str, tuple[int, ...]]
 """Name, dtype and global shape of a tensor."""
 
+Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
+"""Tensors of a form; of each the bytes of an element, its shape with ones behind it, and the least that a shard of it has in each dimension."""
+Tables = dict[tuple[bytes, int], Table]
+"""By JSON and dimensions."""
+
 _headings: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder(tuple[Heading, ...])
 _form: Final = msgspec.json.Decoder(Form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """A form, as arrays. ``starts`` and ``counts``: of each shard its first chunk, and how many it has; ``size`` of the file in bytes."""
+    """A form, as arrays. Of each shard ``most``: the offsets it may have at most; ``starts`` and ``counts``: its first chunk, and how many it has. ``size`` of the file in bytes."""
 
     headings: tuple[Heading, ...]
     dims: int
     tensor: Ints
     place: Ints
     shape: Ints
+    most: Ints
     chunks: Ints
     starts: Ints
     counts: Ints
@@ -225,39 +231,34 @@ def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
         raise ManifestCorrupt(key, str(error)[:200]) from None
 
 
-def columns_of(form: bytes, chunk_bytes: int, *, key: str) -> Columns:
-    """A form unpacked and checked: all that can be known of it without offsets and file.
+def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None = None) -> Columns:
+    """A form unpacked and checked: all that can be known of it without offsets and file. ``known``: what forms before it were about, most often the same tensors; filled.
 
     Raises:
         ManifestCorrupt: It is none that we write.
     """
     try:
         found = _form.decode(_unpacked(form, key))
-        headings = _headings.decode(found.tensors)
     except msgspec.MsgspecError as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None
-    dims = found.dims
-    require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
-    seen: set[str] = set()
-    for name, dtype, shape in headings:
-        check_tensor(name, dtype, shape, seen, key)
-        require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
+    dims, known = found.dims, {} if known is None else known
+    about = bytes(found.tensors), dims
+    if about not in known:
+        known[about] = _table(found.tensors, dims, key)
+    headings, itemsize, whole, least = known[about]
     rows, chunks = _numbers(found.shards, key), _numbers(found.chunks, key)
     require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
     table = rows.reshape(-1, 2 + dims)
     tensor, place, shape = table[:, 0], table[:, 1], table[:, 2:]
     require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
-    require(bool((shape >= 0).all()), key, "a shard of less than nothing")
-    whole = _padded(headings, dims)[tensor]
-    require(bool((shape <= whole).all()), key, "a box is not inside the shape of its tensor")
-    own = np.array([len(each) for _, _, each in headings], dtype=np.int64)[tensor]
-    beyond = np.arange(dims) >= own[:, None]
-    require(bool((shape == 1)[beyond].all()), key, "a box has more dimensions than its tensor")
-    starts, counts = _chunks_of(headings, tensor, place, shape, chunks, chunk_bytes, key)
+    require(bool((shape >= least[tensor]).all()), key, "a shard of less than nothing")
+    most = whole[tensor] - shape
+    require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
+    starts, counts = _chunks_of(headings, itemsize[tensor], tensor, place, shape, chunks, chunk_bytes, key)
     return Columns(
-        headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, chunks=chunks, starts=starts,
-        counts=counts, size=_total(chunks),
+        headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, most=most, chunks=chunks,
+        starts=starts, counts=counts, size=_total(chunks),
     )  # fmt: skip
 
 
@@ -268,8 +269,7 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
     offsets = (
         found.reshape(-1, columns.dims) if columns.dims else np.zeros((len(columns.tensor), 0), np.int64)
     )
-    whole = _padded(columns.headings, columns.dims)[columns.tensor]
-    inside = (offsets >= 0) & (offsets <= whole - columns.shape)
+    inside = (offsets >= 0) & (offsets <= columns.most)
     require(bool(inside.all()), key, "a box is not inside the shape of its tensor")
     return offsets
 
@@ -297,6 +297,7 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
 
 def _chunks_of(
     headings: tuple[Heading, ...],
+    itemsize: Ints,
     tensor: Ints,
     place: Ints,
     shape: Ints,
@@ -306,9 +307,8 @@ def _chunks_of(
 ) -> tuple[Ints, Ints]:
     """Of each shard its first chunk, and how many: they must be cut like it, and no other's."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
-    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     nbytes = (
-        np.prod(shape, axis=1, dtype=np.int64) * itemsize[tensor]
+        np.prod(shape, axis=1, dtype=np.int64) * itemsize
     )  # below 2**63: it fits a shape that was checked
     solid = nbytes > 0
     starts = np.searchsorted(edges, place)
@@ -321,8 +321,8 @@ def _chunks_of(
     left = len(chunks)  # all shards together have no more
     for row in np.flatnonzero(first != nbytes).tolist():
         start = int(starts[row])
-        _, dtype, whole = headings[int(tensor[row])]
-        size, held = DTYPES[dtype].itemsize, tuple(shape[row, : len(whole)].tolist())
+        whole, size = headings[int(tensor[row])][2], int(itemsize[row])
+        held = tuple(shape[row, : len(whole)].tolist())
         lengths = lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start)) or []
         fits = bool(lengths) and np.array_equal(
             np.array(lengths) * size, chunks[start : start + len(lengths)]
@@ -336,9 +336,22 @@ def _chunks_of(
     return starts, counts
 
 
-def _padded(headings: tuple[Heading, ...], dims: int) -> Ints:
+def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
+    try:
+        headings = _headings.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
+    require(0 <= dims <= MAX_DIMENSIONS, key, f"tensors of {dims} dimensions")
+    seen: set[str] = set()
+    for name, dtype, shape in headings:
+        check_tensor(name, dtype, shape, seen, key)
+        require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
+    itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+    whole = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+    own = np.array([len(shape) for _, _, shape in headings], dtype=np.int64)
+    least = (np.arange(dims) >= own[:, None]).astype(np.int64)  # of what it lacks it has one
+    return headings, itemsize, whole, least
 
 
 def _bytes(numbers: list[Any]) -> bytes:

@@ -15,6 +15,7 @@ from ckpt.errors import ManifestCorrupt
 from ckpt.model.box import Box
 from ckpt.model.manifest import Encoding, File, Fragment, Manifest, Shard, Tensor
 from ckpt.model.runs import boxes_of, ranks_meeting
+from ckpt.model.validate import check_manifest
 
 
 def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
@@ -36,10 +37,10 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
 
 
 def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
-    """``manifest`` with what the fragments of some ranks say; whole if they are all there.
+    """``manifest`` with what the fragments of some ranks say; whole if they are all there, and then checked as a whole.
 
     Raises:
-        ManifestCorrupt: They do not say what it was merged from. Those of all ranks are still to be checked together (``check_manifest``).
+        ManifestCorrupt: They do not say what it was merged from, or do not fit together.
     """
     files, encoded, known = list[File](), list[Encoding](), manifest.file_map()
     for rank, part in fragments.items():
@@ -57,7 +58,7 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
             raise ManifestCorrupt(key, f"the fragment of rank {encoding.rank} is encoded otherwise")
         encoded += mine.encoded
     whole = len(fragments) == manifest.world_size
-    return replace(
+    filled = replace(
         manifest,
         files=tuple(files),
         encoded=tuple(encoded),
@@ -67,6 +68,7 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
         layouts=() if whole else manifest.layouts,
         layout_of=() if whole else manifest.layout_of,
     )
+    return check_manifest(filled, key=key) if whole else filled
 
 
 def _shards(manifest: Manifest, fragments: Mapping[int, Fragment], key: str) -> tuple[Tensor, ...]:

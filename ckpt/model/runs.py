@@ -103,22 +103,6 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
     return places[starts], renumbered, list(table)
 
 
-def expand(runs: Runs, dims: int) -> tuple[Ints, Ints, Ints]:
-    """Ranks, offsets and shapes of all boxes, one a row. Memory is reserved for each: count them first."""
-    blocks: list[Ints] = [np.zeros((0, 1 + dims), dtype=np.int64)]
-    shapes: list[Ints] = [np.zeros((0, dims), dtype=np.int64)]
-    for run in runs:
-        places = np.array([[run.rank, *run.offsets]], dtype=np.int64)
-        for level in run.levels:
-            step = np.array([level.ranks, *level.offsets], dtype=np.int64)
-            by = np.arange(level.count, dtype=np.int64)[:, None, None] * step
-            places = (by + places).reshape(-1, 1 + dims)
-        blocks.append(places)
-        shapes.append(np.broadcast_to(np.array(run.shape, dtype=np.int64), (len(places), dims)))
-    every = np.concatenate(blocks)
-    return every[:, 0], every[:, 1:], np.concatenate(shapes)
-
-
 def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
     """The boxes that ``rank`` holds, by arithmetic. Lazily: a run may claim more than fits memory."""
     for run in runs:

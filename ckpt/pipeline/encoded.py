@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 
-from ckpt.errors import CkptError, StagingError
+from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.codec import Encoder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes, Source, check_room
+from ckpt.pipeline.writer import OnBytes, Source, check_room, losing
 from ckpt.storage.api import StorageBackend, Upload, aligned_memory
 
 
@@ -78,13 +78,8 @@ class _Job:
 
     def take(self, index: int) -> None:
         """One chunk. They begin in file order: one that waits for its turn waits for chunks that are under way."""
-        try:
+        with losing(self._file.fail, self._source.lost):
             self._take(index, self._starts[index], self._starts[index + 1])
-        except BaseException as error:
-            lost = error if isinstance(error, CkptError) else StagingError(f"a chunk was lost: {error!r}")
-            self._file.fail(lost)
-            self._source.lost(lost)
-            raise
 
     def _take(self, index: int, start: int, end: int) -> None:
         view = self._source.view(start, end)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from ckpt.model.checksum import verify
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, fresh_memory
 
 _KEPT_CHUNKS: Final = 4
 _RUN_BYTES: Final = 16 << 20
@@ -54,7 +53,7 @@ class StoredImage:
         first = bisect_right(self._starts, start) - 1
         if self._starts[first + 1] >= end:
             return self._chunk(first)[start - self._starts[first] : end - self._starts[first]]
-        memory = _fresh(end - start)
+        memory = fresh_memory(end - start)
         done, index = start, first
         while done < end:
             begin, after = self._starts[index], index + 1
@@ -90,7 +89,7 @@ class StoredImage:
             return found
 
     def _read(self, index: int) -> memoryview:
-        raw = _fresh(self._chunks[index].nbytes)
+        raw = fresh_memory(self._chunks[index].nbytes)
         self._read_run(index, index + 1, raw)
         return raw
 
@@ -98,7 +97,7 @@ class StoredImage:
         """Chunks ``first`` to ``end`` by one request, to ``out``, which is of their size."""
         place = self._places[first]
         nbytes = self._places[end] - place
-        data = out if nbytes == out.nbytes else _fresh(nbytes)
+        data = out if nbytes == out.nbytes else fresh_memory(nbytes)
         self._retry.call(lambda: self._backend.read_into(self._key, place, data))
         for index in range(first, end):
             chunk, offset = self._chunks[index], self._places[index]
@@ -110,7 +109,3 @@ class StoredImage:
             verify(piece, chunk.checksum, key=self._key, offset=offset)
             if data is not out:
                 memory[:] = piece
-
-
-def _fresh(nbytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]

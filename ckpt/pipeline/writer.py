@@ -8,8 +8,9 @@ room only then. Each part is retried by itself; the first lasting error aborts t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, Protocol
 
@@ -53,27 +54,6 @@ class Source(Protocol):
     def lost(self, error: CkptError) -> None:
         """A part or chunk of it will never be written or hashed: nobody shall wait for the room it takes."""
         ...
-
-
-class Whole:
-    """An image that is all in memory."""
-
-    path = None
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory, self.size, self.capacity = memory, len(memory), len(memory)
-
-    def view(self, start: int, end: int) -> memoryview:
-        return self._memory[start:end]
-
-    def written(self, start: int, end: int) -> None:
-        """It stays."""
-
-    def hashed(self, start: int, end: int) -> None:
-        """It stays."""
-
-    def lost(self, error: CkptError) -> None:
-        """It stays."""
 
 
 def write_image(
@@ -182,6 +162,18 @@ def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts
         )
 
 
+@contextmanager
+def losing(*told: Callable[[CkptError], None]) -> Generator[None]:
+    """Tells what fails here, whatever it is: a mistake in a store, too, must leave nobody waiting."""
+    try:
+        yield
+    except BaseException as error:
+        lost = error if isinstance(error, CkptError) else StagingError(f"a part of it was lost: {error!r}")
+        for tell in told:
+            tell(lost)
+        raise
+
+
 class _Job:
     def __init__(
         self, source: Source, chunks: Sequence[int], upload: Upload, retry: RetryPolicy, on_bytes: OnBytes
@@ -214,12 +206,9 @@ class _Job:
 
     def write(self, offset: int) -> None:
         end = min(self._source.size, offset + self._upload.part_bytes)
-        part = self._source.view(offset, end)
-        try:
+        with losing(self._source.lost):
+            part = self._source.view(offset, end)
             self._retry.call(lambda: self._upload.write(offset, part))
-        except CkptError as error:
-            self._source.lost(error)
-            raise
         self._source.written(offset, end)
         self._on_bytes(end - offset)
 
@@ -227,5 +216,6 @@ class _Job:
         """Chunks ``first`` to ``last``, of which the first begins at ``start``."""
         for index in range(first, last):
             end = start + self._chunks[index]
-            self.table[index] = _hashed(self._source, start, end)
+            with losing(self._source.lost):
+                self.table[index] = _hashed(self._source, start, end)
             start = end

@@ -7,19 +7,20 @@ looked at once, a layout once however many tensors lie so, and what is as it was
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from ckpt.errors import ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Encoding, File, FragmentRef, Shard, Tensor
-from ckpt.model.packed import Columns, Heading, Packed, check_packed, columns_of, offsets_of, replicas_of
+from ckpt.model.packed import Columns, Heading, Packed, Tables, check_packed, columns_of, offsets_of
 from ckpt.model.runs import Ints, Runs, compress
 from ckpt.plan.faults import forms_told, ranks_told
 
@@ -61,13 +62,14 @@ class Gathered:
 
     ranks: list[Light] = field(default_factory=list)
     forms: dict[str, Columns] = field(default_factory=dict)
+    _tables: Tables = field(default_factory=dict)
     _texts: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, part: Packed, ref: FragmentRef) -> None:
         """Check a fragment and keep what the merge needs of it. Raises ``ManifestCorrupt`` if it is none that we write."""
         form = f"{part.chunk_bytes}/{checksum(part.form)}"
         if form not in self.forms:
-            self.forms[form] = columns_of(part.form, part.chunk_bytes, key=ref.name)
+            self.forms[form] = columns_of(part.form, part.chunk_bytes, key=ref.name, known=self._tables)
         check_packed(part, self.forms[form], key=ref.name)
         self.ranks.append(
             Light(
@@ -136,12 +138,6 @@ def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
     return [(rank, text) for text, rank in found.items()]
 
 
-def marks_of(ranks: Sequence[Light]) -> Iterable[tuple[int, Mapping[str, str]]]:
-    """Digests of replicas; those of a rank that says the same as a lower one add nothing."""
-    for rank, raw in first_of(ranks, "replicas"):
-        yield rank, replicas_of(raw, key="replicas")
-
-
 def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
     """For each tensor the last rank that names it."""
     last = {rank.form: rank.rank for rank in ranks}
@@ -149,40 +145,78 @@ def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
     return {name: rank for form, rank in order for name, _, _ in gathered.forms[form].headings}
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What all ranks of a form have in common in the table of a world.
+
+    Attributes:
+        tensor: Of each shard the number of its tensor.
+        nth: How many shards before it are of the same tensor.
+        held: The tensors that have shards, and how many.
+        boxes: Rows, but for position and offsets, which are filled in for one rank after the other.
+        chunks: Of each shard the first chunk, and how many.
+    """
+
+    tensor: Ints
+    nth: Ints
+    held: tuple[Ints, Ints]
+    boxes: Ints
+    chunks: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, form: Columns, number: Mapping[str, int], dims: int) -> _Rows:
+        numbers = np.array([number[name] for name, _, _ in form.headings], dtype=np.int64)
+        tensor = numbers[form.tensor]
+        order = np.argsort(tensor, kind="stable")
+        tensors, first, counts = np.unique(tensor[order], return_index=True, return_counts=True)
+        nth = np.empty_like(tensor)
+        nth[order] = np.arange(len(tensor)) - np.repeat(first, counts)
+        boxes = np.zeros((len(tensor), 1 + 2 * dims), dtype=np.int64)
+        boxes[:, 1 + dims :] = 1
+        boxes[:, 1 + dims : 1 + dims + form.dims] = form.shape
+        return cls(
+            tensor,
+            nth,
+            (tensors, counts),
+            boxes,
+            np.stack([form.starts, form.counts], axis=1).astype(np.int32),
+        )
+
+
 class _World:
-    """All shards as columns, ordered by tensor (their names in order), then rank."""
+    """All shards as rows of a table, ordered by tensor (their names in order), then rank: position of the rank, offsets, shape; and beside it the chunks."""
 
     def __init__(self, gathered: Gathered, ranks: Sequence[Light]) -> None:
         self._ranks = ranks
         forms = self._forms = [gathered.forms[rank.form] for rank in ranks]
         self._headings, self._disputed = _headings(gathered, ranks)
         self._names = sorted(self._headings)
+        self._dims = max((form.dims for form in forms), default=0)
+        self._chunk_base = np.cumsum([0, *(len(form.chunks) for form in forms)])
         number = {name: index for index, name in enumerate(self._names)}
-        dims = max((form.dims for form in forms), default=0)
-        total = sum(len(form.tensor) for form in forms)
-        tensor = np.empty(
-            total, dtype=np.uint16 if len(number) <= 1 << 16 else np.int64
-        )  # two bytes: sorted by radix
-        self._rank, self._start, self._count = (np.empty(total, dtype=np.int32) for _ in range(3))
-        self._offsets, self._shape = np.zeros((total, dims), np.int64), np.ones((total, dims), np.int64)
-        numbers: dict[str, Ints] = {}
-        row = 0
-        self._chunk_base = np.zeros(len(ranks) + 1, dtype=np.int64)
-        for position, (rank, form) in enumerate(zip(ranks, forms, strict=True)):
-            if rank.form not in numbers:
-                numbers[rank.form] = np.array([number[name] for name, _, _ in form.headings], dtype=np.int64)
-            here = slice(row, row + len(form.tensor))
-            tensor[here] = numbers[rank.form][form.tensor]
-            self._offsets[here, : form.dims] = offsets_of(rank.offsets, form, key=rank.ref.name)
-            self._shape[here, : form.dims] = form.shape
-            self._rank[here], self._start[here], self._count[here] = position, form.starts, form.counts
-            self._chunk_base[position + 1] = self._chunk_base[position] + len(form.chunks)
-            row = here.stop
-        self._order = np.argsort(tensor, kind="stable")
-        self._edges = np.searchsorted(tensor[self._order], np.arange(len(number) + 1))
-        self._seen: dict[str, tuple[int, Ints]] = {}
+        times = Counter(rank.form for rank in ranks)
+        rows_of = {form: _Rows.of(gathered.forms[form], number, self._dims) for form in times}
+        held = np.zeros(len(number), dtype=np.int64)
+        for form, rows in rows_of.items():
+            held[rows.held[0]] += times[form] * rows.held[1]
+        self._edges = np.cumsum([0, *held.tolist()])
+        self._boxes = np.empty((self._edges[-1], 1 + 2 * self._dims), dtype=np.int64)
+        self._chunks = np.empty((self._edges[-1], 2), dtype=np.int32)
+        self._fill(rows_of)
+        self._seen: dict[tuple[tuple[int, ...], str], tuple[int, Ints]] = {}
         self._layouts: dict[Runs, int] = {}
         self._sums: Ints | None = None
+
+    def _fill(self, rows_of: Mapping[str, _Rows]) -> None:
+        """Each row is written where it belongs, which spares sorting them."""
+        free = self._edges[:-1].copy()
+        for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
+            rows = rows_of[rank.form]
+            rows.boxes[:, 0] = position
+            rows.boxes[:, 1 : 1 + form.dims] = offsets_of(rank.offsets, form, key=rank.ref.name)
+            places = free[rows.tensor] + rows.nth
+            self._boxes[places], self._chunks[places] = rows.boxes, rows.chunks
+            free[rows.held[0]] += rows.held[1]
 
     def merge(self, came_from: Sequence[str]) -> Layouts:
         tensors: list[Tensor] = []
@@ -192,8 +226,7 @@ class _World:
             if name in self._disputed and (disputed := forms_told(self._parts(name))):
                 raise TensorIncomplete(name, disputed)
             dtype, shape = self._headings[name]
-            rows = self._order[self._edges[index] : self._edges[index + 1]]
-            layout, found = self._layout(name, shape, rows)
+            layout, found = self._layout(name, shape, slice(*self._edges[index : index + 2]))
             copies += [found] if found else []
             tensors.append(Tensor(name, dtype, shape, ()))
             layout_of.append(layout)
@@ -205,21 +238,19 @@ class _World:
             copies=tuple(copies),
         )
 
-    def _layout(self, name: str, shape: tuple[int, ...], rows: Ints) -> tuple[int, Copies | None]:
+    def _layout(self, name: str, shape: tuple[int, ...], rows: slice) -> tuple[int, Copies | None]:
         """The number of a tensor's layout, and what is stored more than once; both are in order."""
-        position = self._rank[rows]
-        offsets, shapes = self._offsets[rows, : len(shape)], self._shape[rows, : len(shape)]
-        key = checksum(
-            b"".join((repr(shape).encode(), position.tobytes(), offsets.tobytes(), shapes.tobytes()))
-        )
+        table = self._boxes[rows]
+        key = shape, checksum(table.tobytes())
         if key in self._seen:
             layout, others = self._seen[key]
-            return layout, self._copies(name, rows, others)
-        kept, others = np.arange(len(rows)), np.zeros((0, 2), dtype=np.int64)
+            return layout, self._copies(name, rows.start + others)
+        position, offsets, shapes = self._parted(table, len(shape))
+        kept, others = np.arange(len(table)), np.zeros((0, 2), dtype=np.int64)
         whole = _tiles(shape, offsets, shapes)
         if not whole or not shapes.all():
             kept, others = _unique(offsets, shapes)
-        found = self._copies(name, rows, others)
+        found = self._copies(name, rows.start + others)
         boxes = offsets[kept], shapes[kept]
         if not whole and not _tiles(shape, *boxes):
             listed = sorted(
@@ -232,13 +263,17 @@ class _World:
         self._seen[key] = layout, others
         return layout, found
 
+    def _parted(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
+        """Positions, offsets and shapes of rows of the table."""
+        return table[:, 0], table[:, 1 : 1 + dims], table[:, 1 + self._dims : 1 + self._dims + dims]
+
     def _parts(self, name: str) -> list[tuple[int, Tensor]]:
         """What each rank has of a tensor that is refused."""
         index = self._names.index(name)
-        rows = self._order[self._edges[index] : self._edges[index + 1]]
+        rows = self._boxes[slice(*self._edges[index : index + 2])]
         held: dict[int, list[Shard]] = defaultdict(list)
         for position, offsets, shape in zip(
-            self._rank[rows].tolist(), self._offsets[rows].tolist(), self._shape[rows].tolist(), strict=True
+            *map(np.ndarray.tolist, self._parted(rows, self._dims)), strict=True
         ):
             held[position].append(Shard(self._ranks[position].rank, 0, tuple(offsets), tuple(shape)))
         found: list[tuple[int, Tensor]] = []
@@ -251,23 +286,22 @@ class _World:
                 found.append((rank.rank, Tensor(name, dtype, whole, tuple(cut))))
         return found
 
-    def _copies(self, name: str, rows: Ints, others: Ints) -> Copies | None:
+    def _copies(self, name: str, others: Ints) -> Copies | None:
         """Compared, and what to compare next time. ``others``: pairs of rows, the first of which is kept."""
         if not len(others):
             return None
-        one, two = rows[others[:, 0]], rows[others[:, 1]]
-        solid = self._count[two] > 0
-        one, two = one[solid], two[solid]
-        counts = self._count[two].astype(np.int64)
-        if (unlike := np.flatnonzero(self._count[one] != counts)).size:
-            pair = [self._ranks[int(self._rank[side[unlike[0]]])].rank for side in (one, two)]
+        one, two = others[self._chunks[others[:, 1], 1] > 0].T
+        counts = self._chunks[two, 1].astype(np.int64)
+        if (unlike := np.flatnonzero(self._chunks[one, 1] != counts)).size:
+            pair = [self._ranks[int(self._boxes[side[unlike[0]], 0])].rank for side in (one, two)]
             raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
         step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         sides: list[Ints] = []
         ids = np.array([rank.rank for rank in self._ranks], dtype=np.int64)
         for side in (one, two):
-            first = self._chunk_base[self._rank[side]] + self._start[side]
-            sides += [np.repeat(first, counts) + step, np.repeat(ids[self._rank[side]], counts)]
+            position = self._boxes[side, 0]
+            first = self._chunk_base[position] + self._chunks[side, 0]
+            sides += [np.repeat(first, counts) + step, np.repeat(ids[position], counts)]
         copies = Copies(name=name, kept=sides[0], kept_rank=sides[1], other=sides[2], other_rank=sides[3])
         if self._sums is None:
             self._sums = _checksums(self._ranks)

@@ -18,8 +18,9 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
 from ckpt.model.packed import Packed, Part
 from ckpt.model.values import Node, join
-from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, marks_of, merge_layouts
+from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
 from ckpt.plan.faults import forms_told, kind_of, mixed, ranks_told
+from ckpt.plan.marks import check_frames, check_replicas
 
 _sorted = msgspec.json.Encoder(order="deterministic")
 
@@ -79,7 +80,7 @@ def _merge_large(gathered: Gathered, known: Known) -> Manifest:
     ranks = sorted(gathered.ranks, key=lambda rank: rank.rank)
     _check_same_save(ranks)
     first = ranks[0]
-    _check_replicas(marks_of(ranks))
+    check_frames(first_of(ranks, "replicas"))
     _check_kinds(first_of(ranks, "tree"), lambda: holders_of(gathered, ranks))
     found = known.layouts = merge_layouts(gathered, ranks, known.layouts)
     return Manifest(
@@ -110,7 +111,7 @@ def _merge_small(parts: Iterable[tuple[Fragment, FragmentRef]], known: Known) ->
     fragments = [fragment for fragment, _ in ordered]
     first = fragments[0]
     _check_same_save(fragments)
-    _check_replicas((fragment.rank, fragment.replicas) for fragment in fragments)
+    check_replicas((fragment.rank, fragment.replicas) for fragment in fragments)
     _check_kinds(
         [(fragment.rank, bytes(fragment.tree)) for fragment in fragments],
         lambda: {tensor.name: fragment.rank for fragment in fragments for tensor in fragment.tensors},
@@ -142,17 +143,6 @@ def _check_same_save(parts: Sequence[Fragment | Light]) -> None:
             first.step, first.attempt, first.world_size, first.chunk_bytes,
         ):  # fmt: skip
             raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
-
-
-def _check_replicas(marks: Iterable[tuple[int, Mapping[str, str]]]) -> None:
-    """Each rank's digest of what it holds but did not write whole: equal boxes must have equal digests."""
-    seen: dict[tuple[str, str], tuple[int, str]] = {}
-    for mine, replicas in marks:
-        for name, mark in replicas.items():
-            boxes, _, digest = mark.partition("=")
-            rank, known = seen.setdefault((name, boxes), (mine, digest))
-            if known != digest:
-                raise ReplicasDiverged(name, [rank, mine])
 
 
 def _check_kinds(trees: Iterable[tuple[int, bytes]], tensors: Callable[[], Mapping[str, int]]) -> None:

@@ -84,17 +84,6 @@ def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) ->
     return f"keep_best goes by {rule.keep_best.metric!r}, which no checkpoint has: there is {', '.join(map(repr, names))}"
 
 
-def doomed(
-    committed: Collection[StepRef],
-    rule: Retention,
-    metrics: Metrics | None = None,
-    *,
-    own: str = "",
-) -> list[StepRef]:
-    """Those of ``committed`` that the rule gives up, oldest first."""
-    return sorted(ref for ref, why in reasons(committed, rule, metrics or {}, own=own).items() if not why)
-
-
 def first_to_go(
     committed: Collection[StepRef], rule: Retention, metrics: Metrics | None = None, *, own: str = ""
 ) -> list[StepRef]:

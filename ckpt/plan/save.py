@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.chunks import cut
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
@@ -96,18 +97,18 @@ def _share(leaves: Sequence[Leaf], rank: int) -> list[tuple[int, Box]]:
 
 
 def _cut(box: Box, leaf: Leaf, part: int) -> Box | None:
-    return split_evenly(box, len(leaf.replicas))[part]
+    return even_slab(box, len(leaf.replicas), part)
 
 
 def _lightest(
     leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int
 ) -> list[int]:
     """Largest first to whoever has least: within 4/3 of the best possible (Graham 1969), and the same on every replica."""
-    load = dict.fromkeys(replicas, 0)
+    loads = sorted((0, replica) for replica in replicas)  # a heap
     mine: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):
-        owner = min(replicas, key=lambda r: (load[r], r))
-        load[owner] += max(1, leaves[index].nbytes)
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + max(1, leaves[index].nbytes), owner))
         if owner == rank:
             mine.append(index)
     return mine

@@ -26,19 +26,13 @@ class NotWanted(Exception):
 
 
 class Slot:
-    """One buffer. ``view`` is its memory as bytes, ``tensor`` the same memory for torch.
-
-    Attributes:
-        shared: Whether it is a file in /dev/shm.
-        generation: Counts the images it has held; a plan's views belong to the slot, not to a generation.
-    """
+    """One buffer. ``view`` is its memory as bytes, ``tensor`` the same memory for torch; ``path`` its file in /dev/shm, if it is one."""
 
     def __init__(self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True) -> None:
         """``wanted`` is asked now and then while it is made, which takes a second per GiB: False ends that with ``NotWanted``."""
         self._wanted = wanted
         self.capacity = -(-nbytes // _ROUND) * _ROUND
         self.path = path
-        self.generation = 0
         self._pinned = False
         self._map = _map_file(path, self.capacity, wanted) if path else _map_anonymous(self.capacity)
         self.view = memoryview(self._map)

@@ -29,8 +29,8 @@ _log = logging.getLogger("ckpt")
 class SlotPool:
     """Up to ``count`` slots of one size, made ahead (``reserve``) or when first needed, and kept.
 
-    Threads: ``acquire`` from the training thread, ``reserve`` from a background one, ``release`` from the one that has streamed the image,
-    ``close`` from the owner, once.
+    Threads: ``acquire`` and ``plan`` from the training thread, ``reserve`` from a background one, ``release`` and ``reconsider`` from the one that has streamed the image,
+    ``close`` from the owner, once. ``on_drop`` and ``keeps`` are called from all of these.
 
     Args:
         ranks: Ranks of this job on this node, which all ask for as much.
@@ -60,22 +60,15 @@ class SlotPool:
         _remove_orphans()
 
     @property
-    def budget(self) -> Budget | None:
-        """What was decided; None before the first slot."""
-        return self._budget
-
-    @property
     def made(self) -> list[Slot]:
         """All slots there are, in use or not."""
         with self._changed:
             return list(self._made)
 
-    def plan(self, nbytes: int) -> Budget:
+    def plan(self, nbytes: int) -> None:
         """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if there is no memory for one."""
         with self._changed:
             self._may_make(nbytes)
-        assert self._budget is not None
-        return self._budget
 
     def reserve(self, nbytes: int) -> None:
         """Make all slots for images of ``nbytes`` now, pages touched, so that no save has to.
@@ -111,9 +104,7 @@ class SlotPool:
                 if not wait and (self._made or not self._making):
                     return None
                 self._changed.wait()
-        slot = self._make(nbytes, free=False)
-        slot.generation += 1
-        return slot
+        return self._make(nbytes, free=False)
 
     def release(self, slot: Slot) -> None:
         """The image in it is no longer needed."""
@@ -142,10 +133,10 @@ class SlotPool:
         with self._changed:
             known = self._budget
             if known and not known.shared and known.slot_bytes >= known.nbytes:
-                budget = decide(known.nbytes, wanted=self._count, room=self._room())
-                if budget.shared:
-                    self._budget = budget
-                    _log.info("ckpt: %s", budget.sentence)
+                room = self._room()
+                if known.nbytes <= room.shared:  # else not even what there is may fit beside itself
+                    self._budget = decide(known.nbytes, wanted=self._count, room=room)
+                    _log.info("ckpt: %s", self._budget.sentence)
                     for slot in list(self._free):
                         self._free.remove(slot)
                         self._drop(slot)
@@ -160,7 +151,6 @@ class SlotPool:
             return None
         slot = min(fitting, key=lambda slot: self._keeps(slot.path) if slot.path else -1)
         self._free.remove(slot)
-        slot.generation += 1
         return slot
 
     def _may_make(self, nbytes: int) -> bool:
@@ -185,7 +175,11 @@ class SlotPool:
         made: list[Slot] = []
         try:
             slot = self._new(self._slot_bytes(nbytes))
-            slot.prefault()
+            try:
+                slot.prefault()
+            except BaseException:
+                slot.close()
+                raise
             made.append(slot)
         finally:
             with self._changed:
@@ -219,9 +213,11 @@ class SlotPool:
 
     def _drop(self, slot: Slot) -> None:
         self._made.remove(slot)
-        if slot.path and not self._closed:
-            self._on_drop(slot.path)
-        slot.close()
+        try:
+            if slot.path and not self._closed:
+                self._on_drop(slot.path)
+        finally:
+            slot.close()
 
 
 def _is_good(slot: Slot, budget: Budget) -> bool:

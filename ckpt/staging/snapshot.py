@@ -95,13 +95,15 @@ class Snapshot:
 
     def copy_eager(self) -> None:
         """Copy what may not wait. On return the eager sources may change, unless it says ``foreground``."""
-        if self.window.whole:
-            run(self._eager, self._cuda)
-        else:
-            self._set_aside()
-        self._digest(late=False)
-        if self._cuda:
-            self._cuda.synchronize()
+        try:
+            if self.window.whole:
+                run(self._eager, self._cuda)
+            else:
+                self._set_aside()
+            self._digest(late=False)
+        finally:  # also when it fails: the slot is another's then
+            if self._cuda:
+                self._cuda.synchronize()
         if not self._late and not any(check.late for check in self._checks):
             self._finish(None)
 
@@ -228,6 +230,9 @@ class Snapshot:
 
     def _finish(self, error: CkptError | None) -> None:
         self._error = self._error or error
+        if self._error and self._cuda:
+            with suppress(RuntimeError):
+                self._cuda.synchronize()  # what was launched is still written to the slot, which is another's next
         self._eager, self._late, self._checks = [], [], []  # sources may be freed
         if self._error:
             self.window.fail(self._error)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import StorageError
+from ckpt.errors import ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
@@ -67,7 +67,7 @@ class Upload(Protocol):
     """One large object on its way. Nothing is visible under its key before ``finish`` returns.
 
     Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish`` or ``abort`` once, by the owner,
-    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments.
+    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so may a ``finish`` that raised ``TransientStorageError``.
     """
 
     @property
@@ -246,6 +246,20 @@ def aligned_memory(nbytes: int) -> memoryview:
         memory.madvise(mmap.MADV_HUGEPAGE)
     lead = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES
     return memoryview(memory)[lead : lead + nbytes]
+
+
+def fresh_memory(nbytes: int) -> memoryview:
+    """Zeroed private memory from the start of a page, as direct reads ask for at least; freed with its last view. For what is soon let go of again."""
+    return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
+
+
+def is_there(backend: StorageBackend, key: str) -> bool:
+    """Whether the store has an object of that name."""
+    try:
+        backend.head(key)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:

@@ -17,9 +17,10 @@ from ckpt.catalog.origin import Origin
 from ckpt.catalog.verify import verify_step
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.mark import mark_finished
 from ckpt.errors import OutOfSpace, TransientStorageError
 from ckpt.model import manifest as model
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -135,7 +136,7 @@ def test_two_machines_have_a_cache_each_and_only_of_what_they_need(
     """Ranks 0 and 1 on one, 2 and 3 on the other; a folder's name tells them apart here."""
     roots = [str(tmp_path / "one"), str(tmp_path / "two")]
     nodes = [Node((root, open_backend(root)), ("far", far)) for root in roots]
-    boxes = split_evenly(ALL, 4)
+    boxes = [even_slab(ALL, 4, rank) for rank in range(4)]
 
     def work(mine: Coordinator) -> Any:
         box = boxes[mine.rank]
@@ -183,7 +184,7 @@ def test_what_others_have_cached_is_read_before_the_step_is_listed(
     assert written.manifest.by_reference == (least == 4)
     near = open_backend(str(tmp_path / "near"))
     node = Node((str(tmp_path / "near"), near), ("far", far))
-    boxes = split_evenly(ALL, 4)
+    boxes = [even_slab(ALL, 4, rank) for rank in range(4)]
     for number, box in enumerate(boxes[1:], 1):
         assert box is not None
         node.rank(written.ref, World(1).coordinator(0), box, subject=str(number))
@@ -205,6 +206,19 @@ def test_a_full_disk_met_by_one_rank_is_no_ones_failure(
     outcomes = World(2, patience=5).run(lambda mine: node.rank(written.ref, mine, ALL)[0])
     assert all(np.array_equal(array, ARRAY) for array in outcomes.values()), outcomes
     assert not is_committed(store, written.ref)
+
+
+def test_what_somebody_else_is_about_to_list_there_is_not_taken_back_from_a_full_disk(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
+    near = open_backend(str(tmp_path / "near"))
+    assert mark_finished(near, written.ref)
+    full = FaultyBackend(near, [Rule(verb="upload", key="rank-00003", fault=Raise(OutOfSpace))])
+    node = Node((str(tmp_path / "near"), full), (str(tmp_path / "far"), far))
+    array, *_ = node.rank(written.ref, World(1).coordinator(0), ALL)
+    assert np.array_equal(array, ARRAY)
+    kept = {info.key.rpartition("/")[2] for info in near.list(f"{written.ref.folder}/")}
+    assert {"rank-00000.json", "rank-00000.safetensors", "verdict"} <= kept
 
 
 def test_what_one_source_has_not_intact_is_fetched_from_the_one_behind_it(

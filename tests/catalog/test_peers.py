@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,10 +16,14 @@ import msgspec
 import pytest
 
 import ckpt.catalog.peers
+from ckpt.catalog.neighbours import Neighbours
 from ckpt.catalog.peers import _ANSWER, _MAGIC, _REQUEST, Peer, PeerServer, PeerStore, Step
-from ckpt.errors import ObjectNotFound, StorageError
+from ckpt.config import Tier
+from ckpt.errors import CommitError, ObjectNotFound, StorageError
 from ckpt.model.layout import StepRef
 from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import Nodes, OpenTier
+from tests.coordination.world import World
 
 REF, OTHER = StepRef(5, "abc123"), StepRef(6, "abc123")
 DATA = secrets.token_bytes((9 << 20) + 5)
@@ -162,3 +168,37 @@ def test_nothing_is_written_through_it(node: Node) -> None:
     ):
         with pytest.raises(StorageError, match="only read"):
             attempt()
+
+
+def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> None:
+    """A thread that still waits for requests would keep the process from ending."""
+    coordinator = World(2).coordinator(0)
+
+    def gone(subject: str, word: bytes) -> None:
+        raise CommitError("the job's store is gone")
+
+    coordinator.tell = gone  # type: ignore[method-assign]
+    tier = OpenTier(0, Tier(str(tmp_path), local=True), open_backend(str(tmp_path)), Nodes((0, 1)))
+    with pytest.raises(CommitError), Neighbours([tier], coordinator, subject="restore/0/nodes", step=None):
+        raise AssertionError("not told")
+    assert not [thread.name for thread in threading.enumerate() if "serve" in thread.name]
+
+
+class Full:
+    """What accept() says where too many files are open: at once, and again and again."""
+
+    asked = 0
+
+    def accept(self) -> None:
+        self.asked += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_a_process_with_too_many_files_open_does_not_spin(node: Node) -> None:
+    real, full = node.server._socket, Full()
+    node.server._socket = full  # type: ignore[assignment]
+    socket.create_connection(("127.0.0.1", node.server.port), 5).close()  # ends the wait in the real one
+    time.sleep(0.5)
+    node.server._socket = real
+    assert 1 <= full.asked <= 10
+    assert read(node.store, KEY, 0, 5) == DATA[:5]

@@ -15,11 +15,13 @@ from ckpt.catalog.holdings import Holdings
 from ckpt.catalog.prune import prune
 from ckpt.catalog.room import Room
 from ckpt.config import Tier
+from ckpt.coordination.mark import mark_finished
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.errors import OutOfSpace
+from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef
 from ckpt.plan.retention import Retention
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import OpenTier, open_tiers
 
 ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
@@ -117,3 +119,44 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
     assert left[3] == left[8] == "whole"
     assert set(left.values()) == {"whole"}  # nothing is left half removed
     assert 1 not in left
+
+
+def test_what_a_finisher_left_that_never_came_back_goes_in_the_end(tmp_path: Path) -> None:
+    """Its disk was full, say: there was room for the mark, and not for the manifest."""
+    backend, ref = tier(tmp_path).backend, StepRef(5, ONE)
+    attempt(tmp_path, 10, TWO)
+    left = attempt(tmp_path, 5, ONE, version=None, days=30)
+    assert mark_finished(backend, ref)
+
+    def days_later(days: float) -> list[int]:
+        """How many files are left, and the size of the mark."""
+        if (mark := left / "verdict").exists():
+            os.utime(mark, (time.time() - days * 86400,) * 2)
+        prune(backend, Retention(keep_last=1), own=TWO)
+        return [len(list(left.iterdir())), mark.stat().st_size] if left.exists() else []
+
+    count, size = days_later(0.5)
+    assert (count, size > 0) == (2, True)  # it may be at work
+    assert days_later(2) == [2, 0]  # the pruner's mark instead
+    assert not mark_finished(backend, ref)
+    assert days_later(0.5) == [2, 0]
+    assert days_later(2) == []
+
+
+def test_a_folder_that_cannot_be_removed_keeps_no_other_from_being_removed(tmp_path: Path) -> None:
+    stuck, gone, kept = (attempt(tmp_path, step, ONE) for step in (1, 2, 3))
+    backend = FaultyBackend(
+        tier(tmp_path).backend, [Rule(verb="delete", key=stuck.name, fault=Raise(AccessDenied))]
+    )
+    with pytest.raises(AccessDenied):
+        prune(backend, Retention(keep_last=1), own=ONE)
+    assert (stuck.exists(), gone.exists(), kept.exists()) == (True, False, True)
+
+
+def test_a_store_that_does_not_answer_is_not_asked_for_every_folder(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        attempt(tmp_path, step, ONE)
+    backend = FaultyBackend(tier(tmp_path).backend, [Rule(verb="delete", fault=Raise(TransientStorageError))])
+    with pytest.raises(TransientStorageError):
+        prune(backend, Retention(keep_last=1), own=ONE)
+    assert [call.verb for call in backend.calls].count("delete") == 1

@@ -19,6 +19,7 @@ from ckpt.errors import (
     OutOfSpace,
     TransientStorageError,
 )
+from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.layout import StepRef
 from ckpt.pipeline.retry import RetryPolicy
@@ -249,6 +250,18 @@ def test_another_manifest_of_the_same_attempt_is_not_overwritten(
     assert read_object(destination, written.ref.manifest, limit=1 << 20) == pack(other.manifest)
 
 
+def test_a_manifest_of_a_later_format_is_not_taken_for_a_damaged_one(
+    source: StorageBackend, destination: StorageBackend, workers: Workers
+) -> None:
+    written = write_checkpoint(source, 1, SMALL)
+    later = b'{"format":99}'
+    record = b'{"checksum":"' + checksum(later).encode() + b'","body":' + later + b"}"
+    destination.put(written.ref.manifest, [record])
+    with pytest.raises(ObjectExists, match="another manifest"):
+        fetch_step(source, written.ref, destination, workers=workers)
+    assert read_object(destination, written.ref.manifest, limit=1000) == record
+
+
 def test_the_manifest_is_written_last(source: StorageBackend, workers: Workers) -> None:
     written = write_checkpoint(source, 1, SMALL, world_size=2)
     order: list[str] = []
@@ -280,7 +293,7 @@ def test_stuttering_stores_are_asked_again(
     written = write_checkpoint(source, 1, SMALL)
     stutter = {
         verb: Rule(verb=verb, fault=Raise(TransientStorageError), nth=1)
-        for verb in ("head", "read_into", "upload", "write", "put")
+        for verb in ("head", "read_into", "upload", "write", "finish", "put")
     }
     fetch_step(
         FaultyBackend(source, [stutter["head"], stutter["read_into"]]),

@@ -30,7 +30,7 @@ from ckpt.errors import (
     OutOfSpace,
     TransientStorageError,
 )
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.layout import StepRef, data_name, fragment_name
@@ -323,7 +323,7 @@ class Attempt:
                     continue
 
     def _write(self, tier: Store, rank: int) -> Durable:
-        leaf = Leaf("x", "float32", ARRAY.shape, (split_evenly(Box.whole(ARRAY.shape), RANKS)[rank],))
+        leaf = Leaf("x", "float32", ARRAY.shape, (even_slab(Box.whole(ARRAY.shape), RANKS, rank),))
         image, fragment = fragment_of(rank, RANKS, [leaf], {"x": ARRAY}, attempt=self.name)
         tier.put(self.ref.key(data_name(rank)), [image])
         data = pack(fragment)

@@ -25,7 +25,7 @@ from ckpt.errors import (
     TransientStorageError,
     placed,
 )
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.layout import StepRef, data_name, fragment_name
@@ -62,7 +62,7 @@ def make_durable(
     store, rank: int, size: int, *, array=ARRAY, boxes: tuple[Box, ...] | None = None, **changes
 ) -> Durable:
     if boxes is None:
-        boxes = (split_evenly(Box.whole(ARRAY.shape), size)[rank],)
+        boxes = (even_slab(Box.whole(ARRAY.shape), size, rank),)
     image, fragment = fragment_of(
         rank, size, [Leaf("x", "float32", ARRAY.shape, boxes)], {"x": array}, **changes
     )

@@ -8,10 +8,11 @@ from ckpt.catalog.finalize import finalize
 from ckpt.catalog.prune import prune
 from ckpt.coordination.mark import clear_away, mark_finished, mark_refused, unmark
 from ckpt.coordination.owner import Owner, claim
-from ckpt.errors import CommitError, OutOfSpace
+from ckpt.errors import CommitError, OutOfSpace, TransientStorageError
 from ckpt.model.layout import StepRef, data_name, fragment_name
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.retention import Retention
+from ckpt.storage.api import read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.checkpoints import write_checkpoint
@@ -71,6 +72,21 @@ def test_nothing_is_finished_while_a_rank_clears_away(left):
     with pytest.raises(CommitError, match="being cleared away"):
         finish(left)
     assert "manifest.json" not in names(left)
+
+
+def test_who_comes_second_finds_it_finished(left):
+    """Two jobs look for the newest step at once: to both it had no manifest."""
+    finish(left)
+    manifest = read_object(left, REF.manifest, limit=1 << 20)
+    finish(left)
+    assert read_object(left, REF.manifest, limit=1 << 20) == manifest
+    assert "verdict" not in names(left)
+
+
+@pytest.mark.parametrize("verb", ["folders", "list", "head", "read_into", "put"])
+def test_a_store_that_stutters_is_asked_again(left, verb):
+    finish(FaultyBackend(left, [Rule(verb=verb, nth=1, fault=Raise(TransientStorageError))]))
+    assert "manifest.json" in names(left)
 
 
 def test_the_first_mark_stands_and_the_same_again_is_no_error(left):

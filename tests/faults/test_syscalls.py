@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import AccessDenied, CkptError, OutOfSpace, StorageError, TransientStorageError
+from ckpt.errors import AccessDenied, CkptError, CommitError, OutOfSpace, StorageError, TransientStorageError
 from tests.faults.conftest import Count
 from tests.faults.syscalls import Syscalls
 from tests.test_review import whole
@@ -25,7 +26,7 @@ TOLD = {
     errno.EROFS: AccessDenied,
     errno.EACCES: AccessDenied,
 }
-"""What the caller is told of each: this and nothing else."""
+"""What the caller is told of each: this and nothing else; but for a manifest that was sent when the disk went away for good, of which nobody can see what became."""
 
 
 def state(step: int) -> dict[str, object]:
@@ -56,7 +57,8 @@ def save_with_a_failure(
     calls = Syscalls(place / which, fail=failing(nth, code, lasting=lasting))
     told: dict[int, CkptError | None] = {}
     with calls.entered():
-        manager = CheckpointManager(tiers(place, keep_last=keep_last))
+        patience = 2 if lasting and code == errno.ESTALE else 600  # what may pass is tried again until then
+        manager = CheckpointManager(tiers(place, keep_last=keep_last), commit_timeout_seconds=patience)
         for step in (1, 2):
             try:
                 told[step] = manager.save_async(state(step), step).exception(30)
@@ -67,7 +69,8 @@ def save_with_a_failure(
         except CkptError as error:
             told[-1] = error
     for error in told.values():
-        assert error is None or isinstance(error, TOLD[code]), (nth, type(error), error)
+        unseen = lasting and isinstance(error, CommitError) and "cannot be seen" in str(error)
+        assert error is None or isinstance(error, TOLD[code]) or unseen, (nth, type(error), error)
     near, far = whole(place / "near"), whole(place / "far")
     for step in (1, 2):
         if told[step] is None:
@@ -117,7 +120,8 @@ def test_a_call_of_a_save_or_a_prune_fails(
 def test_any_call_of_a_save_or_a_prune_fails(
     tmp_path: Path, tally: Count, which: str, code: int, lasting: bool
 ) -> None:
-    tally("io-error", sweep(tmp_path, which, code, 1, lasting=lasting))
+    patient = lasting and code == errno.ESTALE  # each save is tried for seconds
+    tally("io-error", sweep(tmp_path, which, code, 7 if patient else 1, lasting=lasting))
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
@@ -137,6 +141,18 @@ def test_any_call_of_a_restore_fails(tmp_path: Path, tally: Count, code: int) ->
         assert torch.equal(target["x"], state(1)["x"])  # type: ignore[arg-type]
     assert nth > 10
     tally("io-error", nth - 1)
+
+
+def test_a_root_that_was_half_claimed_is_free_to_the_next_manager_of_the_process(tmp_path: Path) -> None:
+    """The claim may lie there although the call that made it has failed."""
+    for nth in range(1, 12):
+        calls = Syscalls(tmp_path, fail=failing(nth, errno.EROFS, lasting=True))
+        with calls.entered(), contextlib.suppress(CkptError), CheckpointManager(tmp_path) as manager:
+            manager.save(state(nth), 2 * nth)
+        with CheckpointManager(tmp_path) as manager:
+            manager.restore(state(-1))
+            manager.save(state(nth), 2 * nth + 1)
+        assert whole(tmp_path)[-1] == 2 * nth + 1
 
 
 def test_a_root_that_could_not_be_given_back_is_free_to_the_next_manager_of_the_process(

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ckpt.model import box as box_module
-from ckpt.model.box import Box, split_evenly, split_flat, split_rows, tiling_fault
+from ckpt.model.box import Box, even_slab, split_flat, split_rows, tiling_fault
 from tests.model.boxes import (
     boxes_in,
     mask,
@@ -123,13 +123,13 @@ def test_a_box_of_sixty_dimensions_is_cut():
     assert [part.shape[-2:] for part in split_rows(box, 4)] == [(1, 4)] * 3
 
 
-# -- split_evenly -----------------------------------------------------------------------------------------------------
+# -- even_slab --------------------------------------------------------------------------------------------------------
 
 
 @given(shape_and_boxes(1), st.integers(1, 9))
 def test_even_slabs_tile_the_box_and_differ_by_one_row(drawn, count):
     shape, (box,) = drawn
-    slabs = split_evenly(box, count)
+    slabs = [even_slab(box, count, index) for index in range(count)]
     assert len(slabs) == count
     if all(n < count for n in box.shape):
         assert slabs == [None] * count

@@ -13,10 +13,10 @@ from ckpt.model.manifest import Chunk
 from ckpt.pipeline.codec import Encoder
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.stored import StoredImage
-from ckpt.pipeline.writer import Whole
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
+from tests.pipeline.whole import Whole
 
 MIB = 1 << 20
 FLOATS = (np.random.default_rng(4).standard_normal(7 * MIB) * 0.02).astype(np.float32).tobytes()

@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ckpt.errors import OutOfSpace, TransientStorageError
+from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import Whole, write_image
+from ckpt.pipeline.writer import write_image
+from ckpt.staging.window import Window
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
+from tests.pipeline.whole import Whole
 
 PART = 8 << 20
 IMAGE = np.random.default_rng(3).bytes(2 * PART + 12345)
@@ -206,3 +208,50 @@ def test_the_image_is_not_read_after_the_failure_is_raised(memory, retry, parall
         go_on.set()
         time.sleep(0.05)
     assert chunks.asked == asked
+
+
+class Mistaken:
+    """A store of somebody's, with a mistake in it."""
+
+    def __init__(self, inner: StorageBackend) -> None:
+        self.inner = inner
+
+    def upload(self, key: str, size: int) -> Upload:
+        upload = self.inner.upload(key, size)
+        write = upload.write
+
+        def mistaken(offset: int, data: memoryview) -> None:
+            if not offset:
+                raise ZeroDivisionError("a mistake")
+            write(offset, data)
+
+        upload.write = mistaken  # type: ignore[method-assign]
+        return upload
+
+    def __getattr__(self, name: str):
+        return getattr(self.inner, name)
+
+
+@pytest.mark.timeout(20)
+def test_whatever_a_store_raises_nobody_waits_for_room_in_a_ring_any_more(memory, workers, retry):
+    room, size = 64 << 20, 100 << 20
+    window = Window(memoryview(bytearray(room)), size)
+    ended: list[CkptError] = []
+
+    def copy() -> None:
+        try:
+            for end in range(1 << 20, size + 1, 1 << 20):
+                window.wait_room(end)
+                window.land(end)
+        except CkptError as error:
+            ended.append(error)
+
+    copier = threading.Thread(target=copy)
+    copier.start()
+    with pytest.raises(ZeroDivisionError):
+        write_image(
+            window, lengths(size, *range(0, size, 4 << 20)), backend=Mistaken(memory), key="step/rank",
+            workers=workers, retry=retry, on_bytes=lambda _: None,
+        )  # fmt: skip
+    copier.join()
+    assert "a mistake" in str(ended[0])

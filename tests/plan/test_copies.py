@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt.model.box import Box, split_evenly
+from ckpt.model.box import Box, even_slab
 from ckpt.model.manifest import Manifest
 from ckpt.plan.copies import nearest_copies, without_copy, writers
 from ckpt.plan.leaf import Leaf
@@ -24,7 +24,7 @@ ARRAYS = {
 def leaves_of(rank: int, node_of: tuple[int, ...] = NODE_OF) -> list[Leaf]:
     whole = Box.whole(ARRAYS["same"].shape)
     share = writers((0, 1, 2, 3), rank, node_of)
-    cut = split_evenly(Box.whole((16, 4)), 4)[rank]
+    cut = even_slab(Box.whole((16, 4)), 4, rank)
     assert cut is not None
     return [
         Leaf("same", "float32", whole.shape, (whole,), share),

@@ -1,4 +1,4 @@
-"""1,024 ranks, simulated as ``python -m bench scale`` does: nothing grows faster than the ranks, and a rank that restores asks for its own share alone."""
+"""1,024 ranks and more, simulated as ``python -m bench scale`` does: nothing grows faster than the ranks, and a rank that restores asks for its own share alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bench.scenarios.scale import Job, World, model_of
+from bench.worlds import Job, World, model_of
+from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.layout import fragment_name
@@ -15,8 +16,10 @@ from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import Packed, fragment_of
 from ckpt.model.reference import fill, ranks_of
 from ckpt.model.validate import check_manifest
+from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import Known, merge
 from ckpt.plan.restore import plan_restore
+from ckpt.plan.save import plan_save
 
 FEW, MANY = 256, 1024
 MODEL = model_of(25)
@@ -44,7 +47,7 @@ def seconds(work: Callable[[], object]) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "3d"])
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "hsdp2", "3d"])
 def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> None:
     first: dict[int, float] = {}
     later: dict[int, float] = {}
@@ -68,3 +71,12 @@ def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> No
     assert size[MANY] < more * size[FEW]
     assert later[MANY] < 2 * more * later[FEW]  # what is quadratic takes four times as much
     assert first[MANY] < 2 * more * first[FEW]
+
+
+def test_what_a_rank_writes_is_planned_in_the_same_time_however_many_ranks_hold_it_too() -> None:
+    found: dict[int, float] = {}
+    for ranks in (FEW, 16 * FEW):
+        everybody = tuple(range(ranks))
+        leaves = [Leaf(t.name, "float32", t.shape, (Box.whole(t.shape),), everybody) for t in model_of(200)]
+        found[ranks] = seconds(lambda leaves=leaves: plan_save(leaves, rank=7, chunk_bytes=16 << 20))  # type: ignore[misc]
+    assert found[16 * FEW] < 4 * found[FEW]

@@ -9,11 +9,18 @@ from hypothesis import strategies as st
 from ckpt.config import Best
 from ckpt.errors import ConfigError
 from ckpt.model.layout import StepRef
-from ckpt.plan.retention import Retention, doomed, first_to_go, newest, reasons
+from ckpt.plan.retention import Metrics, Retention, first_to_go, newest, reasons
 
 
 def refs(*steps: int, attempt: str = "aa") -> list[StepRef]:
     return [StepRef(step, attempt) for step in steps]
+
+
+def doomed(
+    committed: list[StepRef], rule: Retention, metrics: Metrics | None = None, *, own: str = ""
+) -> list[StepRef]:
+    """Those that the rule gives up, oldest first."""
+    return sorted(ref for ref, why in reasons(committed, rule, metrics or {}, own=own).items() if not why)
 
 
 def going(committed: list[StepRef], own: str = "", **rule: int) -> list[int]:

@@ -10,7 +10,7 @@ import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckpt.model.box import Box, split_evenly, tiling_fault
+from ckpt.model.box import Box, even_slab, tiling_fault
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import HEADER_ALIGNMENT
 from ckpt.plan.leaf import Leaf
@@ -50,11 +50,11 @@ def worlds(draw: st.DrawFn) -> list[list[Leaf]]:
             whole = Box.whole(shape)
             boxes = (whole,)
             if shape and shape[0] >= 2 and draw(st.booleans()):
-                boxes = tuple(slab for slab in split_evenly(whole, 2) if slab)
+                boxes = tuple(slab for k in range(2) if (slab := even_slab(whole, 2, k)))
             for rank in group:
                 ranks[rank].append(Leaf(name, dtype, shape, boxes, group))
         else:
-            parts = split_evenly(Box.whole(shape), size)
+            parts = [even_slab(Box.whole(shape), size, rank) for rank in range(size)]
             if parts[0] is None:
                 parts = [Box.whole(shape), *[None] * (size - 1)]
             for rank in range(size):

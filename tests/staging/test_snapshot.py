@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -208,3 +209,46 @@ def test_halves_that_are_swapped_give_another_digest(size):
 
 def test_an_empty_tensor_has_a_digest():
     assert digest(torch.zeros(0)) == digest(torch.zeros(3, 0))
+
+
+class Launched:
+    """Copies from a GPU as a snapshot sees them: under way until they are waited for."""
+
+    has_work = True
+
+    def __init__(self, *, full: bool = False) -> None:
+        self.under_way, self.full = False, full
+
+    def events(self) -> dict[int, object]:
+        self.under_way = True
+        return {}
+
+    def beside(self, tensor: torch.Tensor) -> nullcontext[None]:
+        self.under_way = True
+        if self.full:
+            raise torch.OutOfMemoryError("no memory for a digest")
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        self.under_way = False
+
+
+def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monkeypatch):
+    """The slot is another save's then."""
+    monkeypatch.setattr("ckpt.staging.copies.PIECE_BYTES", 8)
+    broken = Copy("x", torch.ones(3), torch.zeros(4), torch.ones(3), end=40)
+    snapshot = snapshot_of(late=[copy_of("w", torch.ones(2)), broken])
+    gpu = snapshot._cuda = Launched()
+    snapshot.copy_late()
+    with pytest.raises(StagingError, match="could not be copied"):
+        snapshot.wait_landed(0)
+    assert not gpu.under_way
+
+
+def test_a_call_that_fails_returns_when_the_gpu_writes_to_its_slot_no_more():
+    check = Check("x", "all", (torch.ones(2),), late=False)
+    snapshot = snapshot_of(eager=[copy_of("w", torch.ones(2))], checks=[check])
+    gpu = snapshot._cuda = Launched(full=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        snapshot.copy_eager()
+    assert not gpu.under_way

@@ -97,7 +97,8 @@ def a_rank_is_stopped(manager: CheckpointManager, state: dict[str, Any], pids: l
     began = time.monotonic()
     pending = manager.save_async(state, 2)
     if RANK < 2:
-        assert train(pending, pair) > 20
+        steps = train(pending, pair)
+        assert steps > 20, (steps, pending.exception(0))
         waited = time.monotonic() - began
         assert waited < TIMEOUT + 6, waited
         if RANK == 0:
@@ -175,6 +176,8 @@ def main() -> None:
         slow_storage_beside_a_hasty_group(slow, state, seconds)
     dist.barrier(group=patient)
     manager = CheckpointManager(folder / "run", commit_timeout_seconds=TIMEOUT)
+    manager.prepare(state)
+    dist.barrier(group=patient)  # from here on seconds count
     a_rank_is_stopped(manager, state, pids, pair)
     dist.barrier(group=patient)
     the_leader_is_stopped(manager, state, pids)

@@ -1,0 +1,156 @@
+"""What a process does in a world of simulated ranks, for the clock: put fragments, commit them, restore, hear words.
+
+Each function is the work of one process, whose processor time and memory it tells.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+from bench.worlds import Job, World
+from ckpt.coordination.commit import Durable, encode
+from ckpt.model.checksum import checksum
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.layout import fragment_name
+from ckpt.model.manifest import FragmentRef, Manifest
+from ckpt.model.packed import Packed, pack_fragment, read_fragment, read_part
+from ckpt.model.reference import fill, ranks_of
+from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.plan.merge import Known, merge
+from ckpt.plan.restore import plan_restore
+
+
+def write(world: World, by_reference: bool, folder: str, ranks: range) -> dict[str, Any]:
+    """Puts the fragments of some ranks, for two saves on the same layout. In a process of its own."""
+    job = Job(world, by_reference=by_reference)
+    refs: list[list[FragmentRef]] = [[], []]
+    packing: list[float] = []
+    for rank in ranks:
+        leaves = world.leaves(rank)
+        packed: Packed | None = None
+        for step in (1, 2):
+            if by_reference:
+                packed = job.again(packed, rank, step, leaves) if packed else job.packed(rank, step, leaves)
+                data = pack(packed)
+            else:
+                data = pack(job.fragment(rank, step, leaves))
+            if rank == ranks[len(ranks) // 2]:  # the real thing, for the clock
+                fragment = job.fragment(rank, step, leaves)
+                start = time.process_time()
+                pack(pack_fragment(fragment) if by_reference else fragment)
+                packing.append(time.process_time() - start)
+            with open(f"{folder}/{step}-{rank}", "wb") as file:
+                file.write(data)
+            refs[step - 1].append(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
+    return {"refs": refs, "pack": packing, "plan": job.plans.seconds}
+
+
+def _read(folder: str, step: int, ref: FragmentRef, known: Known) -> Any:
+    """As the committer reads a fragment."""
+    with open(f"{folder}/{step}-{ref.rank}", "rb") as file:
+        data = file.read()
+    assert checksum(data) == ref.checksum
+    part = read_part(data, key=ref.name)
+    return (
+        part
+        if isinstance(part, Packed)
+        else check_fragment(part, key=ref.name, known=known.parts.get(ref.rank))
+    )
+
+
+def commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
+    """The leader's work of two saves. In a process of its own, whose memory is told."""
+    found: dict[str, float] = {"base": _peak()}
+    known = Known()
+    gc.disable()  # as collection is on the save path: fragments have no cycles
+    for step, name in ((1, "merge_first"), (2, "merge_known")):
+        start, cpu = time.perf_counter(), time.process_time()
+        manifest = merge(((_read(folder, step, ref, known), ref) for ref in refs[step - 1]), known)
+        data = pack(manifest)
+        found[name] = time.perf_counter() - start
+        found[f"{name}_cpu"] = time.process_time() - cpu
+    with open(f"{folder}/manifest", "wb") as file:
+        file.write(data)
+    return {**found, "manifest": float(len(data)), "memory": _peak()}
+
+
+def restore(folder: str, world: World, rank: int) -> dict[str, float]:
+    """A rank of ``world`` restores save 2: from the bytes of the manifest to its plan. In a process of its own."""
+    with open(f"{folder}/manifest", "rb") as file:
+        data = file.read()
+    wanted = world.leaves(rank)
+    base = _peak()
+    gc.disable()  # as Restorer does
+    start, cpu = time.perf_counter(), time.process_time()
+    manifest = check_manifest(unpack(data, Manifest, key="manifest"), key="manifest")
+    opened = time.perf_counter() - start
+    ranks: set[int] = set()
+    if manifest.by_reference:
+        ranks = ranks_of(manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
+        files = {ref.rank: ref for ref in manifest.fragments}
+        parts = {}
+        for each in sorted(ranks):
+            with open(f"{folder}/2-{each}", "rb") as file:
+                part = file.read()
+            assert checksum(part) == files[each].checksum
+            parts[each] = read_fragment(part, key="fragment")
+        manifest = fill(manifest, parts, key="manifest")
+    plan = plan_restore(manifest, wanted)
+    seconds = time.perf_counter() - start
+    assert plan.wanted_bytes == sum(leaf.nbytes for leaf in wanted)
+    return {
+        "seconds": seconds, "cpu": time.process_time() - cpu, "open": opened, "fragments": len(ranks), "reads": len(plan.reads), "files": len({r.rank for r in plan.reads}),
+        "over": plan.read_bytes / max(1, plan.wanted_bytes), "memory": _peak() - base,
+    }  # fmt: skip
+
+
+def _peak() -> float:
+    """Of this process. What ``getrusage`` tells begins with its parent's."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) * 1024.0
+
+
+def words(ranks: int) -> dict[str, float]:
+    """The leader hears the words of all ranks, through a TCPStore of this process; and looks once when only half of them have come."""
+    import torch.distributed as dist
+
+    from ckpt.adapters.torch_store import TorchStoreCoordinator
+
+    make: Any = dist  # torch's stub does not export it
+    store = make.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    count = [0]
+
+    class Counting(TorchStoreCoordinator):
+        def __init__(self) -> None:
+            self.rank, self.world_size, self.attempt = 0, ranks, "abc123def456"
+            self._store = store
+
+        def _look(self, key: str) -> bytes | None:
+            count[0] += 1
+            return super()._look(key)
+
+        def _are_there(self, keys: list[str]) -> bool:
+            count[0] += 1
+            return super()._are_there(keys)
+
+        def _wait(self, keys: list[str], seconds: float) -> bool:
+            count[0] += 1
+            return super()._wait(keys, seconds)
+
+    leader, word = Counting(), encode(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32)))
+    subject = "save/0/0/step-000001200.abc123def456"
+    for rank in range(ranks // 2):
+        store.set(f"{subject}/{rank}", word.decode())
+    begin = time.perf_counter()
+    leader.hear(subject, set(range(ranks // 2, ranks)), timeout=0.001)
+    look = time.perf_counter() - begin
+    for rank in range(ranks // 2, ranks):
+        store.set(f"{subject}/{rank}", word.decode())
+    count[0] = 0
+    begin, cpu = time.perf_counter(), time.process_time()
+    assert len(leader.hear(subject, set(range(ranks)), timeout=60)) == ranks
+    return {
+        "hear": time.perf_counter() - begin, "hear_cpu": time.process_time() - cpu, "look": look, "requests": float(count[0]), "word": float(len(word)),
+    }  # fmt: skip

@@ -1,0 +1,47 @@
+"""Which steps are tried, where stores fail half-way."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ckpt.catalog.candidates import candidates
+from ckpt.errors import AccessDenied
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
+from tests.checkpoints import Written, write_checkpoint
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    with Workers("test", 4) as group:
+        yield group
+
+
+def store(*attempts: str) -> tuple[StorageBackend, dict[str, Written]]:
+    backend = open_backend(f"memory://{uuid.uuid4().hex}")
+    state = {"w": np.arange(6.0)}
+    return backend, {name: write_checkpoint(backend, 1, state, attempt=name) for name in attempts}
+
+
+def unreadable(backend: StorageBackend) -> StorageBackend:
+    """Lists, and tells sizes."""
+    return FaultyBackend(backend, [Rule(verb="read_into", key="manifest", fault=Raise(AccessDenied))])
+
+
+def test_a_store_that_fails_when_rivals_are_compared_is_told_of_not_passed_over(workers: Workers) -> None:
+    backend, _ = store("aaaaaa", "bbbbbb")
+    with pytest.raises(AccessDenied):
+        list(candidates([unreadable(backend)], None, workers=workers))
+
+
+def test_what_it_held_is_had_from_the_next_store(workers: Workers) -> None:
+    near, _ = store("aaaaaa", "bbbbbb")
+    far, written = store("aaaaaa")
+    (found,) = candidates([unreadable(near), far], None, workers=workers)
+    assert (found.ref, found.nearest, found.answering) == (written["aaaaaa"].ref, 1, (1,))

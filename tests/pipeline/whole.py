@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from ckpt.errors import CkptError
+
+
+class Whole:
+    """An image that is all in memory."""
+
+    path = None
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory, self.size, self.capacity = memory, len(memory), len(memory)
+
+    def view(self, start: int, end: int) -> memoryview:
+        return self._memory[start:end]
+
+    def written(self, start: int, end: int) -> None:
+        """It stays."""
+
+    def hashed(self, start: int, end: int) -> None:
+        """It stays."""
+
+    def lost(self, error: CkptError) -> None:
+        """It stays."""
