@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,10 @@ from typing import Any
 
 import psutil
 import pytest
+
+_MARK = "CKPT_TESTS_OF"
+"""In the environment of all that tests start: whose parent has died is known by it."""
+os.environ[_MARK] = str(os.getpid())
 
 
 @contextmanager
@@ -23,14 +28,27 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
 
 
 def kill_all(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL to it and to all below it, if it has not been waited for yet."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        tree = [*psutil.Process(process.pid).children(recursive=True)] if process.poll() is None else []
+    """SIGKILL to it and to all below it, and to what tests have started and has lost its parent: below it too, but that it was dead before."""
+    tree: list[psutil.Process] = []
+    if process.poll() is None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tree = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        for each in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        psutil.wait_procs(tree, timeout=10)
+    tree += _orphans()
+    for each in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+    psutil.wait_procs(tree, timeout=10)
+
+
+def _orphans() -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            marked = each.environ().get(_MARK) == str(os.getpid())
+            if marked and os.getpid() not in [parent.pid for parent in each.parents()]:
+                found.append(each)
+    return found
 
 
 def run(command: Sequence[object], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:

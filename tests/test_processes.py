@@ -13,13 +13,22 @@ FAMILY = ["sh", "-c", "setsid sleep 60 & echo $!; wait"]
 """As torchrun: its worker has a session of its own."""
 
 
-def test_a_test_that_fails_leaves_neither_the_process_nor_what_it_has_started() -> None:
-    process = subprocess.Popen(FAMILY, stdout=subprocess.PIPE, text=True)
+ORPHANS = ["sh", "-c", "setsid sleep 60 & echo $!; kill -9 $$"]
+"""As torchrun when it is killed, or crashes."""
+
+
+@pytest.mark.parametrize("family", [FAMILY, ORPHANS])
+def test_a_test_that_fails_leaves_neither_the_process_nor_what_it_has_started(
+    family: list[str],
+) -> None:
+    process = subprocess.Popen(family, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
 
     def fails() -> None:
         with ended(process):
             workers.append(int(process.stdout.readline()))  # type: ignore[union-attr]
+            if family is ORPHANS:
+                process.wait(10)
             assert psutil.pid_exists(workers[0])
             raise ZeroDivisionError
 
@@ -31,7 +40,9 @@ def test_a_test_that_fails_leaves_neither_the_process_nor_what_it_has_started() 
     assert not psutil.pid_exists(workers[0])
 
 
-def test_what_takes_too_long_is_told_with_what_it_has_said_and_ended() -> None:
-    with pytest.raises(pytest.fail.Exception, match="not at its end after 2 s") as told:
-        run(FAMILY, timeout=2)
+@pytest.mark.parametrize("family", [FAMILY, ORPHANS])
+def test_what_takes_too_long_is_told_with_what_it_has_said_and_ended(family: list[str]) -> None:
+    """Also where only those live that the process has started: they hold its output open."""
+    with pytest.raises(pytest.fail.Exception, match="not at its end after 1 s") as told:
+        run(family, timeout=1)
     assert not psutil.pid_exists(int(str(told.value).split()[-1]))

@@ -42,7 +42,8 @@ def signature(tensor: Source) -> Hashable:
         return (tensor.dtype, tensor.shape, tensor.boxes, tensor.replicas, formats)
     if isinstance(tensor, DTensor):
         return (tensor._spec, tensor._local_tensor.shape)
-    return (tensor.dtype, tensor.shape, tensor.device, tensor.layout)
+    shape = None if tensor.is_nested else tensor.shape  # has none, and is refused
+    return (tensor.dtype, shape, tensor.device, tensor.layout)
 
 
 def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
@@ -84,7 +85,9 @@ def check(name: str, tensor: torch.Tensor) -> str:
     """The name of its dtype, if it can be saved at all."""
     if tensor.is_meta:
         raise UnsupportedValue(name, "tensor on the meta device", "it has no data: materialise it first")
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.is_nested:
+        raise UnsupportedValue(name, "nested tensor", "save what unbind() gives, or its values and offsets")
+    if tensor.layout is not torch.strided:
         raise UnsupportedValue(
             name, f"{tensor.layout} tensor", "save its parts (indices, values) as tensors of their own"
         )

@@ -101,7 +101,7 @@ def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
 def facts(tensor: Source) -> tuple[Any, ...]:
     """What must not change for views of a tensor's memory to stay good; equal to nothing for a kind that cannot be told."""
     if is_plain(tensor):
-        if tensor.layout is torch.strided:
+        if tensor.layout is torch.strided and not tensor.is_nested:
             return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
     elif type(tensor) is LocalShards:
         return tuple(map(facts, tensor.tensors))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-from typing import Protocol, runtime_checkable
+from typing import IO, Protocol, runtime_checkable
 
 import typer
 
@@ -102,17 +102,19 @@ class _ShowsItself(Protocol):
 
     exit_code: int
 
-    def show(self) -> None: ...
+    def show(self, file: IO[str]) -> None: ...
     def format_message(self) -> str: ...
 
 
 def _other(error: Exception, *, as_json: bool) -> int:
     """A wrong option knows how to show itself; all else is a bug of ours."""
-    from ckpt.cli.output import fail_unexpected, show_json
+    from ckpt.cli.output import fail_unexpected, redact, show_json
     from ckpt.config import debug_wanted
 
     if isinstance(error, _ShowsItself):
-        error.show()
+        said = io.StringIO()
+        error.show(said)
+        sys.stderr.write(redact(said.getvalue()))  # it repeats what it does not know: a URL, say
         if as_json:
             show_json({"error": type(error).__name__, "message": error.format_message()})
         return error.exit_code

@@ -178,7 +178,7 @@ class _Shaper:
         first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
         for key in sorted(entries, key=lambda key: (not isinstance(entries[key], nn.Parameter), key)):
             value = entries[key]
-            if isinstance(value, torch.Tensor) and value.ndim > 1 and value.numel() and _has_bytes(value):
+            if isinstance(value, torch.Tensor) and _has_bytes(value) and value.ndim > 1 and value.numel():
                 mark = (value.dtype, value.shape, _digest(value))
                 other = entries[first.setdefault(mark, key)]
                 if other is not value and not isinstance(value, nn.Parameter):
@@ -254,7 +254,8 @@ class _Shaper:
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
     """Others are refused, by the save."""
-    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return plain and tensor.device.type == "cpu"
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -281,7 +282,11 @@ def _is_optimizer(value: Any) -> bool:
     if not isinstance(state, Mapping) or not isinstance(groups, list) or not groups:
         return False
     if not all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), list | tuple)
+        and isinstance(names := group.get("param_names", ()), list | tuple)
+        and all(isinstance(each, str) for each in names)
+        for group in groups
     ):
         return False
     ids = [str(each) for group in groups for each in group["params"]]
@@ -294,6 +299,8 @@ def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, An
     names: list[str] = []
     for name, value in entries.items():
         if isinstance(value, torch.Tensor) and not _BUFFERS.search(name):
+            if not _has_bytes(value):
+                return []
             where = (value.data_ptr(), tuple(value.shape))
             if value.numel() == 0 or where not in seen:  # a tied one is one parameter
                 names.append(name)

@@ -79,7 +79,9 @@ def _torch(source: str) -> State:
     loaded = {name: _load(os.path.join(source, name)) for name in _indexed(source, "bin") or files}
     if len(loaded) == 1 or _indexed(source, "bin"):  # one state, perhaps in several files
         return {key: value for part in loaded.values() for key, value in _state(part).items()}
-    return {os.path.splitext(name)[0]: value for name, value in loaded.items()}
+    stems = {name: os.path.splitext(name)[0] for name in loaded}
+    alone = len(set(stems.values())) == len(stems)  # a.pt beside a.bin: each by its full name
+    return {stems[name] if alone else name: value for name, value in loaded.items()}
 
 
 def _state(found: Any) -> State:
@@ -131,7 +133,7 @@ def _indexed(folder: str, suffix: str) -> list[str]:
 
 def _inside(folder: str, name: object) -> str:
     """A file name that a table of contents gives must be one of its folder."""
-    if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
+    if not isinstance(name, str) or os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
         raise IntegrityError(f"{folder} names a file outside of itself: {str(name)[:80]!r}")
     return name
 
@@ -195,7 +197,7 @@ def _doubted(table_path: str) -> Generator[None]:
     """Inside, a table of contents is followed, which may say anything."""
     try:
         yield
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise IntegrityError(
             f"{table_path} is not a table of torch.distributed.checkpoint: {error!r}"
         ) from None
@@ -228,7 +230,7 @@ def _numbers(size: Any) -> tuple[int, ...]:
     """A ``torch.Size`` that was not made."""
     items = size.args[0] if isinstance(size, Inert) and size.args else () if isinstance(size, Inert) else size
     found = tuple(int(n) for n in items)
-    if any(n < 0 for n in found):
+    if any(n < 0 for n in found) or prod(n for n in found if n) >= 1 << 63:
         raise ValueError(f"a tensor of {found}")
     return found
 
@@ -251,13 +253,14 @@ def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], C
 def _read(path: str, start: int, length: int, name: str) -> Any:
     try:
         with open(path, "rb") as file:
-            file.seek(start)
-            data = file.read(length)
+            whole = os.fstat(file.fileno()).st_size
+            file.seek(max(0, min(start, whole)))
+            data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing, which holds {name!r}") from None
     except OSError as error:
         raise ConfigError(f"{path}, which holds {name!r}, cannot be read: {error.strerror}") from None
-    if len(data) != length:
+    if len(data) != length or start < 0:
         raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
     return _load(io.BytesIO(data), f"{name} in {path}")
 
@@ -285,6 +288,8 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
         if not isinstance(at, dict) or path[-1] in at:
             raise ValueError(f"{name!r} lies where another value does")
         at[path[-1]] = value
+    if len({str(key) for key in root}) < len(root):
+        raise ValueError("two values of one name")
     return {str(key): _with_lists(value) for key, value in root.items()}
 
 

@@ -90,8 +90,8 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
 Heading = tuple[str, str, tuple[int, ...]]
 """Name, dtype and global shape of a tensor."""
 
-Table = tuple[tuple[Heading, ...], Ints, Ints]
-"""Tensors of a form; of each the bytes of an element, and its shape with ones behind it."""
+Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
+"""Tensors of a form; of each the bytes of an element, its shape with ones behind it, and the least that a shard of it has in each dimension."""
 Tables = dict[tuple[bytes, int], Table]
 """By JSON and dimensions."""
 
@@ -245,14 +245,14 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
     about = bytes(found.tensors), dims
     if about not in known:
         known[about] = _table(found.tensors, dims, key)
-    headings, itemsize, whole = known[about]
+    headings, itemsize, whole, least = known[about]
     rows, chunks = _numbers(found.shards, key), _numbers(found.chunks, key)
     require(len(rows) % (2 + dims) == 0, key, "a row of its shards is cut")
     table = rows.reshape(-1, 2 + dims)
     tensor, place, shape = table[:, 0], table[:, 1], table[:, 2:]
     require(bool(((tensor >= 0) & (tensor < len(headings))).all()), key, "a shard of no tensor")
     require(bool((chunks > 0).all() and _total(chunks) < 1 << 60), key, "a chunk of no bytes")
-    require(bool((shape >= 0).all()), key, "a shard of less than nothing")
+    require(bool((shape >= least[tensor]).all()), key, "a shard of less than nothing")
     most = whole[tensor] - shape
     require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
     starts, counts = _chunks_of(headings, itemsize[tensor], tensor, place, shape, chunks, chunk_bytes, key)
@@ -305,7 +305,7 @@ def _chunks_of(
     chunk_bytes: int,
     key: str,
 ) -> tuple[Ints, Ints]:
-    """Of each shard its first chunk, and how many: they must be cut like it."""
+    """Of each shard its first chunk, and how many: they must be cut like it, and no other's."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
     nbytes = (
         np.prod(shape, axis=1, dtype=np.int64) * itemsize
@@ -318,16 +318,21 @@ def _chunks_of(
     counts = solid.astype(np.int64)
     first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
     require(bool((first <= chunk_bytes).all()), key, "a chunk is too long")
+    left = len(chunks)  # all shards together have no more
     for row in np.flatnonzero(first != nbytes).tolist():
         start = int(starts[row])
         whole, size = headings[int(tensor[row])][2], int(itemsize[row])
         held = tuple(shape[row, : len(whole)].tolist())
-        lengths = lengths_like(held, int(first[row]) // size, at_most=len(chunks) - start) or []
+        lengths = lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start)) or []
         fits = bool(lengths) and np.array_equal(
             np.array(lengths) * size, chunks[start : start + len(lengths)]
         )
         require(fits, key, "a shard does not lie on the chunks of its file")
         counts[row] = len(lengths)
+        left -= len(lengths)
+    order = np.argsort(starts[solid], kind="stable")
+    ends = (starts + counts)[solid][order]
+    require(bool((ends[:-1] <= starts[solid][order][1:]).all()), key, "shards overlap in their file")
     return starts, counts
 
 
@@ -343,7 +348,10 @@ def _table(raw: msgspec.Raw, dims: int, key: str) -> Table:
         require(len(shape) <= dims, key, f"tensor {name!r} has more dimensions than its form")
     itemsize = np.array([DTYPES[dtype].itemsize for _, dtype, _ in headings], dtype=np.int64)
     rows = [[*shape, *[1] * (dims - len(shape))] for _, _, shape in headings]
-    return headings, itemsize, np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+    whole = np.array(rows, dtype=np.int64).reshape(len(rows), dims)
+    own = np.array([len(shape) for _, _, shape in headings], dtype=np.int64)
+    least = (np.arange(dims) >= own[:, None]).astype(np.int64)  # of what it lacks it has one
+    return headings, itemsize, whole, least
 
 
 def _bytes(numbers: list[Any]) -> bytes:

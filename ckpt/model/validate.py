@@ -213,7 +213,7 @@ def check_tensor(name: str, dtype: str, shape: tuple[int, ...], seen: set[str], 
     require(dtype in DTYPES, key, f"tensor {name!r} has the unknown dtype {dtype[:40]!r}")
     fits = len(shape) <= MAX_DIMENSIONS and all(0 <= n < 2**62 for n in shape)
     require(
-        fits and math.prod(n for n in shape if n) <= _MAX_BYTES,
+        fits and math.prod(n for n in shape if n) * DTYPES[dtype].itemsize <= _MAX_BYTES,
         key,
         f"tensor {name!r} has an impossible shape",
     )
@@ -225,8 +225,9 @@ def _lengths(file: File) -> dict[int, int]:
 
 
 def _check_shard(
-    tensor: Tensor, shard: Shard, chunks: Mapping[int, int] | None, chunk_bytes: int, key: str
+    tensor: Tensor, shard: Shard, chunks: dict[int, int] | None, chunk_bytes: int, key: str
 ) -> None:
+    """``chunks``: those that the shards before have are 0, and its own are afterwards. So all shards together take no longer than their files have chunks."""
     if chunks is None:
         raise ManifestCorrupt(key, f"tensor {tensor.name!r}: rank {shard.rank} has no file")
     box, itemsize, offset = shard.box, DTYPES[tensor.dtype].itemsize, shard.offset
@@ -237,9 +238,10 @@ def _check_shard(
     first = chunks.get(offset, 0)
     require(first <= chunk_bytes, key, f"tensor {tensor.name!r}: a chunk of {first} bytes")
     lengths = lengths_like(box.shape, first // itemsize, at_most=len(chunks))
+    astray = "a shard does not lie on the chunks of its file, or overlaps another there"
     for length in [0] if lengths is None else lengths:
-        fits = chunks.get(offset) == length * itemsize
-        require(fits, key, f"tensor {tensor.name!r}: a shard does not lie on the chunks of its file")
+        require(0 < chunks.get(offset, 0) == length * itemsize, key, f"tensor {tensor.name!r}: {astray}")
+        chunks[offset] = 0
         offset += length * itemsize
 
 

@@ -16,6 +16,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, fresh_memory
 
 _KEPT_CHUNKS: Final = 4
+_RUN_BYTES: Final = 16 << 20
 
 
 class StoredImage:
@@ -55,9 +56,16 @@ class StoredImage:
         memory = fresh_memory(end - start)
         done, index = start, first
         while done < end:
-            begin, stop = self._starts[index], min(end, self._starts[index + 1])
-            memory[done - start : stop - start] = self._chunk(index)[done - begin : stop - begin]
-            done, index = stop, index + 1
+            begin, after = self._starts[index], index + 1
+            if done == begin:  # chunks that are wanted whole come by requests as large as ever
+                far = min(end, begin + _RUN_BYTES)
+                after = max(after, bisect_right(self._starts, far) - 1)
+            stop = min(end, self._starts[after])
+            if after - index > 1:
+                self._read_run(index, after, memory[done - start : stop - start])
+            else:
+                memory[done - start : stop - start] = self._chunk(index)[done - begin : stop - begin]
+            done, index = stop, after
         return memory
 
     def written(self, start: int, end: int) -> None:
@@ -81,12 +89,23 @@ class StoredImage:
             return found
 
     def _read(self, index: int) -> memoryview:
-        chunk, place = self._chunks[index], self._places[index]
-        data = fresh_memory(self._places[index + 1] - place)
-        self._retry.call(lambda: self._backend.read_into(self._key, place, data))
-        if data.nbytes == chunk.nbytes:
-            verify(data, chunk.checksum, key=self._key, offset=place)
-            return data
-        raw = fresh_memory(chunk.nbytes)
-        decode(data, raw, key=self._key, offset=place, digest=chunk.checksum)
+        raw = fresh_memory(self._chunks[index].nbytes)
+        self._read_run(index, index + 1, raw)
         return raw
+
+    def _read_run(self, first: int, end: int, out: memoryview) -> None:
+        """Chunks ``first`` to ``end`` by one request, to ``out``, which is of their size."""
+        place = self._places[first]
+        nbytes = self._places[end] - place
+        data = out if nbytes == out.nbytes else fresh_memory(nbytes)
+        self._retry.call(lambda: self._backend.read_into(self._key, place, data))
+        for index in range(first, end):
+            chunk, offset = self._chunks[index], self._places[index]
+            piece = data[offset - place : self._places[index + 1] - place]
+            memory = out[self._starts[index] - self._starts[first] :][: chunk.nbytes]
+            if piece.nbytes < chunk.nbytes:
+                decode(piece, memory, key=self._key, offset=offset, digest=chunk.checksum)
+                continue
+            verify(piece, chunk.checksum, key=self._key, offset=offset)
+            if data is not out:
+                memory[:] = piece

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,12 @@ class Opaque:
     pass
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 class Point(collections.namedtuple("Point", "x y")):
     pass
 
@@ -348,9 +355,11 @@ class Point(collections.namedtuple("Point", "x y")):
         (np.str_("x"), "v"),
         (torch.randn(2).to_sparse(), "v"),
         (torch.empty(2, device="meta"), "v"),
+        (nested(), "v"),
+        ({"a": nested()}, "v/a"),
         ("\ud800", "state"),
     ],
-    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "surrogate"],
+    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "nested", "nested-in-dict", "surrogate"],
 )  # fmt: skip
 def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, path: str) -> None:
     with CheckpointManager(new_root()) as manager:

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ ONE = torch.ones(2)
 MODEL = {"w": ONE}
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype, says torch
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 def optimizer(groups: list[Any], state: dict[Any, Any] | None = None) -> dict[str, Any]:
     return {"model": MODEL, "odd": {"state": state or {}, "param_groups": groups}}
 
@@ -31,6 +38,8 @@ def optimizer(groups: list[Any], state: dict[Any, Any] | None = None) -> dict[st
         (optimizer([{"params": 5}]), "dict"),
         (optimizer([{"params": [0]}, {"params": [0]}]), "dict"),
         (optimizer([{"params": [0]}], {0: 3}), "dict"),
+        (optimizer([{"params": [0], "param_names": 5}]), "dict"),
+        (optimizer([{"params": [0], "param_names": [5]}]), "dict"),
         ({"odd": [ONE, ONE]}, "list"),
     ],
 )
@@ -51,6 +60,13 @@ def test_a_folder_with_one_tensor_in_a_file_is_that_file(cli: Cli) -> None:
     assert names == [{"model": "module of 1 entries"}] * 2  # as "value"
 
 
+def test_two_files_of_one_stem_are_both_there(cli: Cli) -> None:
+    os.mkdir("c")
+    for name in ("x.pt", "x.bin"):
+        torch.save(MODEL, f"c/{name}")
+    assert set(cli("import", "c", "runs", "--step", 1, "--json").json["names"]) == {"x.pt", "x.bin"}
+
+
 @pytest.mark.parametrize(
     ("state", "told"),
     [
@@ -58,6 +74,8 @@ def test_a_folder_with_one_tensor_in_a_file_is_that_file(cli: Cli) -> None:
         ({1: ONE, "model": MODEL}, "'1' is a key of type int"),
         ({"model": {"w": torch.eye(2).to_sparse()}}, "sparse"),
         ({"model": {"w": torch.ones(2, 2, device="meta")}}, "meta device"),
+        ({"model": {"w": nested()}}, "nested"),
+        (optimizer([{"params": [0]}]) | {"model": {"w": torch.eye(2).to_sparse()}}, "sparse"),
     ],
 )
 def test_what_a_checkpoint_does_not_hold_is_named(cli: Cli, state: dict[Any, Any], told: str) -> None:
@@ -94,9 +112,13 @@ def placed(paths: Any) -> Callable[[Any], None]:
     return change
 
 
-def in_a_folder(table: Any) -> None:
-    for place in table.storage_data.values():
-        place.relative_path = "folder"
+def kept(**where: Any) -> Callable[[Any], None]:
+    def change(table: Any) -> None:
+        for place in table.storage_data.values():
+            for name, value in where.items():
+                setattr(place, name, value)
+
+    return change
 
 
 LIES: dict[str, tuple[Callable[[Any], None], int]] = {
@@ -108,7 +130,17 @@ LIES: dict[str, tuple[Callable[[Any], None], int]] = {
     "a path that is none": (placed({"m.w": 7}), 4),
     "a value in a tensor": (placed({"m.w": ("m",), "n": ("m", "w")}), 4),
     "a tensor over a dict": (placed({"n": ("m", "w"), "m.w": ("m",)}), 4),
-    "a folder": (in_a_folder, 2),
+    "a path without end": (placed({"m.w": ("a",) * 5000}), 4),
+    "two values of one name": (placed({"m.w": (1,), "n": ("1",)}), 4),
+    "no end": (sized([float("inf")]), 4),
+    "nothing, of no shape": (sized(torch.Size([0, 2**62, 2**62])), 4),
+    "a folder": (kept(relative_path="folder"), 2),
+    "a file of no name": (kept(relative_path="a\0b"), 4),
+    "before the file": (kept(offset=-1), 4),
+    "behind the file": (kept(offset=1 << 70), 4),
+    "less than no bytes": (kept(length=-1), 4),
+    "more bytes than memory": (kept(length=1 << 62), 4),
+    "more bytes than a number": (kept(length=1 << 70), 4),
 }
 
 

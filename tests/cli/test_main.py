@@ -73,6 +73,14 @@ def test_a_wrong_call_exits_with_2(cli: Cli, args: list[str]) -> None:
     assert again.err == ran.err
 
 
+def test_a_wrong_call_tells_no_secret_of_a_url(cli: Cli) -> None:
+    for more in ([], ["--json"]):
+        ran = cli("ls", "s3://KEY:SECRET@bucket/run", *more)
+        assert ran.code == 2
+        assert "s3://***@bucket/run" in ran.err
+        assert "SECRET" not in ran.err + ran.out
+
+
 @pytest.mark.parametrize(
     ("args", "told"),
     [

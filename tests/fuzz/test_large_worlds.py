@@ -151,6 +151,53 @@ def test_columns_that_do_not_fit_their_fragment_are_refused(change: dict[str, An
         merge([(packed, record_ref(PLAIN[0]))])
 
 
+def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
+    """``PACKED[0]`` with other tensors of up to one dimension in its file."""
+    form = [
+        tensors,
+        1,
+        np.array(shards, "<i8").tobytes(),
+        msgspec.json.decode(json.dumps(FORM[3]), type=bytes),
+    ]
+    return replace(
+        PACKED[0],
+        world_size=1,
+        form=zstandard.compress(msgspec.json.encode(form)),
+        offsets=zstandard.compress(bytes(8 * len(shards))),
+        replicas=b"",
+    )
+
+
+@pytest.mark.parametrize(
+    ("tensors", "told"),
+    [
+        ([["x", "float32", [4]], ["y", "float32", [4]]], "overlap"),
+        ([["x", "float32", [4]], ["y", "complex128", [1 << 60]]], "impossible shape"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(tensors: list[Any], told: str) -> None:
+    """On the same bytes of the file; and of so many bytes that a sum of them is 0."""
+    chunk = _numbers(FORM[3])[1]
+    tensors[0][2] = [chunk // 4]
+    if told == "overlap":
+        tensors[1][2] = [chunk // 4]
+    shards = [[index, _numbers(FORM[3])[0], each[2][0]] for index, each in enumerate(tensors)]
+    packed = of_form(tensors, shards)
+    merge([(of_form(tensors[:1], shards[:1]), record_ref(PLAIN[0]))])
+    with pytest.raises(ManifestCorrupt, match=told):
+        merge([(packed, record_ref(PLAIN[0]))])
+
+
+def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() -> None:
+    """It would have no place in the file, and the tensor an element."""
+    tensors = [["x", "float32", []], ["y", "float32", [1]]]
+    first, second = _numbers(FORM[3])[0], _numbers(FORM[3])[0] + 4
+    with pytest.raises(ManifestCorrupt, match="less than nothing"):
+        merge([(of_form(tensors[:1], [[0, second, 0]]), record_ref(PLAIN[0]))])
+    with pytest.raises(ManifestCorrupt, match="does not lie on the chunks"):
+        merge([(of_form(tensors, [[0, first, 1], [1, second, 1]]), record_ref(PLAIN[0]))])
+
+
 def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> None:
     (run,) = OUTLINE.layouts[OUTLINE.layout_of[0]]
     level = run.levels[0]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Chunk, File, Fragment, FragmentRef, Manifest, Shard, Tensor
+from ckpt.model.packed import fragment_of, pack_fragment
 from ckpt.model.validate import MAX_CHUNK_BYTES, check_fragment, check_manifest
 from tests.model.records import records
 
@@ -118,6 +120,8 @@ RULES: dict[str, tuple[Break, str]] = {
     "a shard beside the chunks": (shard(offset=4097), "does not lie on the chunks"),
     "a shard before the file": (shard(offset=-64), "does not lie on the chunks"),
     "a shard after the file": (shard(offset=HUGE), "does not lie on the chunks"),
+    "a shard on another's chunks": (lambda m: replace(m, tensors=(*m.tensors, replace(m.tensors[WEIGHT], name="x"))), "overlaps another there"),
+    "a tensor of more bytes than elements": (tensor(dtype="complex128", shape=(1 << 60,), shards=()), "impossible shape"),
     "a tie to nothing": (edit(tied={"head": "nobody"}), "which is not stored"),
     "a tie to a tie": (edit(tied={"head": "weight", "deep": "head"}), "which is not stored"),
     "a tie to itself": (edit(tied={"loop": "loop"}), "which is not stored"),
@@ -162,6 +166,21 @@ def test_a_fragment_that_breaks_one_rule_is_refused(rule):
     with pytest.raises(ManifestCorrupt) as caught:
         check_fragment(broken(FRAGMENT), key="k")
     assert told in caught.value.detail
+
+
+def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_the_file_has_chunks() -> None:
+    chunks = (Chunk(4096, SUM), *(Chunk(16, SUM) for _ in range(2000)))
+    shard = Shard(1, 4096, (0,), (32_000,))
+    tensors = tuple(Tensor(f"x{i}", "uint8", (32_000,), (shard,)) for i in range(2000))
+    file = File("rank-00001.safetensors", 1, 4096 + 32_000, chunks)
+    hostile = replace(FRAGMENT, chunk_bytes=16, file=file, tensors=tensors, tied={})
+    began = time.process_time()
+    with pytest.raises(ManifestCorrupt, match="overlaps another there"):
+        check_fragment(hostile, key="k")
+    with pytest.raises(ManifestCorrupt, match="a shard does not lie on the chunks"):
+        fragment_of(pack_fragment(hostile), key="k")
+    assert time.process_time() - began < 0.5
+    check_fragment(replace(hostile, tensors=tensors[:1]), key="k")
 
 
 def test_a_fragment_may_hold_a_part_of_its_tensors():

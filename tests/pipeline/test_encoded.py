@@ -195,6 +195,50 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
     assert stored.view(0, len(image)) == image
 
 
+@pytest.mark.parametrize("encoded", [False, True])
+def test_small_chunks_are_read_back_by_requests_as_large_as_ever(memory, workers, retry, encoded) -> None:
+    """Where the nearer tier is far itself, each costs a round trip: a drain in parts of 8 MiB has one for each, and two for their ragged ends."""
+    chunks = [4096, *[MIB // 2] * 79, MIB // 2 - 4096 + 5]
+    image = (FLOATS * 2)[: sum(chunks)]
+    edges = list(itertools.accumulate(chunks, initial=0))
+    table = tuple(Chunk(b - a, checksum(image[a:b])) for a, b in itertools.pairwise(edges))
+    lengths = chunks
+    if encoded:
+        lengths = []
+        write_encoded(
+            Whole(memoryview(image)), chunks, widths=[4] * len(chunks), lengths=lengths, encoder=Encoder("zstd"), backend=memory,
+            key="step/rank", workers=workers, retry=retry, on_bytes=lambda _: None,
+        )  # fmt: skip
+        assert sum(lengths) < len(image)
+    else:
+        memory.put("step/rank", [image])
+    asked: list[int] = []
+    read_into = memory.read_into
+
+    def counted(key: str, offset: int, out: memoryview) -> None:
+        asked.append(out.nbytes)
+        read_into(key, offset, out)
+
+    memory.read_into = counted
+    stored = StoredImage(memory, "step/rank", table, lengths, retry)
+    for start in range(0, len(image), 8 * MIB):
+        end = min(start + 8 * MIB, len(image))
+        assert stored.view(start, end) == image[start:end]
+    assert len(asked) <= 2 * 6
+    assert max(asked) <= 16 * MIB
+    assert sum(asked) <= 1.1 * sum(lengths)
+    asked.clear()
+    assert StoredImage(memory, "step/rank", table, lengths, retry).view(1, len(image)) == image[1:]
+    assert len(asked) == 4
+    at = edges[40] + 7 if not encoded else list(itertools.accumulate(lengths, initial=0))[40] + 7
+    data = bytearray(read_object(memory, "step/rank", limit=len(image)))
+    data[at] ^= 1
+    memory.put("step/rank", [bytes(data)])
+    with pytest.raises(ChecksumMismatch) as damaged:
+        stored.view(16 * MIB, 24 * MIB)
+    assert damaged.value.offset <= at < damaged.value.offset + lengths[40]
+
+
 def test_a_ring_too_small_for_a_chunk_is_refused(memory, workers, retry) -> None:
     window = Window(memoryview(bytearray(33 * MIB)), 100 * MIB)
     with pytest.raises(StagingError, match="too few"):
