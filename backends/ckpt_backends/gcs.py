@@ -17,6 +17,7 @@ from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
 from ckpt_backends.gcs_upload import ResumableUpload
+from ckpt_backends.jitter import give_gcsfs_its_own_dice
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _SINGLE_REQUEST: Final = 1 << 62
@@ -58,6 +59,7 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
 def _file_system(settings: dict[str, Any]) -> Any:
     from gcsfs.retry import retry_request
 
+    give_gcsfs_its_own_dice()
     emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251 - gcsfs's own switch
     if emulator:
         # gcsfs's default class asks for the bucket's storage layout by gRPC, and waits 20 to 60 s each time for an emulator to

@@ -27,6 +27,7 @@ from ckpt.storage.api import (
 )
 from ckpt_backends.foreign_errors import clean
 from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
+from ckpt_backends.jitter import give_botocore_its_own_dice
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3_orphans import Orphans
@@ -110,6 +111,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     """s3fs for small requests, and what moves the bytes of large objects; both with the same settings."""
     import s3fs
 
+    give_botocore_its_own_dice()
     if "session" in settings:
         raise ValueError("a session cannot be shared: give profile, or key, secret and token")
     endpoint = str(settings.get("endpoint_url") or "")

@@ -22,8 +22,7 @@ def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
     most = chunk_bytes // itemsize
     wanted = min(most, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))
     if wanted < box.numel:
-        row = next(row for row in _rows(box.shape) if row <= wanted)
-        wanted = min(most, -(-wanted // row) * row)
+        wanted = _whole_rows(box.shape, wanted, most)
     return split_rows(box, wanted)
 
 
@@ -40,6 +39,17 @@ def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[in
     if left or not whole or outer * (whole + bool(rest)) > at_most:
         return None
     return ([first] * whole + [rest * rows[dim]] * bool(rest)) * outer
+
+
+def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
+    """About ``wanted`` elements, so that no chunk is much smaller than the others: a row of up to twice as many as it is, or several, as many in each chunk."""
+    rows = _rows(shape)
+    larger = [row for row in rows if wanted <= row <= min(most, 2 * wanted)]
+    if larger:
+        return larger[-1]
+    dim, row = next((dim, row) for dim, row in enumerate(rows) if row <= wanted)
+    each = min(most // row, -(-wanted // row))
+    return -(-shape[dim] // -(-shape[dim] // each)) * row
 
 
 def _rows(shape: tuple[int, ...]) -> list[int]:

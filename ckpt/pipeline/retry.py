@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -9,18 +10,21 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from tenacity import (
+    RetryCallState,
     Retrying,
     retry_if_exception_type,
     stop_after_attempt,
     stop_after_delay,
     stop_when_event_set,
     wait_exponential,
-    wait_random,
 )
 
 from ckpt.errors import TransientStorageError
 
 T = TypeVar("T")
+
+_dice = random.SystemRandom()
+"""Not Python's global generator, as tenacity's jitter has it: that is the training's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +49,14 @@ class RetryPolicy:
             stop=stop_after_attempt(self.attempts)
             & (stop_after_delay(self.patience_seconds) | stop_when_event_set(self.hurry)),
             sleep=self._sleep,
-            wait=wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
-            + wait_random(0, self.first_seconds),
+            wait=self._wait,
             reraise=True,
         )
         return attempts(work)
+
+    def _wait(self, state: RetryCallState) -> float:
+        growing = wait_exponential(multiplier=self.first_seconds, max=self.most_seconds)
+        return growing(state) + _dice.uniform(0, self.first_seconds)
 
     def _sleep(self, seconds: float) -> None:
         if self.hurry.is_set():

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import math
 import time
 
 import pytest
@@ -66,6 +65,9 @@ def test_what_no_cut_begins_with_is_none(data: st.DataObject, first: int) -> Non
         ((4099, 4099), PARTS, PARTS),
         ((17, 3, 1 << 20), 17, 17 * 3),  # rows of 4 MiB, in 204 MiB
         ((1 << 20,), 8, 8),  # 4 MiB: a chunk is not smaller than 512 KiB
+        ((31, 150_000), 31, 31),  # rows of 600 kB, each a chunk
+        ((3, 1_000_000), 24, 24),  # of 4 MB, each eight chunks of 500 kB
+        ((9 * 131_072 // 8,), 2, 2),  # two halves of 576 KiB, not 512 and 64
         ((1000,), 1, 1),
         ((), 1, 1),
         ((1024 * MIB,), 256, 256),  # nor larger than 16
@@ -74,8 +76,9 @@ def test_what_no_cut_begins_with_is_none(data: st.DataObject, first: int) -> Non
 def test_how_many_chunks_a_box_has(shape: tuple[int, ...], least: int, most: int) -> None:
     parts = cut(Box.whole(shape), 4, 16 * MIB)
     assert least <= len(parts) <= most
-    if math.prod(shape) * 4 > LEAST_BYTES:
-        assert all(part.numel * 4 >= LEAST_BYTES for part in parts[:1])
+    sizes = [part.numel * 4 for part in parts]
+    assert min(sizes) >= min(sum(sizes), LEAST_BYTES // 2)
+    assert max(sizes) <= 2 * min(sizes)
 
 
 def test_a_few_bytes_of_nonsense_do_not_make_a_long_list() -> None:
