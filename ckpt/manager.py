@@ -248,7 +248,7 @@ class CheckpointManager:
                 replicas=replicas, waiting=self._background.saver.waiting,
             )  # fmt: skip
             self._restores += 1
-            report = restorer.restore(state, step)
+            report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
         if report is not None:
             self._last_step = report.step
             self._background.saver.set_restored(StepRef(report.step, report.attempt))

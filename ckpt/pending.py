@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, final
 
+from ckpt.checks import is_number
 from ckpt.errors import CkptError, ConfigError, SaveSkipped
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class PendingSave:
 
     def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until it is ``over``. False if it is not by then."""
+        if timeout is not None and not is_number(timeout):
+            raise ConfigError(f"timeout={timeout!r}: give seconds; a tier is named by tier=...")
         if os.getpid() != self._pid and not over():  # what a fork copied is not told any more
             raise ConfigError(
                 f"step {self.step} is saved by process {self._pid}: only that one hears of its end"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import CheckpointManager, PerRank
+from ckpt import CheckpointManager, PerRank, Tier
 from ckpt.errors import (
+    ConfigError,
     DtypeMismatch,
     EntryMissing,
     EntryUnexpected,
@@ -162,3 +166,33 @@ def test_what_fits_is_restored(root: str) -> None:
 def test_a_target_that_is_no_dict_is_refused(root: str, target: Any) -> None:
     with CheckpointManager(root) as manager, pytest.raises(RestoreError):
         manager.restore(target)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"kye": "k"}, "options.kye is not a setting: did you mean key?"),
+        ({"endpoint": "http://x"}, "did you mean endpoint_url?"),
+        ({"endpoint_url": 5}, "endpoint_url=5 is no text"),
+    ],
+)
+def test_an_option_that_s3_does_not_know_is_told_when_the_tier_is_built(
+    options: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        CheckpointManager(Tier("s3://bucket/run", options=options))
+
+
+def test_what_restore_and_a_handle_are_told_is_looked_at(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        saved = manager.save({"x": torch.zeros(2)}, 1)
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("restore(Linear): a state is a dict", lambda: manager.restore(torch.nn.Linear(2, 2))),  # type: ignore[arg-type]
+            ("only=3: give names", lambda: manager.restore({}, only=3)),  # type: ignore[arg-type]
+            ("step='latest': a step is", lambda: manager.restore({}, step="latest")),  # type: ignore[arg-type]
+            ("step=-1: a step is", lambda: manager.restore({}, step=-1)),
+            ("timeout='x': give seconds", lambda: saved.result("x")),  # type: ignore[arg-type]
+        ]
+        for told, call in calls:
+            with pytest.raises((ConfigError, RestoreError), match=re.escape(told)):
+                call()

@@ -30,6 +30,7 @@ from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, miss
 from ckpt_backends.jitter import give_botocore_its_own_dice
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
+from ckpt_backends.s3_options import check_options
 from ckpt_backends.s3_orphans import Orphans
 
 _MIB: Final = 1 << 20
@@ -114,6 +115,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     give_botocore_its_own_dice()
     if "session" in settings:
         raise ValueError("a session cannot be shared: give profile, or key, secret and token")
+    check_options(settings)
     endpoint = str(settings.get("endpoint_url") or "")
     config: dict[str, Any] = {**_CLIENT, **settings.pop("config_kwargs", {})}
     if not endpoint.startswith("http://"):

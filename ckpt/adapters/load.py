@@ -46,8 +46,11 @@ def match(
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: They do not fit.
         ConfigError: A ``PerRank`` value under another world size, without a policy; a renaming that fails.
-        RestoreError: The tree is none that we write, or an object of the state fails.
+        RestoreError: The state is no dict, the tree is none that we write, or an object of the state fails.
     """
+    if not isinstance(state, MutableMapping):
+        way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
+        raise RestoreError(f"restore({type(state).__name__}): {way}")
     try:
         return _Match(state, manifest, rank, world_size, selection).run()
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:

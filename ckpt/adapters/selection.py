@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
@@ -46,7 +46,7 @@ class Selection:
         renaming = Renaming.of(rename)
         if only is None:
             return cls(None, strict, renaming, cast)
-        patterns = (only,) if isinstance(only, str) else tuple(only)
+        patterns = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else ()
         if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
             raise ConfigError(f'only={only!r}: give names or patterns such as "model/*", or leave it out')
         return cls(patterns, strict, renaming, cast)

@@ -31,7 +31,7 @@ class MissingExtra(ConfigError):
 
     def __init__(self, url: str, package: str, extra: str | None) -> None:
         self.url, self.package, self.extra = url, package, extra
-        way = f"pip install 'ckpt-stream[{extra}]'" if extra else f"pip install {package}"
+        way = f"pip install {package}" + (f" (or pip install 'ckpt-stream[{extra}]')" if extra else "")
         super().__init__(f"{url!r} needs the package {package}: {way}")
 
 

@@ -1,0 +1,24 @@
+"""What may be said of an S3 store. s3fs keeps what it does not know for its session, which falls over it at the first request."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ckpt.checks import known_only
+
+_OURS: Final = {"region", "checksums"}
+_OF_THE_SESSION: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
+_NOT_TO_BE_SET: Final = {"self", "kwargs", "session", "asynchronous", "loop", "args"}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` for an option that nobody knows, ``ValueError`` for one that is no text but must be."""
+    from s3fs import S3FileSystem
+
+    known = {*inspect.signature(S3FileSystem.__init__).parameters, *_OURS, *_OF_THE_SESSION} - _NOT_TO_BE_SET
+    known_only("options.", options, sorted(known))
+    for name in ("endpoint_url", "region", "profile"):
+        if options.get(name) is not None and not isinstance(options[name], str):
+            raise ValueError(f"{name}={options[name]!r} is no text")
