@@ -1,14 +1,15 @@
 """A restore plan -> bytes in place, each chunk verified before it counts.
 
-Neighbouring chunks are one request. A store that can read into many places at once fills the targets' own memory wherever that is in one piece, and so does any store with a chunk that is a request of its
-own. What is left (a part of a chunk, a target that is strided or on a device, small chunks of a store that has one answer for one request) passes through a buffer, is verified there, and then placed. Memory
+Neighbouring chunks are one request. A store that can read into many places at once fills the targets' own memory wherever that is in one piece, and so does any store with a request whose chunks are
+neighbours there too. What is left (a part of a chunk, a target that is strided or on a device, chunks of several tensors from a store that has one answer for one request) passes through a buffer, is verified there, and then placed. Memory
 beside the target: for each thread a buffer of ``RUN_BYTES``, or of the largest chunk that passes through it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -97,7 +98,7 @@ class _Job:
                 outs += [buffer[done:begin], place] if done < begin else [place]
                 done = begin + read.nbytes
         outs += [buffer[done : run.nbytes]] if done < run.nbytes else []
-        self._retry.call(partial(backend.read_parts, key, run.offset, outs))
+        self._retry.call(partial(backend.read_parts, key, run.offset, joined(outs)))
         for read, place in zip(run.reads, places, strict=True):
             data = buffer[read.offset - run.offset :][: read.nbytes] if place is None else place
             verify(data, read.checksum, key=key, offset=read.offset)
@@ -105,12 +106,18 @@ class _Job:
                 self._sink.place(read, data)
 
     def _read_straight(self, run: Run, key: str) -> bool:
-        read = run.reads[0]
-        memory = self._sink.direct(read) if len(run.reads) == 1 else None
-        if memory is None:
+        """If all of it goes to one piece of memory, as chunks of one box do."""
+        places: list[memoryview] = []
+        for read in run.reads:
+            if (place := self._sink.direct(read)) is None:
+                return False
+            places.append(place)
+        memory = joined(places)
+        if len(memory) > 1 or memory[0].nbytes < run.nbytes:
             return False
-        self._retry.call(partial(self._backend.read_into, key, read.offset, memory))
-        verify(memory, read.checksum, key=key, offset=read.offset)
+        self._retry.call(partial(self._backend.read_into, key, run.offset, memory[0]))
+        for read, place in zip(run.reads, places, strict=True):
+            verify(place, read.checksum, key=key, offset=read.offset)
         return True
 
     def _read_buffered(self, run: Run, key: str, size: int) -> None:
@@ -133,6 +140,20 @@ class _Job:
         decode(data, out, key=key, offset=read.offset, digest=read.checksum)
         if memory is None:
             self._sink.place(read, out)
+
+
+def joined(pieces: Sequence[memoryview]) -> list[memoryview]:
+    """Those that follow each other in memory as one: few long pieces are read faster than many short ones. Good as long as ``pieces`` live."""
+    spans: list[tuple[int, int]] = []
+    for piece in pieces:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(piece))
+        if spans and sum(spans[-1]) == start:
+            spans[-1] = spans[-1][0], spans[-1][1] + piece.nbytes
+        else:
+            spans.append((start, piece.nbytes))
+    if len(spans) == len(pieces):
+        return list(pieces)
+    return [memoryview((ctypes.c_char * nbytes).from_address(start)).cast("B") for start, nbytes in spans]
 
 
 class _Buffers(threading.local):

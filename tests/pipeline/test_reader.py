@@ -9,7 +9,7 @@ import pytest
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.layout import data_name
-from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, read_plan
+from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, joined, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
@@ -104,6 +104,24 @@ def test_what_is_read_is_the_slice(memory, saved, workers, retry, box, direct):
 def test_a_single_whole_chunk_goes_straight_into_the_target(memory, saved, workers, retry):
     sink, _, seen = read(memory, saved, [leaf(ROW)], workers, retry)
     assert (len(sink.direct_reads), sink.placed_reads, seen) == (1, [], [8192])
+
+
+def test_chunks_that_are_neighbours_in_file_and_target_are_read_as_one_piece(memory, saved, workers, retry):
+    faulty = FaultyBackend(memory)
+    sink, plan, _ = read(faulty, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
+    assert np.array_equal(sink.arrays[0], ARRAY)
+    assert (len(sink.direct_reads), sink.placed_reads) == (len(plan.reads), [])
+    assert sorted(call.nbytes for call in faulty.calls) == [32 * 8192, 32 * 8192]
+
+
+def test_pieces_of_memory_that_follow_each_other_are_joined():
+    room = memoryview(bytearray(range(100)))
+    pieces = [room[10:20], room[20:25], room[30:40], room[40:41], room[0:10]]
+    found = joined(pieces)
+    assert [bytes(piece) for piece in found] == [bytes(room[10:25]), bytes(room[30:41]), bytes(room[0:10])]
+    found[0][0] = 200
+    assert room[10] == 200
+    assert joined(pieces[:1]) == pieces[:1]
 
 
 def test_a_part_of_a_chunk_goes_through_a_buffer(memory, saved, workers, retry):
