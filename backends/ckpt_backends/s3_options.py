@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, Final
 
-from ckpt.checks import known_only
+from ckpt.errors import ConfigError
 
 _OURS: Final = {"region", "checksums"}
 _OF_THE_SESSION: Final = {"profile", "session_vars", "event_hooks", "include_builtin_handlers"}
@@ -18,7 +19,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     from s3fs import S3FileSystem
 
     known = {*inspect.signature(S3FileSystem.__init__).parameters, *_OURS, *_OF_THE_SESSION} - _NOT_TO_BE_SET
-    known_only("options.", options, sorted(known))
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            way = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"options.{name} is not a setting: {way}")
     for name in ("endpoint_url", "region", "profile"):
         if options.get(name) is not None and not isinstance(options[name], str):
             raise ValueError(f"{name}={options[name]!r} is no text")
