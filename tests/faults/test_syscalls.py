@@ -57,11 +57,12 @@ def save_with_a_failure(
     calls = Syscalls(place / which, fail=failing(nth, code, lasting=lasting))
     told: dict[int, CkptError | None] = {}
     with calls.entered():
-        patience = 2 if lasting and code == errno.ESTALE else 600  # what may pass is tried again until then
+        # what may pass is tried again for so long, and six times six times where a farther tier waits
+        patience, wait = (2, 150) if lasting and code == errno.ESTALE else (600, 30)
         manager = CheckpointManager(tiers(place, keep_last=keep_last), commit_timeout_seconds=patience)
         for step in (1, 2):
             try:
-                told[step] = manager.save_async(state(step), step).exception(30)
+                told[step] = manager.save_async(state(step), step).exception(wait)
             except CkptError as error:  # of the save before, on a farther tier
                 told[step] = error
         try:
@@ -120,8 +121,8 @@ def test_a_call_of_a_save_or_a_prune_fails(
 def test_any_call_of_a_save_or_a_prune_fails(
     tmp_path: Path, tally: Count, which: str, code: int, lasting: bool
 ) -> None:
-    patient = lasting and code == errno.ESTALE  # each save is tried for seconds
-    tally("io-error", sweep(tmp_path, which, code, 7 if patient else 1, lasting=lasting))
+    patient = lasting and code == errno.ESTALE  # each save is tried for a minute
+    tally("io-error", sweep(tmp_path, which, code, 29 if patient else 1, lasting=lasting))
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
