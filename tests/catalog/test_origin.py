@@ -210,7 +210,7 @@ def test_a_mistake_of_ours_is_no_damage(workers: Workers) -> None:
     origin = Origin(stores, done.ref, retry=IMPATIENT)
     manifest = origin.manifest().manifest
     with pytest.raises(ZeroDivisionError):
-        origin.read(plan_restore(manifest, WANTED), Broken(WANTED, direct=True), workers=workers)
+        origin.read(plan_restore(manifest, WANTED), Broken(WANTED, direct=False), workers=workers)
     assert origin.repairs == ()
 
 
