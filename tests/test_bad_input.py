@@ -186,13 +186,14 @@ def test_an_option_that_s3_does_not_know_is_told_when_the_tier_is_built(
 def test_what_restore_and_a_handle_are_told_is_looked_at(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         saved = manager.save({"x": torch.zeros(2)}, 1)
+        with pytest.raises(RestoreError, match=r"restore\(Linear\): a state is a dict"):
+            manager.restore(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
         calls: list[tuple[str, Callable[[], object]]] = [
-            ("restore(Linear): a state is a dict", lambda: manager.restore(torch.nn.Linear(2, 2))),  # type: ignore[arg-type]
             ("only=3: give names", lambda: manager.restore({}, only=3)),  # type: ignore[arg-type]
             ("step='latest': a step is", lambda: manager.restore({}, step="latest")),  # type: ignore[arg-type]
             ("step=-1: a step is", lambda: manager.restore({}, step=-1)),
             ("timeout='x': give seconds", lambda: saved.result("x")),  # type: ignore[arg-type]
         ]
         for told, call in calls:
-            with pytest.raises((ConfigError, RestoreError), match=re.escape(told)):
+            with pytest.raises(ConfigError, match=re.escape(told)):
                 call()

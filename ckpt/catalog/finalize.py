@@ -123,7 +123,7 @@ def _check_owner(
     owner = read_owner(backend)
     if owner is None:
         raise CommitError(
-            f"step {ref.step}: its job closed its manager in order, so the leader had decided, and not for a commit: restore another step"
+            f"step {ref.step}: a job here closed its manager in order: its own, so the leader had decided, and not for a commit, or a later one, which left it behind: restore another step"
         )
     if _trial(ref, owner.attempt) is None:
         raise CommitError(

@@ -69,8 +69,9 @@ def save_with_a_failure(
             manager.close()
         except CkptError as error:
             told[-1] = error
-    for error in told.values():
+    for step, error in told.items():
         unseen = lasting and isinstance(error, CommitError) and "cannot be seen" in str(error)
+        assert not unseen or list((place / which).glob(f"step-*{max(step, 1)}.*/manifest.json")), (nth, error)
         assert error is None or isinstance(error, TOLD[code]) or unseen, (nth, type(error), error)
     near, far = whole(place / "near"), whole(place / "far")
     for step in (1, 2):
