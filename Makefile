@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast torture check check-protocol bench build clean
+.PHONY: help demo demo-tiers test test-fast torture safety check check-protocol bench licences build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -44,11 +44,26 @@ check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
 
-check-protocol: ## the commit protocol, model-checked with Spin (two minutes; spin and gcc)
+safety: $(STAMP) ## measure what changes of a state give, into docs/safety.md
+	$(BIN)/python -m tests.safety.page
+
+check-protocol: ## the commit protocol, model-checked with Spin (five minutes; spin and gcc)
 	docs/protocol/check.sh
 
 bench: $(STAMP) ## all scenarios against the peers: tables and plots in bench/results (25 minutes)
 	$(BIN)/python -m bench all --out bench/results $(ARGS)
+
+licences: $(STAMP) ## the table of docs/licences.md, from what is installed
+	$(BIN)/python docs/licences.py
+
+# One call on a machine with an accelerator: its own Python and torch are used, nothing is installed. Both halves run whatever the first says.
+DEVICE_PYTHON ?= python3
+DEVICE_OUT ?= bench/results
+device: ## where there is an accelerator: its tests, then its figures into bench/results/device.* (less than 9 minutes)
+	@PYTHONPATH=.:backends:$$PYTHONPATH; export PYTHONPATH; status=0; \
+	timeout 170 $(DEVICE_PYTHON) -m pytest tests/device -m device -rs -W default -p no:cacheprovider --timeout 90 || status=$$?; \
+	timeout 370 $(DEVICE_PYTHON) -m bench device --out $(DEVICE_OUT) $(ARGS) || status=$$?; \
+	exit $$status
 
 build: $(STAMP) ## wheel and sdist in dist/
 	$(BIN)/python -m build --no-isolation --outdir dist
@@ -57,9 +72,10 @@ clean: ## remove what the other targets made, except .venv and bench/results
 	rm -rf dist .build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name .git -prune -o -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The constraints are variables, since an isolated build reads no -c: the second name is for pip 25.3 and later.
 # The second way of making it is for systems whose Python has no ensurepip: the pip outside puts one inside.
 $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): once, a few minutes, PyTorch is large"
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = False
     for name, reason in contenders.missing().items():
         console.print(f"[dim]without {contenders.ALL[name].label}: {reason}[/]", highlight=False)
-    chosen = list(scenarios.ALL) if told.scenario == "all" else [told.scenario]
+    together = [name for name in scenarios.ALL if name not in scenarios.ALONE]
+    chosen = together if told.scenario == "all" else [told.scenario]
     budgets = {name: _options(name, told).budget_seconds for name in chosen}
     until = time.monotonic() + (told.minutes * 60 if told.scenario == "all" else sum(budgets.values()))
     for scenario in chosen:
@@ -65,7 +66,7 @@ def _options(name: str, told: argparse.Namespace) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="scenario", dest="scenario")
-    for name, words in {**scenarios.ALL, "all": "all of these, one after the other"}.items():
+    for name, words in {**scenarios.ALL, "all": "all of these but `device`, one after the other"}.items():
         verb = verbs.add_parser(name, help=words)
         verb.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
         verb.add_argument("--dir", default=".build/bench", help="on the disk to be measured [.build/bench]")

@@ -127,7 +127,7 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         inputs, targets = text[:, :-1], text[:, 1:]
-        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]))
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1]).to(inputs.device))
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tokens.weight)

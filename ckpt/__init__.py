@@ -5,8 +5,11 @@ Names are resolved on first use, so that ``import ckpt`` and the command line ne
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from ckpt.errors.text import CleanLog
 
 if TYPE_CHECKING:
     from ckpt.adapters.declared import declare_part
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from ckpt.report import RestoreReport
 
 __version__ = "0.1.0"
+
+logging.getLogger("ckpt").addFilter(CleanLog())
 
 _HOMES = {
     "CheckpointManager": "ckpt.manager",

@@ -7,7 +7,6 @@ the files of all ranks as they lie near, newest step first, no more than ``backl
 from __future__ import annotations
 
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.claim import Claim, job_of
 from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.holdings import Held, Holdings
 from ckpt.catalog.index import attempts, is_committed
@@ -22,6 +22,7 @@ from ckpt.catalog.transfer import fetch_step
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.layout import StepRef
+from ckpt.model.units import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.retention import Retention, reasons
@@ -36,13 +37,15 @@ class Way:
     """To one farther tier.
 
     Attributes:
-        claim: Makes the root ours; raises if it is another's.
+        take: Makes the root ours; raises if it is another's.
+        claim: The job's hold on the root.
         is_busy: Whether steps of the running job wait for it.
         committed: Told after each step.
     """
 
     tier: OpenTier
-    claim: Callable[[], None]
+    take: Callable[[], None]
+    claim: Claim
     is_busy: Callable[[], bool]
     committed: Callable[[], None]
 
@@ -90,7 +93,9 @@ class CatchUp:
                 self._listed.set()
 
     def needed(self) -> frozenset[StepRef]:
-        """Steps that are still to be read from the near tier."""
+        """Steps that are still to be read from the near tier. Before ``begin``: all that may be."""
+        if not self._begun and self._restored is not None:
+            return frozenset(ref for ref in attempts(self._near.backend) if job_of(ref) != self._own)
         if self._begun:
             self._listed.wait(self._config.commit_timeout_seconds)
         return self._left
@@ -105,7 +110,7 @@ class CatchUp:
             found = [
                 ref
                 for ref in attempts(self._near.backend)
-                if ref <= restored and _job(ref) == _job(restored) != self._own
+                if ref <= restored and job_of(ref) == job_of(restored) != self._own
             ]
             self._left = frozenset(found)
             self._listed.set()
@@ -127,7 +132,7 @@ class CatchUp:
             if going:
                 steps = ", ".join(str(held.ref.step) for held in going)
                 _log.info("ckpt: of the job before, %s lacks steps %s: they follow from %s", way.tier.url, steps, self._near.url)  # fmt: skip
-                way.claim()
+                way.take()
         except CkptError as error:
             _log.warning("ckpt: what the job before left on %s is not taken to %s: %s", self._near.url, way.tier.url, error)  # fmt: skip
             return
@@ -154,10 +159,11 @@ class CatchUp:
     def _take(self, way: Way, held: Held) -> None:
         far, began = way.tier, time.perf_counter()
         try:
+            way.claim.bring(held.ref)
             if far.tier.capacity is not None:
                 evictor = Evictor(
                     far,
-                    self._own,
+                    way.claim,
                     waiting=partial(_newer, far, held.ref),
                     elsewhere=partial(is_committed, self._near.backend),
                 )
@@ -176,8 +182,8 @@ class CatchUp:
             _log.warning("ckpt: step %d of the job before is not taken to %s: %s", held.ref.step, far.url, error)  # fmt: skip
             return
         _log.info(
-            "ckpt: step %d of the job before is on %s now: %.2f GB in %.2f s",
-            held.ref.step, far.url, report.copied_bytes / 1e9, time.perf_counter() - began,
+            "ckpt: step %d of the job before is on %s now: %s in %.2f s",
+            held.ref.step, far.url, size(report.copied_bytes), time.perf_counter() - began,
         )  # fmt: skip
         way.committed()
 
@@ -185,8 +191,3 @@ class CatchUp:
 def _newer(tier: OpenTier, ref: StepRef) -> frozenset[StepRef]:
     """Which do not go for one that is older."""
     return frozenset(other for other in attempts(tier.backend) if other > ref)
-
-
-def _job(ref: StepRef) -> str:
-    """Without the count of tries at a step."""
-    return re.sub(r"t\d+$", "", ref.attempt)

@@ -37,16 +37,22 @@ def json_only(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!s} cannot be kept in a manifest: write it as a string")
 
 
+def shown(value: object) -> str:
+    """A setting's value as an error quotes it: a container by its type alone, since it may hold secrets."""
+    plain = value is None or isinstance(value, str | bytes | bool | int | float)
+    return repr(value) if plain else f"<{type(value).__name__}>"
+
+
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raises unless it is one of these."""
     if value not in allowed:
-        raise ConfigError(f"{name}={value!r}: choose {' or '.join(repr(choice) for choice in allowed)}")
+        raise ConfigError(f"{name}={shown(value)}: choose {' or '.join(repr(choice) for choice in allowed)}")
 
 
 def whole(name: str, value: object, least: int, most: int) -> None:
     """Raises unless it is a whole number in these bounds; True is none."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name}={value!r}: give a whole number from {least} to {most}")
+        raise ConfigError(f"{name}={shown(value)}: give a whole number from {least} to {most}")
 
 
 def as_bytes(name: str, value: int | str) -> int:
@@ -57,7 +63,7 @@ def as_bytes(name: str, value: int | str) -> int:
         power = " kmgtp".index(prefix.lower() or " ")
         value = round(float(number) * (1024 if binary else 1000) ** power)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
-        raise ConfigError(f"{name}={value!r}: give a size above 0, such as '200GB', '64GiB', or bytes")
+        raise ConfigError(f"{name}={shown(value)}: give a size above 0, such as '200GB', '64GiB', or bytes")
     return value
 
 

@@ -34,8 +34,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
-from ckpt.checks import as_bytes, is_number, json_only, known_only, one_of, whole
+from ckpt.checks import as_bytes, is_number, json_only, known_only, one_of, shown, whole
 from ckpt.errors import ConfigError
+from ckpt.errors.text import redact
 
 CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"
@@ -47,6 +48,7 @@ OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
 Mode = Literal["min", "max"]
 Copies = Literal["one", "per_node"]
+CheckMode = Literal["sampled", "full", "off"]
 Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
@@ -66,6 +68,8 @@ _SAVE_KEYS: Final = (
     "nice",
     "cpus",
     "copies",
+    "check",
+    "exit_seconds",
 )
 
 
@@ -88,13 +92,13 @@ class Best:
                 return cls(metric, mode, count)
             case _:
                 raise ConfigError(
-                    f'keep_best={value!r}: name a metric and which values are the best, such as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
+                    f'keep_best={shown(value)}: name a metric and which values are the best, such as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for checkpoints. Repr hides the options: they may hold secrets.
+    """A place for checkpoints. Repr hides what may be secret: the options, and the password in a URL.
 
     Attributes:
         url: A folder, a URL, or "memory": the memory of this machine, which outlives the process.
@@ -127,10 +131,14 @@ class Tier:
         del args
         return object.__new__(cls)
 
+    def __repr__(self) -> str:
+        told = (f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name != "options")
+        return redact(f"Tier({', '.join(told)})")
+
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"url={self.url!r}: a tier needs a folder or a URL, such as 'runs/gpt' or 's3://bucket/run42'"
+                f"url={shown(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or 's3://bucket/run42'"
             )
         if not isinstance(self.options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
@@ -150,9 +158,9 @@ class Tier:
         if self.capacity is not None:
             as_bytes("capacity", self.capacity)
         if self.required not in (None, True, False):
-            raise ConfigError(f"required={self.required!r}: give true or false")
+            raise ConfigError(f"required={shown(self.required)}: give true or false")
         if self.local not in (None, True, False):
-            raise ConfigError(f"local={self.local!r}: give true or false")
+            raise ConfigError(f"local={shown(self.local)}: give true or false")
         parse_codec(self.codec)
 
     @property
@@ -173,15 +181,20 @@ class SaveConfig:
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied everything on return.
+        check: How a save makes sure that what it copied while training went on is what the state was at the call, also after changes
+            that move no version counter (``parameter.data``, NumPy views). "sampled" compares 256 bytes of every 255 KiB, at least once in
+            each tensor, for less than 1 % of the time of the copy; "full" compares every byte, for one more pass over the state in the call
+            and one in the background, and suits a first run and tests; "off" goes by version counters alone.
         chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller tensors have smaller chunks (``ckpt.model.chunks``).
         commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
         slots: Images held in host memory at most; with two, one streams while the next fills.
-        backlog: How many steps may wait for a farther tier that is behind; older ones are given up there.
+        backlog: How many steps may wait for a farther tier that is behind; older ones are given up there, unless no nearer tier has them.
         staging_bytes: Host memory that each rank may use for images; None for what the machine, the memory cgroup and /dev/shm have to spare.
         threads: That write and checksum, per rank.
         nice: Added to their niceness, 0 to 19. Not by default: see docs/decisions/0006-no-nice-by-default.md.
         cpus: Cores they may use; None for all of the process'.
         copies: Whether what ranks hold alike is written once in all ("one"), or once on each node that has local tiers ("per_node"), so that these outlive the loss of other nodes.
+        exit_seconds: How long ``close`` goes on with the saves under way while an exception ends the process.
     """
 
     on_busy: OnBusy = "wait"
@@ -195,16 +208,21 @@ class SaveConfig:
     nice: int = 0
     cpus: frozenset[int] | None = None
     copies: Copies = "one"
+    check: CheckMode = "sampled"
+    exit_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
         one_of("copies", self.copies, get_args(Copies))
+        one_of("check", self.check, get_args(CheckMode))
         one_of("overlap", self.overlap, get_args(Overlap))
         whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
         if not is_number(self.commit_timeout_seconds) or not 0 < self.commit_timeout_seconds < float("inf"):
             raise ConfigError(
-                f"commit_timeout_seconds={self.commit_timeout_seconds!r}: give a number of seconds above 0, such as 600"
+                f"commit_timeout_seconds={shown(self.commit_timeout_seconds)}: give a number of seconds above 0, such as 600"
             )
+        if not is_number(self.exit_seconds) or not 0 <= self.exit_seconds < float("inf"):
+            raise ConfigError(f"exit_seconds={self.exit_seconds!r}: give a number of seconds, such as 10")
         whole("slots", self.slots, 1, 16)
         whole("backlog", self.backlog, 1, 1000)
         if self.staging_bytes is not None:
@@ -232,6 +250,8 @@ class Settings(TypedDict, total=False):
     nice: int
     cpus: frozenset[int] | None
     copies: Copies
+    check: CheckMode
+    exit_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +269,7 @@ def parse_codec(codec: str) -> tuple[str, int | None]:
     match = _CODEC.fullmatch(codec) if isinstance(codec, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if match is None or (match[2] and not 1 <= int(match[2]) <= _MOST_LEVEL):
         raise ConfigError(
-            f"codec={codec!r}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to {_MOST_LEVEL}"
+            f"codec={shown(codec)}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to {_MOST_LEVEL}"
         )
     return match[1], int(match[2]) if match[2] else None
 
@@ -297,7 +317,7 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
         if tier.url != MEMORY and not tier.url.startswith("memory:"):
             return tier
     raise ConfigError(
-        f'where are the checkpoints? Give --root URL, or set {ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
+        f'where are the checkpoints? Give the folder or URL as an argument or by --root, set {ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
     )
 
 
@@ -374,7 +394,7 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
         fields["staging_bytes"] = mib << 20
     if "cpus" in fields:
         if not isinstance(fields["cpus"], list):
-            raise ConfigError(f"cpus={fields['cpus']!r}: give a list of core numbers, such as [0, 1]")
+            raise ConfigError(f"cpus={shown(fields['cpus'])}: give a list of core numbers, such as [0, 1]")
         fields["cpus"] = frozenset(fields["cpus"])
     return SaveConfig(**fields)
 

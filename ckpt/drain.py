@@ -1,6 +1,8 @@
 """The queue before a farther tier: newest first, bounded, and the same order on all ranks.
 
-What waits there costs no memory but its name: its bytes lie on a nearer tier. A tier that is slow, or down for a while, catches up by itself: the newest step is always next, and
+A step that lies on a nearer tier costs no memory but its name while it waits. A step that no nearer tier has holds its image: it goes before the others, the oldest first, and is never given up.
+
+A tier that is slow, or down for a while, catches up by itself: the newest step is always next, and
 when more than ``backlog`` wait, the oldest are given up, for newer ones will be there sooner. Which it is is the leader's to say: ranks that took different steps would wait for each other.
 """
 
@@ -27,11 +29,18 @@ _PAUSE_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A step that waits. ``work`` takes it there; ``failed`` is told if it never gets there."""
+    """A step that waits.
+
+    Attributes:
+        work: Takes the step to the tier.
+        failed: Called with the error if the step never gets there.
+        held: Whether it holds its image on some rank, since no nearer tier has it.
+    """
 
     ref: StepRef
     work: Callable[[], None]
     failed: Callable[[CkptError], None]
+    held: bool = False
 
 
 class _Order(msgspec.Struct, frozen=True):
@@ -147,10 +156,12 @@ class Drain:
         return found
 
     def _choose(self) -> _Order:
+        """Choose the oldest step that holds its image, or else the newest step. Every rank can reach the oldest one without another slot."""
         with self._changed:
-            folders = list(self._queue)
-        *older, newest = folders
-        return _Order(newest, tuple(older[: max(0, len(older) - self._backlog)]))
+            held = [name for name, item in self._queue.items() if item.held]
+            stored = [name for name, item in self._queue.items() if not item.held]
+        dropped = stored[: max(0, len(stored) - 1 - self._backlog)]
+        return _Order(held[0] if held else stored[-1], tuple(dropped))
 
     def _take(self, order: _Order) -> tuple[Waiting, list[Waiting]]:
         """What the order names. The leader may be ahead: its steps come here too, for a verdict on a nearer tier is the same for all."""

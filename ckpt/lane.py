@@ -9,9 +9,11 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
-from ckpt.catalog.index import attempts, committed, is_committed, sweep
+from ckpt.catalog.claim import Claim, job_of
+from ckpt.catalog.index import attempts, is_committed, unfinished_of
+from ckpt.catalog.prune import discard, sweep
 from ckpt.catalog.pruner import Pruner
 from ckpt.catalog.room import Room
 from ckpt.config import SaveConfig
@@ -20,7 +22,7 @@ from ckpt.coordination.commit import LEADER, Durable, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, Place, in_turn
 from ckpt.coordination.mark import clear_away
 from ckpt.coordination.nodes import ManyNodes, on_node
-from ckpt.coordination.owner import Owner, claim, confirm, release
+from ckpt.coordination.owner import Owner
 from ckpt.coordination.refusal import Refused, rebuild
 from ckpt.errors import (
     CkptError,
@@ -43,6 +45,7 @@ from ckpt.plan.merge import Known
 from ckpt.rank_files import RankFiles, SaveJob
 from ckpt.storage.tiers import OpenTier
 
+T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _MANY: Final = 16
 """Ranks; below, threads cost more than they save."""
@@ -79,14 +82,17 @@ class Lane:
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))  # fragments, by the leader
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
+        self.root = Claim(self._backend, Owner.here(coordinator.attempt))
         self._pruner: Pruner | None = None
-        if self._node.rank == LEADER and not self.in_memory:
-            self._pruner = Pruner(tier, coordinator.attempt, config, protected=needed or waiting)
+        if not self.in_memory:
+            leads = self._node.rank == LEADER
+            self._pruner = Pruner(tier, self.root, config, leads=leads, protected=needed or waiting)
         self._room: Room | None = None
         if tier.tier.capacity is not None:
             self._room = Room(
                 tier,
                 self._node,
+                self.root,
                 timeout=config.commit_timeout_seconds,
                 waiting=waiting,
                 elsewhere=elsewhere,
@@ -97,11 +103,10 @@ class Lane:
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
         self._files = RankFiles(tier, coordinator.rank, coordinator.world_size, config, self._workers)
-        self._owner = Owner.here(coordinator.attempt)
         self._known = Known()
         self._taken: set[int] | None = None
-        self._claimed = False
         self._lodgers: dict[str, StepRef] = {}
+        self._unclean: set[StepRef] = set()
 
     @property
     def url(self) -> str:
@@ -160,12 +165,25 @@ class Lane:
         try:
             return self._write_all(job, on_bytes, intact)
         except OutOfSpace:
-            passing = job.image.capacity < job.image.size  # it cannot be had again
-            if self._room is None or passing:
-                raise
-            if not self._room.evict(job.ref, job.plan.size, restored=self.restored_step):
+            if not self._make_room(job):
                 raise
         return self._write_all(job, on_bytes, intact)
+
+    def _make_room(self, job: SaveJob) -> bool:
+        """The store is full. Returns whether ``job`` may be tried again."""
+        passing = job.image.capacity < job.image.size  # it cannot be had again
+        if self._room is not None:
+            return not passing and self._room.evict(job.ref, job.plan.size, restored=self.restored_step)
+        return self._pruner is not None and self._pruner.make_room(self.restored_step) and not passing
+
+    def _call(self, work: Callable[[], T], /) -> T:
+        """``work()``, again where the store only stumbled, and once more where it was full and has room now."""
+        try:
+            return self._retry.call(work)
+        except OutOfSpace:
+            if self._pruner is None or not self._pruner.make_room(self.restored_step):
+                raise
+        return self._retry.call(work)
 
     def _write_all(
         self, job: SaveJob, on_bytes: OnBytes, intact: Callable[[], None]
@@ -198,10 +216,10 @@ class Lane:
             self._take_over()
 
     def sweep(self, *, but_newest: bool = False) -> None:
-        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the node's leader."""
+        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the node's leader. Another job that may be alive keeps what it has."""
         if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
-                sweep(self._backend, keep=self._coordinator.attempt, but_newest=but_newest)
+                sweep(self._backend, self.root, but_newest=but_newest)
 
     def refuse(self, ref: StepRef, trial: int, reason: str) -> None:
         """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
@@ -268,30 +286,34 @@ class Lane:
                     "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step to a durable tier too",
                     ref.step, self.url,
                 )  # fmt: skip
-        if self._claimed:
-            with contextlib.suppress(CkptError):
-                release(self._backend, self._owner)
+        with contextlib.suppress(CkptError):
+            for ref in self._unclean:
+                self._discard(ref)
+        with contextlib.suppress(CkptError):
+            self.root.release()
+
+    def _discard(self, ref: StepRef) -> None:
+        """Free what this rank's cut-off writes of ``ref`` take. They are in no listing, and a store may ask money for them."""
+        own = {ref.key(name) for name in self._files.names}
+        cut = unfinished_of(self._backend, ref)
+        discard(self._backend, [one for one in cut if one.key in own])
 
     # -- inside -------------------------------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
-        name, store = f"save/{self.tier.index}/{trial}", OneTier(self._backend, self._retry.call)
+        name = f"save/{self.tier.index}/{trial}"
+        store = OneTier(self._backend, self._call, confirm=self.root.confirm)
         place: Place = store
         if (nodes := self.tier.nodes) is not None:
-            place = ManyNodes(store, self._coordinator, nodes, name=name, before_put=self._confirm)
+            place = ManyNodes(store, self._coordinator, nodes, name=name)
         return Committer(
             self._coordinator,
             place,
             name=name,
             timeout=self._config.commit_timeout_seconds,
             known=self._known,
-            before_put=self._confirm,
             read_all=self._readers.stream if self._coordinator.world_size >= _MANY else in_turn,
         )
-
-    def _confirm(self) -> None:
-        """Asked right before the manifest is put: since the first check another job may have taken the root over, and cleared away what it took for remains."""
-        self._retry.call(lambda: confirm(self._backend, self._owner))
 
     def _veto(self, job: SaveJob) -> CkptError | None:
         """Reasons to refuse before anything is written: the leader's own, or that there is no room, of which all ranks hear."""
@@ -308,8 +330,8 @@ class Lane:
     def _objection(self, ref: StepRef) -> CkptError | None:
         """The root is another's, the step is taken, or it would lie behind those of another run."""
         try:
-            if self._taken is not None:
-                self._retry.call(lambda: confirm(self._backend, self._owner))
+            if self._taken is not None and not self._retry.call(self.root.confirm):
+                self._taken = None  # a job had taken the root over, and has closed: there may be other steps
             taken = self._take_over()
         except CkptError as error:
             return placed(error, self.url)
@@ -322,17 +344,20 @@ class Lane:
     def _take_over(self) -> set[int]:
         """Make the root ours, if it is not yet; returns the steps that were there then, but for history given up: it may be lived again."""
         if self._taken is None:
-            self._claimed = True  # it may lie there though the call fails
-            self._retry.call(lambda: claim(self._backend, self._owner))
-            done = {other.step for other in self._retry.call(lambda: list(committed(self._backend)))}
+            there = self._call(self.root.take)
+            if self._pruner is not None:
+                self._pruner.clear()
+            done = {other.step for other in there if job_of(other) != self.root.own}
             self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
         return self._taken
 
     def _clean_up(self, job: SaveJob) -> None:
-        """Remove this rank's files of a save that was refused for good, or that it has no part in."""
+        """Remove this rank's files of a save that was refused for good, or that it has no part in, and what its cut-off writes take."""
         try:
+            self._discard(job.ref)
             gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
         except StorageError as error:
+            self._unclean.add(job.ref)
             _log.debug("ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error)
         else:
             if gone and job.image.path:

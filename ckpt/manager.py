@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -20,18 +22,19 @@ from ckpt.adapters.prepare import PlanCache, Prepared
 from ckpt.adapters.renaming import Rename
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
-from ckpt.background import Background
+from ckpt.background import Background, HandOver
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
+from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.model.layout import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.values import dumps, to_json
-from ckpt.pending import PendingSave
+from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_tell
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.rank_files import SaveJob
 from ckpt.report import RestoreReport
@@ -39,10 +42,14 @@ from ckpt.restorer import Replicas, Restorer
 from ckpt.saver import SKIPPED, UNHEARD
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
-from ckpt.stop import STOP_SIGNALS, StopSignals
+from ckpt.stop import STOP_SIGNALS, StopSignals, one_at_a_time
 from ckpt.storage.tiers import as_tiers, open_tiers
 
 _log = logging.getLogger("ckpt")
+TESTED_TORCH: Final = "2.13"  # the release of torch that every test runs on
+_warned: Final[set[str]] = set()
+_LIST_SECONDS: Final = 1.0  # for requests that a restore has given up, when it closes
+_LEAVE_SECONDS: Final = 2.0  # for the job's store to tell the others that this rank ends
 _READERS: Final = 4  # a restore has the machine to itself: more threads than a save takes
 
 
@@ -52,7 +59,7 @@ class CheckpointManager:
     Under ``torch.distributed`` every rank builds one after ``init_process_group``, and calls ``save_async``, ``restore`` and ``close`` alike. No process group is used for it:
     ranks talk through the job's store.
 
-    Threads: all methods from the training thread.
+    Threads: all methods from the training thread. A signal handler that interrupts one of them cannot save, restore or close.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
@@ -82,6 +89,7 @@ class CheckpointManager:
                 more = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
                 way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{more}))"
             raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
+        _warn_of_untested(torch.__version__)
         self._config = replace(config or SaveConfig(), **settings)
         self._metadata = dict(metadata or {})
         self._packed_metadata = to_json("metadata", self._metadata)
@@ -89,7 +97,7 @@ class CheckpointManager:
             way = "is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
             raise ConfigError(f"metadata: {METRICS!r} {way}")
         self._tiers = open_tiers(as_tiers(tiers))
-        self._coordinator = coordinator or find_coordinator()
+        self._coordinator = Leaving(coordinator or find_coordinator())
         self._tiers = agree(self._tiers, self._coordinator)
         self._fence = Fence()
         self._memory = Memory()
@@ -101,11 +109,15 @@ class CheckpointManager:
         self._saved: set[int] = set()
         self._trials: dict[int, int] = {}
         self._last_step: int | None = None
+        self._begun: StepRef | None = None  # the background tells the other ranks how it ends
         self._restores = 0
         self._stop: StopSignals | None = None
         # outlive a restore: a tier that does not answer must not hold it up
         self._listers = Workers("list", 4 * len(self._tiers))
         self._closed = False
+        self._inside: dict[int, str] = {}
+        self._fence.listen()  # a step that is captured before the first save is replayed after it
+        self._earlier = sys.exception()  # handled around all of this manager's life: it does not end it
         close_at_exit(self)
         self._pid = os.getpid()
         self.skipped = 0
@@ -128,21 +140,31 @@ class CheckpointManager:
             HostMemoryExhausted: Not even one image fits; said now rather than at the first save.
         """
         self._check_open()
-        self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
+        self._prepare(self._collect(state, lasting=True))
+
+    def _collect(self, state: Mapping[str, Any], *, lasting: bool = False) -> Collected:
+        return collect(
+            state,
+            rank=self._coordinator.rank,
+            memory=self._memory,
+            lasting=lasting,
+            captured=self._fence.captured,
+        )
 
     def _prepare(self, collected: Collected) -> None:
         prepared, growth = self._plans.prepare(collected), self._plans.growth(collected)
         nbytes = prepared.plan.size + growth
         self._background.slots.plan(nbytes)
-        warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=self._config.overlap == "auto")
-        self._background.reserve(nbytes, None if growth else warm)
+        overlap, check = self._config.overlap == "auto", self._config.check
+        warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=overlap, check=check)
+        self._background.reserve(nbytes, None if growth else warm, devices=prepared.devices)
 
     def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
         """After a restore: what is wrong with the state is the first save's to say; who restores to evaluate saves nothing."""
         if not any(isinstance(value, Optimizer) for _, value in walk_objects(state)):
             return
         try:
-            self._prepare(collect(state, rank=self._coordinator.rank, memory=self._memory, lasting=True))
+            self._prepare(self._collect(state, lasting=True))
         except Exception as error:  # noqa: BLE001 - also what a state_dict() of the user's raises
             _log.warning("ckpt: no host memory was reserved for saves: %s", error)
 
@@ -162,11 +184,24 @@ class CheckpointManager:
             metrics: Numbers by name, such as ``{"loss": 1.2}``, which ``Tier(keep_best=...)`` goes by. Those of rank 0 count.
 
         Raises:
-            CkptError: What is wrong with the state; or an error of an earlier save that nobody has asked for.
+            CkptError: The state cannot be saved, or an earlier save has failed and its error was not raised yet. If a tier has that earlier step, this save has begun all the same.
         """
+        pending = self._begin(state, step, metrics)
+        if pending.step != self._background.saver.last_step:  # the caller leaves after that one
+            self._raise_unheard(but=pending)
+        return pending
+
+    @one_at_a_time("save_async")
+    def _begin(self, state: Mapping[str, Any], step: int | None, metrics: Metrics | None) -> PendingSave:
+        """Begin a save. An error means that it was not begun; this rank lets the other ranks know."""
         began = time.perf_counter()
         self._check_open()
-        step = self._last_step = step_of(state, step, last=self._last_step)
+        before, step = self._last_step, step_of(state, step, last=self._last_step)
+        self._last_step = step
+        if before is not None and step < before and self._coordinator.rank == LEADER:
+            _log.warning(
+                "ckpt: step %d is saved after step %d: a restore takes the highest number", step, before
+            )
         if self._stop is not None and self._stop.requested(step):
             self._background.saver.last_step = step
             if step in self._saved:  # just now, since it was its turn
@@ -178,13 +213,13 @@ class CheckpointManager:
         reason = UNHEARD
         try:
             if step != self._background.saver.last_step:  # nothing may come before that one
-                self._raise_unheard()
+                self._raise_unheard(kept=False)  # a farther tier's error must not cost this step
             reason = ""
             if step in self._saved:
                 raise StepExists(step, self._tiers[0].url)
             return self._save(state, ref, trial, began, as_metrics(metrics or {}))
         except BaseException as error:
-            if self._coordinator.world_size > 1:  # the others shall not wait for this rank
+            if self._coordinator.world_size > 1 and self._begun != ref:  # so that the others do not wait
                 self._background.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             raise
 
@@ -197,7 +232,9 @@ class CheckpointManager:
         timeout: float | None = None,
     ) -> PendingSave:
         """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result`` raise."""
-        return self.save_async(state, step, metrics=metrics).result(timeout)
+        pending = self._begin(state, step, metrics).result(timeout)
+        self._raise_unheard()
+        return pending
 
     def fence(self) -> None:
         """Return when every tensor of the saves under way may be changed by anybody. Raises an unheard error of an earlier save."""
@@ -210,6 +247,7 @@ class CheckpointManager:
 
     # -- finding and restoring ----------------------------------------------------------------------------------------------
 
+    @one_at_a_time("restore")
     def restore(
         self,
         state: MutableMapping[str, Any],
@@ -280,23 +318,67 @@ class CheckpointManager:
         self._stop = StopSignals(self._coordinator, heard, grace_seconds, reraise=reraise, owner=self)
         return self._stop
 
-    def close(self) -> None:
-        """Finish every save, free memory and threads. Raises the first error that nobody has heard of; a second call does nothing."""
+    def close(self, timeout: float | None = None) -> None:
+        """Finish every save, free memory and threads. A second call does nothing.
+
+        If it takes more than two seconds, one log line for each tier says what is waited for. While an exception is handled or
+        ends the process, ``timeout`` is ``exit_seconds`` if it is not given, and what is given up is logged, not raised.
+
+        Args:
+            timeout: How many seconds to wait. What is not finished then is given up; threads that wait for a store end by themselves.
+
+        Raises:
+            StepsMissing: A tier does not have steps that were to go there, and no call has told so.
+            CkptError: A save has failed on all tiers, and no call has told so: the first such error.
+        """
+        check_timeout(timeout)
+        error = sys.exception()
+        self.close_after(None if error is self._earlier else error, timeout)
+
+    @one_at_a_time("close")
+    def close_after(self, error: BaseException | None, timeout: float | None = None) -> None:
+        """Close, since ``error`` ends the process or the ``with`` block. None: nothing went wrong."""
         if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
             return
         self._closed = True
+        error = None if isinstance(error, END_OF_DATA) else error
+        reason = reason_of(error)
+        timeout = self._config.exit_seconds if reason and timeout is None else timeout
+        closer = Workers("close", 3)
+        listed = closer.submit(self._listers.close)
+        done = closer.submit(self._finish, reason)
+        if in_time := wait_and_tell(done, self._pending, timeout):
+            if wait([listed], _LIST_SECONDS).done:  # else a restore has left a tier out that does not answer
+                closer.close()
+        elif reason:
+            missing = missing_at_the_end(self._pending, timeout)
+            _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
+            self._pending = []
+            if self._coordinator.world_size > 1:
+                wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
+                wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)  # what waits for others ends
+            self._fence.remove()
+        if self._stop is not None:
+            self._stop.close(error)
+        if in_time:
+            done.result()
+        self._raise_unheard(kept=False)
+        if (missing := missing_at_the_end(self._pending, timeout)) is not None:
+            raise missing
+
+    def _finish(self, reason: str) -> None:
+        """All of ``close`` that may take long. ``reason``: why this rank leaves the others, if it does."""
         self._background.finish()
         self._fence.remove()
         self._plans.forget()
         self._memory.forget()
         self._background.slots.close()
-        self._coordinator.close()
-        self._listers.close()
+        if reason:
+            self._coordinator.leave(reason)
+        if not reason or self._coordinator.rank != LEADER:  # the leader would wait for the others
+            self._coordinator.close()
         for tier in self._tiers:
             tier.backend.close()
-        if self._stop is not None:
-            self._stop.close()
-        self._raise_unheard()
 
     def __enter__(self) -> Self:
         return self
@@ -305,7 +387,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self.close_after(error)
         except CkptError as late:
             if error is None:
                 raise
@@ -322,31 +404,38 @@ class CheckpointManager:
             pending = PendingSave(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), heard=True)
             return pending
-        collected = collect(state, rank=self._coordinator.rank, memory=self._memory)
+        collected = self._collect(state)
         prepared = self._plans.prepare(collected)
         wait = self._config.on_busy == "wait" or self._background.saver.last_step == ref.step
-        slot = self._background.acquire(prepared.plan.size, wait=wait)
+        slot = self._background.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)
         if slot is None:
             return self._skip(ref, trial)
+        hand_over: HandOver | None = None
         try:
-            overlap = self._config.overlap == "auto" and not self._fence.captured
-            snapshot = prepared.snapshot(slot, collected.parts, ref.step, overlap=overlap)
+            overlap, check = self._config.overlap == "auto", self._config.check
+            snapshot = prepared.snapshot(slot, collected.parts, ref.step, overlap=overlap, check=check)
             job = self._job(ref, trial, prepared, snapshot, collected, metrics)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
-        except BaseException:
-            self._background.slots.release(slot)
+            pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
+            hand_over = self._background.hand_over(job, snapshot, pending, slot)
+            self._begun = ref
+            self._pending = [other for other in self._pending if not other.done() or other.unheard]
+            self._pending.append(pending)
+            self._saved.add(ref.step)
+            if not snapshot.landed:
+                self._fence.watch(snapshot)
+            hand_over.begin()
+        except BaseException as error:
+            if hand_over is None or hand_over.call_off(error):
+                self._begun = None
+                self._saved.discard(ref.step)
+                self._pending = [other for other in self._pending if other.step != ref.step]
+                self._background.slots.release(slot)
             raise
-        pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
-        self._pending = [other for other in self._pending if not other.done() or other.unheard]
-        self._pending.append(pending)
-        self._saved.add(ref.step)
-        if not snapshot.landed:
-            self._fence.watch(snapshot)
-        self._background.begin(job, snapshot, pending, slot)
         pending.call_seconds = pending.age
         if self._config.slots > 1:  # the next slot is made before it is asked for
-            self._background.reserve(prepared.plan.size)
+            self._background.reserve_quietly(prepared.plan.size, prepared.devices)
         return pending
 
     def _job(
@@ -390,9 +479,21 @@ class CheckpointManager:
                 "this CheckpointManager was made before a fork: build one in the process that uses it (spawn, not fork)"
             )
 
-    def _raise_unheard(self) -> None:
+    def _raise_unheard(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
+        """Raise the first error that no call has raised yet, but for that of ``but``, whose caller has its handle. Without ``kept``: only of saves that no tier has."""
         for pending in list(self._pending):
+            if pending is but or (pending.kept and not kept):
+                continue
             if (error := pending.unheard) is not None:
                 pending.exception()
                 self._pending.remove(pending)
                 raise error
+
+
+def _warn_of_untested(version: str) -> None:
+    """Log a warning, once in a process, if ``version`` of torch is not of the tested release."""
+    release = ".".join(version.split(".")[:2])
+    if release != TESTED_TORCH and release not in _warned:
+        _warned.add(release)
+        told = f"this version of ckpt was tested with torch {TESTED_TORCH} only"
+        _log.warning("ckpt: torch %s is installed, and %s: save and restore once and compare before you rely on it", version, told)  # fmt: skip

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, final
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, Final, final
 
 from ckpt.checks import is_number
-from ckpt.errors import CkptError, ConfigError, SaveSkipped
+from ckpt.errors import CkptError, ConfigError, SaveSkipped, StepsMissing, StorageError
 
 if TYPE_CHECKING:
     from ckpt.staging.snapshot import Snapshot
+
+_log = logging.getLogger("ckpt")
+_SILENT_SECONDS: Final = 2.0
+"""How long ``close`` waits without a word."""
 
 
 @final
@@ -48,6 +54,7 @@ class PendingSave:
         self._written = 0
         self._left = set(self._names)
         self._ends: dict[str, CkptError | None] = {}
+        self._refused: dict[str, CkptError] = {}
         self._changed = threading.Condition()
         self._pid = os.getpid()
         self._finished = False
@@ -113,8 +120,7 @@ class PendingSave:
 
     def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
         """Wait until it is ``over``. False if it is not by then."""
-        if timeout is not None and not is_number(timeout):
-            raise ConfigError(f"timeout={timeout!r}: give seconds; a tier is named by tier=...")
+        check_timeout(timeout, "; a tier is named by tier=...")
         if os.getpid() != self._pid and not over():  # what a fork copied is not told any more
             raise ConfigError(
                 f"step {self.step} is saved by process {self._pid}: only that one hears of its end"
@@ -144,9 +150,12 @@ class PendingSave:
             self._ends[tier] = error
             self._left.discard(tier)
             if error is not None and required:
-                self._error = self._error or error
+                self._refused[tier] = error
+            first = next(iter(self._refused.values()), None)
+            if not self._finished:  # else ``close`` has given it up, and says so until it is over
+                self._error = first
             self._changed.notify_all()
-            return True if self._left else self._error
+            return True if self._left else first
 
     def finish(self, error: CkptError | None, *, heard: bool = False) -> None:
         """End it. ``heard``: the error need not be raised by a later call."""
@@ -160,6 +169,65 @@ class PendingSave:
             self._changed.notify_all()
 
     @property
+    def kept(self) -> bool:
+        """Whether some tier has the step."""
+        return None in self._ends.values()
+
+    def lacking(self) -> dict[str, CkptError | None]:
+        """URLs of tiers that do not have the step: with the error, or None where it is on its way."""
+        with self._changed:
+            return {**self._refused, **dict.fromkeys(sorted(self._left))}
+
+    @property
     def unheard(self) -> CkptError | None:
         """The error, if nobody has been told."""
         return None if self._heard or not self.done() else self._error
+
+
+def check_timeout(timeout: float | None, hint: str = "") -> None:
+    """Raise ``ConfigError`` for what is no time to wait."""
+    if timeout is not None and not is_number(timeout):
+        raise ConfigError(f"timeout={timeout!r}: give seconds{hint}")
+
+
+def wait_and_tell(done: Future[Any], saves: Sequence[PendingSave], timeout: float | None) -> bool:
+    """Wait until what finishes ``saves`` is ``done``, and log once what is waited for. False if it is not done after ``timeout`` seconds."""
+    first = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
+    if wait([done], first).done:
+        return True
+    for tier, steps in _under_way(saves).items():
+        told = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
+        _log.warning("ckpt: waiting for %s: %s", tier, told)
+    return bool(wait([done], None if timeout is None else timeout - first).done)
+
+
+def missing_at_the_end(saves: Sequence[PendingSave], timeout: float | None) -> StepsMissing | None:
+    """One error for all of ``saves`` that some tier lacks and no call has told of. Those that are under way count as given up."""
+    told: list[tuple[PendingSave, str, str]] = []
+    for save in saves:
+        if not save.done() or save.unheard:
+            for tier, error in save.lacking().items():
+                why = f"{error.what} ({error.detail})" if isinstance(error, StorageError) else str(error)
+                told.append((save, tier, why if error else f"not finished within {timeout} s"))
+    if not told:
+        return None
+    missing: dict[str, list[int]] = {}
+    for save, tier, _ in told:
+        missing.setdefault(tier, []).append(save.step)
+    error = StepsMissing(missing, told[0][2], nearer=all(save.kept for save, _, _ in told))
+    for save in {save for save, _, _ in told}:
+        if save.done():
+            save.exception()  # marks it as raised
+        else:
+            save.finish(error, heard=True)
+    return error
+
+
+def _under_way(saves: Sequence[PendingSave]) -> dict[str, list[int]]:
+    """URLs of tiers -> steps on their way there."""
+    found: dict[str, list[int]] = {}
+    for save in saves:
+        for tier, error in save.lacking().items():
+            if error is None:
+                found.setdefault(tier, []).append(save.step)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt.catalog.found import Repair
+from ckpt.model.units import duration, rate, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,8 @@ class RestoreReport:
 
     def __str__(self) -> str:
         return (
-            f"step {self.step} from {self.tier}: {self.nbytes / 1e9:.2f} GB in {self.seconds:.2f} s, "
-            f"{self.gigabytes_per_second:.2f} GB/s, checksums verified"
+            f"step {self.step} from {self.tier}: {size(self.nbytes)} in {duration(self.seconds)}, "
+            f"{rate(self.nbytes, self.seconds)}, checksums verified"
             + "".join(
                 f"; {len(found)} {what}"
                 for what in (

@@ -1,7 +1,10 @@
 """An image that is landing -> a checkpoint on every tier. The background half of a save.
 
-Writing follows the copying as it goes. Tiers up to the nearest durable one are served in turn, from the image itself; then its memory is free. Farther tiers drain from that tier's files, each
-at its own pace on a thread of its own, so that none holds up a nearer one, nor training.
+Writing follows the copying as it goes. Memory and the nearest durable tier of all are served in turn on the streaming thread, from the image itself; then its memory is free. Farther tiers drain from
+that tier's files, each at its own pace on a thread of its own, so that none holds up a nearer one, nor training.
+
+All steps for a farther tier go through its queue, also those that no nearer durable tier takes. Their image is kept until the queue has come to them. A tier that two threads served at once would be
+served in another order on each rank, and the ranks would wait for each other (decision 17).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol
 
@@ -48,6 +51,16 @@ class Listener(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """What a save needs on its way from tier to tier, as long as it is served from its image."""
+
+    job: SaveJob
+    listener: Listener
+    intact: Callable[[], None]
+    over: Callable[[], None]
+
+
 class Saver:
     """Threads: ``run`` and ``give_up`` from the streaming thread; ``names_of`` and ``set_restored`` from the training thread; ``close`` from the owner, when the streaming thread has stopped; all else from any.
     A `Listener` hears from the streaming thread and from those of the drains.
@@ -74,6 +87,7 @@ class Saver:
             )
             for tier in tiers
         ]
+        self._durable = [lane for lane in self._lanes if not lane.in_memory]
         self._drains = {
             lane.url: Drain(
                 lane.tier.index,
@@ -83,7 +97,7 @@ class Saver:
                 nice=config.nice,
                 cpus=config.cpus,
             )
-            for lane in self._lanes[1:]
+            for lane in self._durable[1:]
         }
         self._catch_up = self._catching_up(coordinator, config)
         self._lock = threading.Lock()
@@ -116,42 +130,68 @@ class Saver:
             lane.restored_step = ref.step
             lane.sweep(but_newest=True)
 
-    def run(self, job: SaveJob, listener: Listener, *, intact: Callable[[], None]) -> None:
-        """Commit ``job`` to the nearest durable tier, and to those in memory before it; farther ones will have it from there. On return its image is not needed any more.
+    def run(
+        self, job: SaveJob, listener: Listener, *, intact: Callable[[], None], over: Callable[[], None]
+    ) -> None:
+        """Commit ``job`` to the nearest durable tier, and to those in memory before it; farther ones will have it from there.
 
         Every tier's end is told to ``listener``; all ranks come to the same ends, for they hear the same verdicts.
 
         Args:
             intact: Asked last on each tier; raises if the image is not what it should be.
+            over: Called once, when the image is not needed any more: from this thread, or from that of a farther tier.
         """
-        lanes = self.lanes_of(job.ref.step)
         with self._lock:
             self._leaving.add(job.ref)
+        save = _Save(job=job, listener=listener, intact=intact, over=over)
+        self._serve(self.lanes_of(job.ref.step), save)
+
+    def _serve(self, lanes: Sequence[Lane], save: _Save) -> None:
+        """Let the first of ``lanes`` have the image: now, or when its queue comes to it."""
+        if (drain := self._drains.get(lanes[0].url)) is None:
+            self._commit(lanes, save)
+        else:
+            work, missed = partial(self._commit, lanes, save), partial(self._miss, lanes, save)
+            drain.push(Waiting(save.job.ref, work, missed, held=True))
+
+    def _commit(self, lanes: Sequence[Lane], save: _Save) -> None:
+        lane, farther = lanes[0], lanes[1:]
         try:
-            for position, lane in enumerate(lanes):
-                farther = lanes[position + 1 :]
-                try:
-                    job = replace(job, known=lane.commit(job, on_bytes=listener.written, intact=intact))
-                except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
-                    if not self._goes_on(lane, farther, job, error, listener):
-                        return
-                else:
-                    listener.committed(lane.url)
-                    self._on_commit(lane, job.ref)
-                    if not lane.in_memory:
-                        self._leave(
-                            farther,
-                            replace(job, image=lane.stored(job), replicas=dict(job.replicas()).copy),
-                            listener,
-                        )
-                        return
+            known = lane.commit(save.job, on_bytes=save.listener.written, intact=save.intact)
+        except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
+            self._miss(lanes, save, error)
+            return
+        job = replace(save.job, known=known)
+        save.listener.committed(lane.url)
+        self._on_commit(lane, job.ref)
+        if lane.in_memory and farther:
+            self._serve(farther, replace(save, job=job))
+            return
+        try:
+            if farther:
+                stored = replace(job, image=lane.stored(job), replicas=dict(job.replicas()).copy)
+                self._leave(farther, stored, save.listener)
         finally:
-            with self._lock:
-                self._leaving.discard(job.ref)
+            self._end(save)
+
+    def _miss(self, lanes: Sequence[Lane], save: _Save, error: BaseException) -> None:
+        """The first of ``lanes`` does not get the step."""
+        if self._goes_on(lanes[0], lanes[1:], save.job, error, save.listener):
+            self._serve(lanes[1:], save)
+        else:
+            self._end(save)
+
+    def _end(self, save: _Save) -> None:
+        """The image is not needed any more. Its slot is given back once."""
+        with self._lock:
+            first = save.job.ref in self._leaving
+            self._leaving.discard(save.job.ref)
+        if first:
+            save.over()
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         """Tell the others that this rank has no part in a save, so that they need not wait."""
-        self._refuse(self.lanes_of(ref.step), ref, trial, reason)
+        self._refuse(self.lanes_of(ref.step), ref, trial, reason, awaited=True)
 
     def evict(self, path: str) -> None:
         """The slot that is this file will be overwritten."""
@@ -175,16 +215,18 @@ class Saver:
             drain.close()
         if self._catch_up is not None:
             self._catch_up.close()
+        for lane in self._durable[:-1]:  # what it kept for a farther tier need not stay any more
+            lane.prune_later()
         if self._is_leader:
             self._tell_what_is_not_durable()
         for lane in self._lanes:
             lane.close(self._durable_step)
 
     def _tell_what_is_not_durable(self) -> None:
-        """Where memory alone has even what this job went on from, or all that it did, the lanes' warnings of the last steps say too little."""
-        kept = max(lane.newest_kept for lane in self._lanes)
-        durable = [lane for lane in self._lanes if not lane.in_memory]
-        if not durable or kept <= self._durable_step or max(self._restored_step, 0) <= self._durable_step:
+        """Warn if only memory has the step that this job went on from, or all its steps: the lanes warn of the last steps alone."""
+        durable, in_memory = self._durable, any(lane.in_memory for lane in self._lanes)
+        kept = max(self._restored_step, *(lane.newest_kept for lane in self._lanes))
+        if not in_memory or not durable or kept < 0 or max(self._restored_step, 0) <= self._durable_step:
             return
         with contextlib.suppress(CkptError):  # a store that does not answer was told of before
             newest = max(self._durable_step, *(lane.newest_committed() for lane in durable))
@@ -213,31 +255,29 @@ class Saver:
         for each in (lane, *farther):
             listener.failed(each.url, error, required=True)
         reason = f"tier {lane.url}: {error}"
-        if others_go_on:
-            self._refuse(farther, job.ref, job.trial, reason)
-        else:
-            self._refuse_later(farther, job.ref, job.trial, reason)
+        self._refuse(farther, job.ref, job.trial, reason, awaited=others_go_on)
         return False
 
-    def _refuse(self, lanes: Sequence[Lane], ref: StepRef, trial: int, reason: str) -> None:
-        """Where the others come to one after the other: each up to the first that nobody goes on from. Farther ones in their queues."""
-        for position, lane in enumerate(lanes):
-            lane.refuse(ref, trial, reason)
-            if lane.tier.required:
-                self._refuse_later(lanes[position + 1 :], ref, trial, reason)
-                return
+    def _refuse(self, lanes: Sequence[Lane], ref: StepRef, trial: int, reason: str, *, awaited: bool) -> None:
+        """Tell the other ranks of ``lanes``. ``awaited``: whether they come to the first of them. They come to the next after one that is not required.
 
-    def _refuse_later(self, lanes: Sequence[Lane], ref: StepRef, trial: int, reason: str) -> None:
-        """Every step goes through a tier's queue once on every rank, or their orders would not match."""
+        On a tier with a queue the step goes through that queue, awaited or not: each step does, once on each rank, or their orders would not match.
+        """
         for lane in lanes:
-            drain = self._drains[lane.url]
-            if drain.shared:
-                drain.push(Waiting(ref, partial(lane.refuse, ref, trial, reason), lambda _: None))
+            drain = self._drains.get(lane.url)
+            if drain is None:
+                if awaited:
+                    lane.refuse(ref, trial, reason)
+            elif drain.shared:
+                work = partial(lane.refuse, ref, trial, reason)
+                drain.push(Waiting(ref, work, lambda _: None, held=True))
+            awaited = awaited and not lane.tier.required
 
     def _leave(self, lanes: Sequence[Lane], job: SaveJob, listener: Listener) -> None:
         for lane in lanes:
             failed = partial(listener.failed, lane.url, required=lane.tier.required)
-            self._drains[lane.url].push(Waiting(job.ref, partial(self._take, lane, job, listener), failed))
+            take = partial(self._take, lane, job, listener)
+            self._drains[lane.url].push(Waiting(job.ref, take, failed, held=False))
 
     def _take(self, lane: Lane, job: SaveJob, listener: Listener) -> None:
         lane.commit(job, on_bytes=listener.written, intact=lambda: None)
@@ -264,14 +304,15 @@ class Saver:
 
     def _catching_up(self, coordinator: Coordinator, config: SaveConfig) -> CatchUp | None:
         """On the leader, where a durable tier has others behind it."""
-        durable = [lane for lane in self._lanes if not lane.in_memory]
+        durable = self._durable
         # of several nodes' own tiers the leader sees a part
         if coordinator.rank != LEADER or len(durable) < 2 or durable[0].tier.nodes:
             return None
         ways = [
             Way(
                 tier=lane.tier,
-                claim=lane.claim,
+                take=lane.claim,
+                claim=lane.root,
                 is_busy=partial(self._is_busy, lane.url),
                 committed=lane.prune_later,
             )

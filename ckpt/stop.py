@@ -11,9 +11,10 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from ckpt.checks import is_number
 from ckpt.coordination.api import Coordinator
@@ -25,8 +26,38 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_SECONDS: Final = 5.0
 """How long ranks wait for each other's word on the last step. It comes from threads that do nothing else."""
 _CLOSE: Final = 0  # no signal has this number
+P = ParamSpec("P")
+T = TypeVar("T")
 _log = logging.getLogger("ckpt")
 _active: StopSignals | None = None
+
+
+def one_at_a_time(
+    name: str,
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+    """Decorate a method of a manager: it raises ``ConfigError`` if it is called inside of another such method in the same thread.
+
+    A signal handler makes such calls. What it has interrupted holds locks and slots until the handler returns, and a state that
+    is being restored is of no step at all. A manager that is closed, or closes, answers as always.
+    """
+
+    def guarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        @wraps(method)
+        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            inside, thread = self._inside, threading.get_ident()
+            if (outer := inside.get(thread)) is not None and not self._closed:
+                raise ConfigError(
+                    f"{name}() was called inside of {outer}() in the same thread, as by a signal handler: let manager.on_signals() hear the signal, or raise SystemExit in the handler"
+                )
+            inside[thread] = name
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                inside.pop(thread, None)
+
+        return call
+
+    return guarded
 
 
 class StopSignals:
@@ -73,8 +104,11 @@ class StopSignals:
         """
         return self._last.requested(step)
 
-    def close(self) -> None:
-        """Put the earlier handlers back and, if a signal was heard, raise it again; not while an exception ends the process anyway. A second call does nothing."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Put the earlier handlers back and, if a signal was heard, raise it again, unless ``error`` ends the process anyway.
+
+        A second call does nothing.
+        """
         if self._closed:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -90,7 +124,7 @@ class StopSignals:
                 self.signal = signal.Signals(late) if late in self._signals else None
             os.close(self._mouth)
             os.close(self._ear)
-        if self.signal is not None and self._reraise and sys.exception() is None:
+        if self.signal is not None and self._reraise and error is None:
             for stream in (sys.stdout, sys.stderr):  # the default action throws away what is in them
                 with contextlib.suppress(Exception):
                     stream.flush()

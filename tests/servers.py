@@ -21,10 +21,25 @@ START_SECONDS = 30.0
 KEY, SECRET = "AKIDTEST", "SECRETTEST"
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of 127.0.0.1 that is this process's until it ends.
+
+    The socket that reserves it stays bound and does not listen. Linux gives such a port to nobody else, and lets a server bind it
+    that sets SO_REUSEADDR, as servers do.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    _reserved.append(probe)
+    return int(probe.getsockname()[1])
+
+
+def reserved() -> set[int]:
+    """The descriptors that hold the ports of ``free_port``."""
+    return {probe.fileno() for probe in _reserved}
 
 
 @dataclass

@@ -70,7 +70,7 @@ def train(
                 manager.save_async(state, step)
                 print(f"stops after {step}")
                 break
-    print("returned")
+    print("returned", flush=True)  # a signal may end the process next
     return SimpleNamespace(signal=stop.signal, step=state["step"])
 
 
@@ -121,8 +121,8 @@ def what_was_ignored_is_ignored(root: Path) -> None:
 @case
 def many_signals(root: Path) -> None:
     faults(Rule(verb="put", key="manifest", fault=Delay(0.3)))
-    threading.Timer(0.25, kill).start()
-    train(root, at={4: lambda: [kill() for _ in range(200)] and None})
+    later = threading.Timer(0.25, kill)  # not before the signals are heard, however slow the machine is
+    train(root, at={3: later.start, 4: lambda: [kill() for _ in range(200)] and None})
 
 
 @case
@@ -155,12 +155,15 @@ def the_grace_time_runs_out_while_the_last_save_streams(root: Path) -> None:
 @case
 def the_training_thread_is_stuck_where_python_hears_nothing(root: Path) -> None:
     libc = ctypes.CDLL(None)
-    threading.Timer(0.2, kill).start()
     # as a collective is: sleep() itself would return at the signal
     mutex = ctypes.create_string_buffer(64)
-    train(
-        root, at={4: lambda: [libc.pthread_mutex_lock(mutex) for _ in range(2)] and None}, grace_seconds=0.7
-    )
+
+    def stick() -> None:
+        threading.Timer(0.2, kill).start()
+        for _ in range(2):
+            libc.pthread_mutex_lock(mutex)
+
+    train(root, at={4: stick}, grace_seconds=0.7)
 
 
 @case

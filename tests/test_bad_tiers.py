@@ -6,12 +6,18 @@ import os
 import urllib.request
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ckpt import CheckpointManager, Tier
 from ckpt.config import load_config
+from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, ConfigError, StorageError
+from ckpt.model.layout import OWNER
+from ckpt.storage.registry import open_backend
+from ckpt_backends.s3 import S3Backend, _S3Upload
 from tests.servers import KEY, SECRET
 from tests.test_review import whole
 
@@ -56,7 +62,7 @@ def test_neighbours_and_namesakes_are_no_nests(tmp_path):
 
 def test_there_is_one_memory(tmp_path):
     assert "named twice" in refused("memory", "memory", tmp_path)
-    assert "named twice" in refused("shm://twice", "shm://twice", tmp_path)
+    assert "named twice" in refused(*2 * [f"shm://test-twice-{os.getpid()}"], tmp_path)
     assert "leave capacity out" in refused(Tier("memory", capacity="1GB"), tmp_path)
 
 
@@ -161,3 +167,47 @@ def test_credentials_that_expire_in_mid_run_cost_the_far_tier_only(tmp_path, mot
         manager.save({"x": torch.ones(3)}, 3, timeout=60)
         assert manager.steps() == [1, 2, 3]
     assert whole(tmp_path) == [1, 2, 3]
+
+
+def uploads(backend) -> list[str]:
+    return [found.key for found in backend.unfinished("")]
+
+
+@pytest.mark.server
+def test_uploads_of_a_killed_job_are_aborted_when_the_next_one_begins_to_save(tmp_path, moto_server):
+    bucket = {**S3, "endpoint_url": moto_server.url}
+    url = f"s3://bucket/killed-{os.getpid()}"
+    backend = open_backend(url, bucket)
+    dead = replace(Owner.here("aaaaaaaaaaaa"), started=1)
+    backend.put(OWNER, [msgspec.json.encode(dead)])
+    backend.upload("step-000000007.aaaaaaaaaaaa/rank-00003.safetensors", 20 << 20)
+    backend.upload("notes/rank-00003.safetensors", 20 << 20)
+    with CheckpointManager(Tier(url, bucket)) as manager:
+        manager.save({"x": torch.ones(3)}, 8, timeout=60)  # too small for an upload in parts
+    assert uploads(backend) == ["notes/rank-00003.safetensors"]
+
+
+@pytest.mark.server
+def test_a_save_that_is_aborted_leaves_no_parts_to_pay_for(tmp_path, moto_server, monkeypatch):
+    bucket = {**S3, "endpoint_url": moto_server.url}
+    url = f"s3://bucket/aborted-{os.getpid()}"
+
+    def away(*_: object) -> None:
+        raise StorageError("rank-00000.safetensors", "refused")
+
+    state = {"x": torch.ones(5 << 20)}
+    for how in ("at once", "at the end"):
+        with CheckpointManager(Tier(url, bucket)) as manager, monkeypatch.context() as patch:
+            patch.setattr(S3Backend, "send_part", away)
+            patch.setattr(_S3Upload, "abort", lambda _: None)  # it was refused too, which nobody heard of
+            if how == "at the end":
+                patch.setattr(S3Backend, "unfinished", away)
+            error = manager.save_async(state, 1).exception(60)
+            assert isinstance(error, StorageError)
+            backend = open_backend(url, bucket)
+            if how == "at the end":
+                patch.undo()
+                assert uploads(backend)
+            else:
+                assert uploads(backend) == []
+        assert uploads(backend) == []

@@ -118,7 +118,7 @@ def test_a_checkpoint_larger_than_the_capacity_is_told_and_evicts_nothing(tmp_pa
     with CheckpointManager(tmp_path) as manager:
         manager.save(state(1), 1)
     with CheckpointManager(Tier(str(tmp_path), capacity=IMAGE // 2)) as manager:
-        with pytest.raises(OutOfSpace, match=r"larger than the capacity of 0\.20 MB: raise it") as told:
+        with pytest.raises(OutOfSpace, match=r"larger than the capacity of 202 kB: raise it") as told:
             manager.save(state(2), 2)
         assert str(tmp_path) in str(told.value)
     assert whole(tmp_path) == [1]

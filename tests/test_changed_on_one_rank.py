@@ -17,12 +17,12 @@ from tests.coordination.world import World
 def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypatch) -> None:
     run = Saver.run
 
-    def changed(self, job, listener, *, intact):
+    def changed(self, job, listener, *, intact, over):
         def raises() -> None:
             raise TensorChanged("x", job.ref.step)
 
         bad = job.ref.step == 1 and self._lanes[0]._coordinator.rank == 1
-        run(self, job, listener, intact=raises if bad else intact)
+        run(self, job, listener, intact=raises if bad else intact, over=over)
 
     monkeypatch.setattr(Saver, "run", changed)
     tiers = [

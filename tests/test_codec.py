@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 
 import msgspec
@@ -306,8 +307,9 @@ def test_an_unknown_codec_is_refused_at_once(codec: object) -> None:
         Tier("runs", codec=codec)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("url", ["memory", "shm://codec-test"])
+@pytest.mark.parametrize("url", ["memory", "shm://test-codec-{pid}"])
 def test_memory_takes_no_codec(tmp_path: Path, url: str) -> None:
+    url = url.format(pid=os.getpid())
     with pytest.raises(ConfigError, match="leave codec out"):
         CheckpointManager([Tier(url, codec="zstd"), Tier(str(tmp_path))])
 

@@ -36,6 +36,7 @@ def test_a_whole_file_is_read() -> None:
         [save]
         on_busy = "skip"
         overlap = "off"
+        check = "full"
         chunk_mib = 8
         commit_timeout_seconds = 30
         slots = 1
@@ -51,7 +52,7 @@ def test_a_whole_file_is_read() -> None:
         Tier("s3://bucket/run42", {"endpoint_url": "http://store:9000"}),
     )
     assert config.save == SaveConfig(
-        on_busy="skip", overlap="off", chunk_bytes=8 << 20, commit_timeout_seconds=30, slots=1, threads=4, nice=0, cpus=frozenset({2, 3})
+        on_busy="skip", overlap="off", check="full", chunk_bytes=8 << 20, commit_timeout_seconds=30, slots=1, threads=4, nice=0, cpus=frozenset({2, 3})
     )  # fmt: skip
     assert config.metadata == {"team": "speech", "tags": ["a", 1, True]}
 
@@ -85,6 +86,7 @@ def test_relative_folders_in_a_file_elsewhere_are_relative_to_it(tmp_path: Path)
         ("save = 3", r"write \[save\]"),
         ("[save]\non_busy = 'wiat'", "on_busy='wiat': choose 'wait' or 'skip'"),
         ("[save]\noverlap = true", "overlap=True: choose 'auto' or 'off'"),
+        ("[save]\ncheck = true", "check=True: choose 'sampled' or 'full' or 'off'"),
         ("[save]\nchunk_mib = 100", "chunk_mib=100: give a whole number from 1 to 64"),
         ("[save]\nchunk_mib = 0.5", "chunk_mib=0.5: give a whole number from 1 to 64"),
         ("[save]\ncommit_timeout_seconds = 0", "commit_timeout_seconds=0: give a number of seconds above 0"),
@@ -137,7 +139,7 @@ def test_a_save_config_checks_itself(wrong: dict[str, Any]) -> None:
 def test_the_flag_wins_over_the_variable_and_the_variable_over_the_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--root URL.*CKPT_ROOT.*ckpt\.toml"):
+    with pytest.raises(ConfigError, match=r"--root.*CKPT_ROOT.*ckpt\.toml"):
         resolve_tier(None)
     Path("ckpt.toml").write_text('root = "from-file"')
     assert resolve_tier(None).url == "from-file"

@@ -6,6 +6,8 @@ import ast
 import dataclasses
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -153,10 +155,18 @@ def examples_of_help() -> list[str]:
 @pytest.mark.parametrize("line", sorted({*commands("ckpt"), *examples_of_help()}))
 def test_the_command_line_knows(line: str) -> None:
     verb, *words = shlex.split(line)[1:]
-    there = getattr(typer.main.get_command(app), "commands", {})
+    command = typer.main.get_command(app)
+    if verb.startswith("--"):
+        assert verb in {option for parameter in command.params for option in parameter.opts}
+        return
+    there = getattr(command, "commands", {})
     assert verb in there
     if words:
         there[verb].make_context(verb, ["1" if word == "N" else word for word in words])
+
+
+def test_the_page_of_licences_is_what_is_installed() -> None:
+    subprocess.run([sys.executable, ROOT / "docs" / "licences.py", "--check"], timeout=60, check=True)
 
 
 def test_the_table_of_verbs_has_all() -> None:

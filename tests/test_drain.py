@@ -6,10 +6,17 @@ import random
 import threading
 import time
 
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
 from ckpt.drain import Drain, Waiting
-from ckpt.errors import CkptError, CommitError, TierBehind
+from ckpt.errors import CkptError, CommitError, ConfigError, PeerFailed, TierBehind
+from ckpt.lane import Lane
 from ckpt.model.layout import StepRef
-from tests.coordination.world import World
+from ckpt.saver import Saver
+from tests.coordination.world import World, WorldCoordinator
+from tests.test_review import whole
 
 
 def drained(world: World, rank: int, arrivals: list[tuple[float, int]], backlog: int, seconds: float):
@@ -94,3 +101,94 @@ def test_a_store_of_the_job_that_is_gone_is_not_asked_without_a_pause():
     assert 1 <= before <= 2
     assert time.monotonic() - began < 5
     assert [str(error) for error in lost] == ["the job's store is gone"]
+
+
+def test_what_holds_its_image_goes_first_in_the_order_it_came_and_is_never_given_up():
+    drain = Drain(1, World(1).coordinator(0), backlog=1, timeout=5)
+    began, go, took, lost = threading.Event(), threading.Event(), list[int](), list[int]()
+
+    def waiting(step: int, *, held: bool) -> Waiting:
+        def work() -> None:
+            began.set()
+            assert go.wait(10)
+            took.append(step)
+
+        return Waiting(StepRef(step, "aa"), work, lambda _: lost.append(step), held=held)
+
+    drain.push(waiting(1, held=False))
+    assert began.wait(10)
+    for step in range(2, 9):
+        drain.push(waiting(step, held=step % 2 == 1))
+    go.set()
+    drain.close()
+    assert (took, lost) == ([1, 3, 5, 7, 8, 6], [2, 4])
+
+
+class Staged(WorldCoordinator):
+    """Of rank 1: it hears which step a queue takes next when it has begun step 3 at the latest."""
+
+    third: threading.Event
+
+    def verdict(self, subject: str, *, timeout: float) -> bytes | None:
+        if subject.startswith("order/1/") and self.rank == 1:
+            assert self.third.wait(20)
+        return super().verdict(subject, timeout=timeout)
+
+
+@pytest.mark.parametrize("leader_first", [True, False])
+def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
+    tmp_path, monkeypatch, leader_first
+):
+    """One rank comes to step 3 while it has step 2 on its way to the far tier, the other before it has."""
+    begun = {rank: {step: threading.Event() for step in (2, 3)} for rank in (0, 1)}
+    commit, run = Lane.commit, Saver.run
+
+    def noted(lane, job, **how):
+        if lane.tier.index == 1:
+            begun[lane._coordinator.rank][job.ref.step].set()
+        return commit(lane, job, **how)
+
+    def ran(saver, job, *args, **how):
+        run(saver, job, *args, **how)
+        begun[saver._lanes[0]._coordinator.rank][job.ref.step].set() if job.ref.step == 3 else None
+
+    monkeypatch.setattr(Lane, "commit", noted)
+    monkeypatch.setattr(Saver, "run", ran)
+
+    def save(coordinator):
+        mine = Staged(world, coordinator.rank)
+        mine.third = begun[1][3]
+        tiers = [Tier(str(tmp_path / "a"), every=2), Tier(str(tmp_path / "b"))]
+        with CheckpointManager(tiers, coordinator=mine, commit_timeout_seconds=3) as manager:
+            state = {f"x{mine.rank}": torch.ones(1000)}
+            saves = [manager.save_async(state, 2)]
+            saves[0].result(10, tier=tiers[0].url)
+            if mine.rank == 0 and leader_first:
+                assert begun[0][2].wait(10)
+            saves.append(manager.save_async(state, 3))
+            return [save.exception(30) for save in saves]
+
+    world = World(2, patience=30)
+    assert world.run(save) == {0: [None, None], 1: [None, None]}
+    assert (whole(tmp_path / "a"), whole(tmp_path / "b")) == ([2], [2, 3])
+
+
+@pytest.mark.parametrize("lazy", [0, 1])
+def test_a_rank_without_a_part_in_a_step_that_only_a_far_tier_takes_holds_up_nobody(tmp_path, lazy):
+    def save(coordinator):
+        tiers = [Tier(str(tmp_path / "a"), every=2), Tier(str(tmp_path / "b"))]
+        with CheckpointManager(tiers, coordinator=coordinator, commit_timeout_seconds=20) as manager:
+            state = {f"x{coordinator.rank}": torch.ones(1000)}
+            saves = [manager.save_async(state, 2)]
+            if coordinator.rank == lazy:
+                with pytest.raises(ConfigError):
+                    manager.save_async(state, 3, metrics={"loss": "low"})
+            else:
+                saves.append(manager.save_async(state, 3))
+            saves.append(manager.save_async(state, 4))
+            return [type(save.exception(30)) for save in saves]
+
+    ended = World(2, patience=30).run(save)
+    assert ended[lazy] == [type(None), type(None)]
+    assert ended[1 - lazy] == [type(None), PeerFailed, type(None)]
+    assert (whole(tmp_path / "a"), whole(tmp_path / "b")) == ([2, 4], [2, 4])

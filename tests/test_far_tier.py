@@ -10,7 +10,7 @@ import torch
 
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import TransientStorageError
+from ckpt.errors import StepsMissing
 from tests.servers import KEY, SECRET
 from tests.test_review import whole
 
@@ -85,7 +85,7 @@ def test_closing_does_not_wait_long_for_a_store_that_is_gone(tmp_path, wire):
     save = manager.save_async(state(1), 1)
     save.result(20, tier=str(tmp_path / "near"))
     began = time.monotonic()
-    with pytest.raises(TransientStorageError):
+    with pytest.raises(StepsMissing, match="gone lacks step 1 "):
         manager.close()
     assert time.monotonic() - began < 40
     assert whole(tmp_path / "near") == [1]

@@ -464,7 +464,9 @@ def test_a_save_under_way_is_finished_by_close(root: str) -> None:
 def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str) -> None:
     with CheckpointManager(root) as manager:
         manager.save({"x": torch.ones(3)}, 1)
-        slots = sorted(name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name)
+        slots = sorted(
+            name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")
+        )
         child = os.fork()
         if child == 0:
             code = 1
@@ -476,7 +478,10 @@ def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str)
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert sorted(name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name) == slots
+        assert (
+            sorted(name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-"))
+            == slots
+        )
         assert (Path(root) / OWNER).exists()
         manager.save({"x": torch.ones(3)}, 2)
         assert manager.steps() == [1, 2]
@@ -612,7 +617,7 @@ def footprint() -> tuple[int, int, int, int]:
     """Descriptors, threads, slots, resident bytes."""
     gc.collect()
     process = psutil.Process()
-    slots = sum(f"-{os.getpid()}-" in name for name in os.listdir("/dev/shm"))
+    slots = sum(name.startswith(f"ckpt-slot-{os.getpid()}-") for name in os.listdir("/dev/shm"))
     return process.num_fds(), process.num_threads(), slots, process.memory_info().rss
 
 
@@ -669,3 +674,22 @@ def test_every_error_is_one_of_ours(memory: str) -> None:
         for state in ({"x": object()}, [], {"x": torch.empty(1, device="meta")}):
             with pytest.raises(CkptError):
                 manager.save_async(state)  # type: ignore[arg-type]
+
+
+def test_a_torch_that_was_not_tested_is_warned_of_once(
+    memory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (f"{ckpt.manager.TESTED_TORCH}.9+cu130", "2.99.0", "2.99.1"):
+        monkeypatch.setattr(torch, "__version__", version)
+        CheckpointManager(memory).close()
+    said = [record.getMessage() for record in caplog.records if "was tested" in record.getMessage()]
+    assert len(said) == 1
+    assert "torch 2.99.0 is installed" in said[0]
+
+
+def test_a_step_lower_than_the_one_before_is_warned_of(memory: str, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(memory) as manager:
+        for step in (1, 5, 3, 4):
+            manager.save({"step": step}, step=step)
+    said = [text for text in caplog.messages if "is saved after step" in text]
+    assert said == ["ckpt: step 3 is saved after step 5: a restore takes the highest number"]

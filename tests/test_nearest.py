@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,7 @@ def test_a_far_tier_that_hangs_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckpt.catalog.candidates.LISTING_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt.manager._LIST_SECONDS", 0.1, raising=False)
     watch(far, Rule(verb="folders", fault=Delay(3)))
     target = blank()
     with CheckpointManager([near, far]) as manager:
@@ -375,12 +377,37 @@ def test_a_far_tier_that_hangs_is_not_waited_for(
         assert report is not None
         assert report.seconds < 2.75
         assert "no answer within" in caplog.text
+    assert any(thread.name.startswith("ckpt-list") for thread in threading.enumerate()), "nor at the end"
     for path in near.rglob("manifest.json"):  # what nobody else has is worth any wait
         path.unlink()
     target = blank()
     with CheckpointManager([near, far]) as manager:
         manager.restore(target)
     assert_is(target, 3)
+
+
+def test_a_far_tier_that_is_down_is_not_waited_for_as_long_as_one_that_lists(
+    saved: list[Path],
+    near: Path,
+    far: Path,
+    watch: Watch,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ckpt.catalog.candidates.ANSWER_SECONDS", 0.2, raising=False)
+    watch(far, Rule(verb="folders", fault=Delay(4)), Rule(verb="head", fault=Delay(4)))
+    with CheckpointManager([near, far]) as manager:
+        report = manager.restore(blank())
+        assert report is not None
+        assert report.step == 3
+        assert report.seconds < 3.75
+        assert f"the tier {far} cannot be listed: storage did not answer properly: '{far}'" in caplog.text
+    watch(far, Rule(verb="folders", fault=Delay(1)))
+    shutil.rmtree(next(near.glob("step-*3.*")))
+    with CheckpointManager([near, far]) as manager:
+        report = manager.restore(blank())
+        assert report is not None
+        assert report.step == 3  # it answers, so it is worth a wait: what it holds may be newer
 
 
 # -- read-through -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -171,3 +172,15 @@ def test_the_sdist_holds_no_environment_or_cache(sdist_names: set[str]) -> None:
     assert not {
         part for part in parts if part.startswith(".venv") or part == "__pycache__" or part.endswith("_cache")
     }
+
+
+def test_what_builds_the_distribution_and_what_it_was_tested_on_are_pinned_in_one_way() -> None:
+    from ckpt.manager import TESTED_TORCH
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    assert project["build-system"]["requires"] == [f"hatchling=={pins['hatchling']}"]
+    major, minor = map(int, TESTED_TORCH.split("."))
+    assert f"torch>={TESTED_TORCH},<{major}.{minor + 1}" in project["project"]["dependencies"]
+    assert pins["torch"].startswith(f"{TESTED_TORCH}.")

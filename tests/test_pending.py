@@ -11,7 +11,8 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
-from ckpt.errors import AccessDenied, ConfigError
+from ckpt.errors import AccessDenied, ConfigError, StepsMissing
+from ckpt.pending import missing_at_the_end
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
@@ -121,3 +122,11 @@ def test_a_fork_is_told_at_once_that_it_will_never_hear() -> None:
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_save_that_close_gave_up_and_that_was_committed_after_all_has_succeeded() -> None:
+    pending = PendingSave(1, 3, None, began=0.0, tiers={"/a": "/a"})
+    assert isinstance(missing_at_the_end([pending], 0.1), StepsMissing)
+    assert pending.end_on("/a", None) is None
+    pending.finish(None)
+    assert pending.result(0) is pending

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import queue
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,16 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import ConfigError, OutOfSpace, StorageError, TierBehind
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    ConfigError,
+    OutOfSpace,
+    StepsMissing,
+    StorageError,
+    TierBehind,
+)
+from ckpt.events import Event, SaveFailed
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.test_review import faulty, whole
@@ -103,6 +116,37 @@ def test_what_a_far_tier_waits_for_is_not_pruned_from_the_near_one(tmp_path, gat
             save.result(10)
         manager.save(state(5), 5)
     assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([5], [1, 2, 3, 4, 5])
+
+
+def test_what_a_near_tier_kept_for_a_far_one_goes_when_the_manager_closes(tmp_path, gated):
+    manager = CheckpointManager([Tier(str(tmp_path / "near"), keep_last=1), tmp_path / "far"], backlog=9)
+    saves = []
+    for step in range(1, 5):
+        saves.append(manager.save_async(state(step), step))
+        saves[-1].result(10, tier=str(tmp_path / "near"))
+    gated.open.set()
+    manager.close()
+    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([4], [1, 2, 3, 4])
+
+
+def test_a_step_that_only_a_far_tier_takes_holds_its_slot_and_no_near_tier(tmp_path, gated):
+    """Of two slots one waits with step 3, and all others pass through the other."""
+    near, far = str(tmp_path / "near"), str(tmp_path / "far")
+    with CheckpointManager([Tier(near, every=2), Tier(far)], slots=2, backlog=9) as manager:
+        saves = {2: manager.save_async(state(2), 2)}
+        while not gated.began:
+            time.sleep(0.01)
+        saves[3] = manager.save_async(state(3), 3)
+        for step in (4, 6, 8):
+            saves[step] = manager.save_async(state(step), step)
+            saves[step].result(10, tier=near)
+        saves[9] = manager.save_async(state(9), 9)
+        gated.open.set()
+        for save in saves.values():
+            save.result(20)
+        manager.save(state(12), 12)
+    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([2, 4, 6, 8, 12], [2, 3, 4, 6, 8, 9, 12])
+    assert [int(key[5:14]) for key in gated.began] == [2, 3, 9, 8, 6, 4, 12]
 
 
 def test_a_far_tier_that_fails_is_told_and_the_near_one_stands(tmp_path, monkeypatch):
@@ -221,7 +265,7 @@ def test_tiers_answer_to_the_names_they_were_given(tmp_path, monkeypatch):
 
 def test_memory_comes_first(tmp_path):
     with pytest.raises(ConfigError, match="put it before"):
-        CheckpointManager([Tier(str(tmp_path)), Tier("shm://behind")])
+        CheckpointManager([Tier(str(tmp_path)), Tier(f"shm://test-behind-{os.getpid()}")])
 
 
 def test_a_last_step_that_no_tier_takes_is_told_at_the_end(
@@ -237,3 +281,76 @@ def test_a_last_step_that_no_tier_takes_is_told_at_the_end(
         manager.save_async(state, 29)
         manager.save_async(state, 40)
     assert "was not" not in caplog.text
+
+
+@pytest.mark.parametrize("verb", ["put", "upload", "head"])
+def test_a_far_tier_that_refuses_everything_costs_no_near_step(tmp_path, monkeypatch, verb):
+    faulty(
+        monkeypatch,
+        tmp_path / "far",
+        [Rule(verb=verb, key="", nth=None, fault=Raise(AccessDenied("k", "read-only")))],
+    )
+    heard = []
+    ended = queue.Queue[Event]()
+    manager = CheckpointManager(
+        [tmp_path / "near", tmp_path / "far"],
+        observers=[lambda event: ended.put(event) if isinstance(event, SaveFailed) else None],
+    )
+    for step in range(1, 41):
+        try:
+            manager.save_async(state(step), step)
+        except CkptError as error:
+            heard.append(error)
+        ended.get(timeout=10)
+    with pytest.raises(CkptError):
+        manager.close()
+    assert whole(tmp_path / "near") == list(range(1, 41))
+    assert heard
+    assert all(isinstance(error, AccessDenied) for error in heard)
+
+
+def test_close_says_what_it_waits_for_and_gives_up_when_it_is_told_to(tmp_path, gated, caplog, monkeypatch):
+    monkeypatch.setattr("ckpt.pending._SILENT_SECONDS", 0.1, raising=False)
+    near, far = tmp_path / "near", tmp_path / "far"
+    manager = CheckpointManager([near, far])
+    saves = [manager.save_async(state(step), step) for step in (100, 110, 120)]
+    for save in saves:
+        save.result(30, tier=str(near))
+    with pytest.raises(StepsMissing) as told:
+        manager.close(timeout=0.5)
+    assert f"waiting for {far}: 3 steps, newest 120" in caplog.text
+    assert told.value.missing == {str(far): (100, 110, 120)}
+    assert str(told.value).startswith(f"{far} lacks steps 100, 110, 120 (not finished within 0.5 s)")
+    assert "nearer tiers have them" in str(told.value)
+    assert len(traceback.extract_tb(told.value.__traceback__)) < 5
+    assert isinstance(saves[0].exception(), StepsMissing)
+    manager.close()
+    assert whole(near) == [100, 110, 120]
+
+
+def test_close_tells_of_all_steps_that_a_tier_lacks_at_once(tmp_path, monkeypatch):
+    faulty(
+        monkeypatch,
+        tmp_path / "far",
+        [Rule(verb="put", key="writer", nth=None, fault=Raise(AccessDenied("writer.json", "read-only")))],
+    )
+    manager = CheckpointManager([tmp_path / "near", tmp_path / "far"])
+    pending = manager.save_async(state(1), 1)
+    pending.result(30, tier=str(tmp_path / "near"))
+    with contextlib.suppress(AccessDenied):
+        manager.save_async(state(2), 2)
+    with pytest.raises(
+        StepsMissing, match=r"far lacks steps? .*2 \(access denied \(read-only\)\): nearer"
+    ) as told:
+        manager.close()
+    assert told.value.__cause__ is None
+    assert "writer.json" not in str(told.value)
+
+
+def test_close_with_nothing_under_way_says_nothing(tmp_path, caplog):
+    manager = CheckpointManager(tmp_path)
+    manager.save(state(1), 1)
+    manager.close(timeout=30)
+    assert "waiting" not in caplog.text
+    with pytest.raises(ConfigError, match="timeout='soon': give seconds"):
+        CheckpointManager(tmp_path).close(timeout="soon")

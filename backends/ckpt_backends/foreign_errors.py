@@ -21,6 +21,7 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from ckpt.errors.text import redact
 from ckpt_backends.oserrors import BY_ERRNO
 
 _BY_CODE: Final[Mapping[str, type[StorageError]]] = {
@@ -89,17 +90,13 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
 }
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
-_SIGNED: Final = re.compile(  # queries of signed URLs, headers, what a token server answers
-    r"""(?ix)( \b(?: (?: Credential | Signature | GoogleAccessId | AWSAccessKeyId | sig ) = | Bearer \s+
-    | (?: X-(?:Amz|Goog)-[a-z-]+ | (?:access|refresh|id)_token | client_secret ) ["']? \s* [=:] \s* ["']? ) ) [^&\s"',]+"""
-)
 
 
 def clean(text: str, secrets: Sequence[str] = ()) -> str:
     """``text`` without user names and passwords of URLs, signatures, and the given secrets."""
     for secret in secrets:
         text = text.replace(secret, "***")
-    return _SIGNED.sub(r"\1***", _USERINFO.sub("//", text))
+    return redact(_USERINFO.sub("//", text))
 
 
 @contextmanager

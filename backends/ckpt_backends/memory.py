@@ -35,7 +35,8 @@ def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
         options: ``shared`` (bool, default false): what the capabilities say; true suits tests whose ranks are threads.
     """
     if set(options) - {"shared"} or not isinstance(options.get("shared", False), bool):
-        raise ConfigError(f"memory:// takes the option shared (true or false), not {dict(options)!r}")
+        told = ", ".join(f"{name} of type {type(value).__name__}" for name, value in options.items())
+        raise ConfigError(f"memory:// takes the option shared (true or false), not {told}")
     name, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
     with _stores_lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 import time
@@ -17,11 +18,20 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    LinkRefused,
+    ObjectExists,
+    ObjectNotFound,
+    RootLost,
+    StorageError,
+)
 from ckpt.storage.api import (
     Buffer,
     Capabilities,
     ObjectInfo,
+    Unfinished,
     Upload,
     check_key,
     check_prefix,
@@ -43,6 +53,7 @@ from ckpt_backends.rooted import RootedFolder
 _PART_BYTES: Final = 8 << 20
 _ABANDONED_SECONDS: Final = 3600.0  # a live upload touches its file with every part
 _NAME_BYTES: Final = 255
+_OURS: Final = re.compile(r"\.(.+)\.[0-9a-f]{12}(?:\.link)?\.tmp", re.DOTALL)
 _FLAGS: Final = frozenset({"put_if_absent", "shared", "direct"})
 
 T = TypeVar("T")
@@ -65,7 +76,7 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
             continue
         if name not in _FLAGS or not isinstance(value, bool):
             raise ConfigError(
-                f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and stripe_count (a number), not {name}={value!r}"
+                f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and stripe_count (a number), not {name} of type {type(value).__name__}"
             )
         flags[name] = value
     count = stripe_count(options["stripe_count"]) if "stripe_count" in options else None
@@ -104,6 +115,7 @@ class PosixBackend(RootedFolder):
             takes_parts=True,
         )
         self._root_synced = False
+        self._remember_root()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -183,6 +195,29 @@ class PosixBackend(RootedFolder):
         _remove_abandoned(os.path.dirname(path))
         self._remove_empty(os.path.dirname(path))
 
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        folder = check_prefix(prefix).removesuffix("/")
+        for entry in self._entries(folder):
+            key = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from self.unfinished(f"{key}/")
+            elif (ours := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):  # finished since
+                    found = entry.stat(follow_symlinks=False)
+                    yield Unfinished(
+                        key=f"{folder}/{ours[1]}" if folder else ours[1],
+                        name=key,
+                        size=found.st_blocks * 512,
+                        modified=found.st_mtime,
+                        abandoned=time.time() - found.st_mtime > _ABANDONED_SECONDS,
+                    )
+
+    def discard(self, found: Unfinished) -> None:
+        path = self._writable(found.name)
+        with mapped(found.key), suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
+        self._remove_empty(os.path.dirname(path))
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -194,15 +229,24 @@ class PosixBackend(RootedFolder):
         return found
 
     def _readable(self, key: str) -> str:
-        return self._inside(key, os.path.realpath(os.path.join(self._root, key)))
+        path = os.path.join(self._root, key)
+        self._inside(key, os.path.realpath(os.path.dirname(path)))
+        try:
+            return self._inside(key, os.path.realpath(path))
+        except AccessDenied:
+            raise LinkRefused(key) from None
 
     def _writable(self, key: str) -> str:
         """The last name is not followed: a rename or an unlink acts on the link itself."""
         folder, name = os.path.split(os.path.join(self._root, key))
         return os.path.join(self._inside(key, os.path.realpath(folder)), name)
 
+    def _top(self) -> str:
+        """The root as the paths below it are spelled."""
+        return os.path.realpath(self._root)
+
     def _inside(self, key: str, path: str) -> str:
-        root = os.path.realpath(self._root)
+        root = self._top()
         if path != root and not path.startswith(root.rstrip("/") + "/"):
             raise AccessDenied(key, "a symbolic link leads out of the root")
         return path
@@ -221,6 +265,8 @@ class PosixBackend(RootedFolder):
         while not os.path.isdir(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
+        if self._root in missing and self._first is not None:
+            raise RootLost("")  # nothing is written under a mount point whose disk is gone
         for path in reversed(missing):
             with suppress(FileExistsError):
                 os.mkdir(path, 0o700)
@@ -235,20 +281,19 @@ class PosixBackend(RootedFolder):
 
     def _sync_root(self, parents: Sequence[str]) -> None:
         """Force the entry of the root, also if another process has just made it and not forced it yet."""
-        root = os.path.realpath(self._root)
-        for folder in {os.path.dirname(root), *parents}:
+        for folder in {os.path.dirname(self._top()), *parents}:
             with suppress(PermissionError):  # a parent that is not ours to open was not made by us
                 _sync_folder(folder)
         self._root_synced = True
+        self._remember_root()
 
     def _publish(self, temporary: str, target: str, *, if_absent: bool) -> None:
         (rename_if_absent if if_absent else os.rename)(temporary, target)
-        root = os.path.realpath(self._root)
+        above = self._top().rstrip("/") + "/"
         folder = os.path.dirname(target)
         _sync_folder(folder)
-        while (
-            folder != root
-        ):  # the writer that made these folders may be another one, still before its own fsync
+        # the writer that made these folders may be another one, still before its own fsync
+        while folder.startswith(above):
             folder = os.path.dirname(folder)
             _sync_folder(folder)
 
@@ -258,9 +303,9 @@ class PosixBackend(RootedFolder):
         self._remove_empty(os.path.dirname(temporary))
 
     def _remove_empty(self, folder: str) -> None:
-        root = os.path.realpath(self._root)
+        above = self._top().rstrip("/") + "/"
         with suppress(OSError):  # not empty, or gone already
-            while folder.startswith(root.rstrip("/") + "/"):
+            while folder.startswith(above):
                 os.rmdir(folder)
                 folder = os.path.dirname(folder)
 
@@ -278,7 +323,7 @@ class PosixBackend(RootedFolder):
                     yield ObjectInfo(key=key, size=found.st_size, modified=found.st_mtime)
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
-        path = self._inside(folder, os.path.realpath(os.path.join(self._root, folder)))
+        path = self._readable(folder)
         with mapped(folder), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
             return list(entries)
         return []
@@ -367,7 +412,7 @@ def _remove_abandoned(folder: str) -> None:
     """Temporary files that a crash left, once a folder holds nothing else: a shard may be tens of GiB."""
     with suppress(OSError), os.scandir(folder) as entries:
         left = list(entries)
-        if all(_is_temporary(entry.name) for entry in left):
+        if all(_OURS.fullmatch(entry.name) for entry in left):
             for entry in left:
                 if time.time() - entry.stat(follow_symlinks=False).st_mtime > _ABANDONED_SECONDS:
                     os.unlink(entry.path)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from contextlib import suppress
 
 from ckpt.errors import StorageError
+from ckpt_backends.mounts import kind_of, on_network
 from ckpt_backends.oserrors import mapped
 
 
 class RootedFolder:
-    """A backend whose root is a folder."""
+    """A backend whose root is a folder. It remembers which folder that was when it was opened, or when it was made."""
 
     _root: str
+    _first: str | None = None
 
     def identity(self) -> str:
         """Device and inode of the root, which is made if there is none."""
@@ -20,6 +23,20 @@ class RootedFolder:
             self._make_folders(self._root)
             found = os.stat(self._root)
         return f"{found.st_dev}:{found.st_ino}"
+
+    def is_replaced(self) -> bool:
+        return self._first is not None and self._first != self._seen()
+
+    def _remember_root(self) -> None:
+        if self._first is None:
+            self._first = self._seen()
+
+    def _seen(self) -> str | None:
+        """What is compared. On a network, or in a user's own file system, numbers may change while the folder stays."""
+        with suppress(OSError):
+            found = os.stat(self._root)
+            return kind_of(self._root) if on_network(self._root) else f"{found.st_dev}:{found.st_ino}"
+        return None
 
     @abstractmethod
     def _make_folders(self, folder: str) -> None: ...

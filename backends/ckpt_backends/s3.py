@@ -20,6 +20,7 @@ from ckpt.storage.api import (
     Capabilities,
     ObjectInfo,
     PutUpload,
+    Unfinished,
     Upload,
     check_key,
     check_prefix,
@@ -74,7 +75,7 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     put_if_absent = _is_true(settings.pop("put_if_absent", True))
     client = str(settings.pop("client", "botocore"))
     if client not in ("botocore", "obstore"):
-        raise ConfigError(f"{shown!r}: client={client!r}: give 'botocore' or 'obstore'")
+        raise ConfigError(f"{shown!r}: the option client takes 'botocore' or 'obstore'")
     orphan_hours = _hours(settings.pop("abort_uploads_after_hours", _ORPHAN_HOURS), shown)
     try:
         fs, bulk = _clients(settings)
@@ -271,6 +272,15 @@ class S3Backend(StorageBackendOnFsspec):
             for found in page.get("Uploads", ()):
                 if found["Key"] == name:
                     self._about_bucket("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """None where the option ``abort_uploads_after_hours`` is 0."""
+        if self._orphans is not None:
+            yield from self._orphans.uploads(check_prefix(prefix))
+
+    def discard(self, found: Unfinished) -> None:
+        if self._orphans is not None:
+            self._orphans.abort(found)
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:
         with self._errors(""):

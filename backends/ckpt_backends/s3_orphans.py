@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from ckpt.errors import StorageError
+from ckpt.errors import ObjectNotFound, StorageError
+from ckpt.storage.api import Unfinished
 
 _OURS: Final = re.compile(r"step-\d{9,}\.[^/]+/rank-\d{5,}\.[a-z]+(\.[a-z]+)?")
 _LEADS: Final = re.compile(r"(.*/)?rank-0+\.[a-z.]+")
@@ -43,14 +44,29 @@ class Orphans:
             self._abort()
 
     def _abort(self) -> None:
+        for found in self.uploads(""):
+            if found.abandoned and _OURS.fullmatch(found.key):
+                with suppress(StorageError):
+                    self.abort(found)
+
+    def abort(self, found: Unfinished) -> None:
+        """Abort one upload. No error if it is known no more."""
+        with suppress(ObjectNotFound):
+            self._call("abort_multipart_upload", Key=self._prefix + found.key, UploadId=found.name)
+
+    def uploads(self, prefix: str) -> Iterator[Unfinished]:
+        """Unfinished uploads to keys that start with ``prefix``."""
         now, marker = datetime.now(UTC), dict[str, str]()
         while True:
-            page = self._call("list_multipart_uploads", Prefix=self._prefix, **marker)
+            page = self._call("list_multipart_uploads", Prefix=self._prefix + prefix, **marker)
             for found in page.get("Uploads", ()):
-                name, begun = str(found["Key"]), found["Initiated"]
-                if _OURS.fullmatch(name.removeprefix(self._prefix)) and now - begun > self._after:
-                    with suppress(StorageError):
-                        self._call("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
+                yield Unfinished(
+                    key=str(found["Key"]).removeprefix(self._prefix),
+                    name=str(found["UploadId"]),
+                    size=0,
+                    modified=found["Initiated"].timestamp(),
+                    abandoned=now - found["Initiated"] > self._after,
+                )
             if not page.get("IsTruncated") or "NextKeyMarker" not in page:
                 return
             marker = {

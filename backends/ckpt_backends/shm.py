@@ -2,26 +2,36 @@
 
 A slot is a file in ``/dev/shm`` already; taking it is one more name for it. Nothing is copied, and the step that lies in it is gone when its slot is wanted
 for another image: whoever hands the slot out takes the step off first.
+
+Every user of the machine may write to ``/dev/shm``, and the name of the folder can be guessed. The folder is therefore made
+when the store is opened, and held by a descriptor. Every path goes through that descriptor, and every call
+checks that the folder still belongs to this user alone. Another user's folder or file is never read.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import stat
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from ckpt.errors import ConfigError, StorageError
+from ckpt.errors import AccessDenied, ConfigError, LinkRefused, ObjectNotFound, StorageError
 from ckpt.storage.api import Capabilities, ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; folders are 0700 and hold the user's id
 _NAME: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
+_NOT_OWN: Final = "not a folder of this user alone"
+_TRIES: Final = 32
+_log = logging.getLogger("ckpt")
 
 
 def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
@@ -41,29 +51,53 @@ def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
 
 
 def stores() -> list[str]:
-    """URLs of the stores of this user that lie on this machine."""
+    """URLs of the stores of this user that lie on this machine. A folder of another user that has such a name is left out, with a log line."""
+    prefix = _folder("")
     try:
-        with os.scandir(_SHM) as found:
-            names = [entry.name for entry in found if entry.is_dir(follow_symlinks=False)]
+        with os.scandir(_SHM) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
     except OSError:
         return []
-    prefix = _folder("")
-    urls = [f"shm://{name.removeprefix(prefix)}" for name in sorted(names) if name.startswith(prefix)]
-    return [url for url in urls if _NAME.fullmatch(url)]
+    urls: list[str] = []
+    for entry in found:
+        url = f"shm://{entry.name.removeprefix(prefix)}"
+        if entry.name.startswith(prefix) and _NAME.fullmatch(url) and entry.is_dir(follow_symlinks=False):
+            if _is_own(entry.stat(follow_symlinks=False)):
+                urls.append(url)
+            else:
+                _log.warning("ckpt: %s/%s is left out: it is %s", _SHM, entry.name, _NOT_OWN)
+    return urls
 
 
 def _folder(name: str) -> str:
     return f"ckpt-memory-{os.getuid()}-{name}"
 
 
+def _is_own(found: os.stat_result) -> bool:
+    """Whether it is a folder that this user has for himself."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+
+
 class ShmBackend(PosixBackend):
-    """A folder in ``/dev/shm``. Threads: every method from any thread, at once."""
+    """A folder in ``/dev/shm``.
+
+    Where another user has taken the folder's name, or the folder is open to others, the store is empty: it lists nothing, has
+    no object, and raises ``AccessDenied`` for what is written. A job goes on without it; one log line says so.
+
+    Threads: every method from any thread, at once.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(f"{_SHM}/{_folder(name)}", shared=False, direct=False)
         self._name = name
-        self._check()
         self._capabilities = replace(self._capabilities, alignment=1)
+        self._lock = threading.Lock()
+        self._held: list[int] = []
+        """The folder, and those of its name that were removed since. A path through one may still be in use, so all stay open."""
+        self._let_go = weakref.finalize(self, _let_go, self._root, self._held, os.getpid())
+        self._told = False
+        with suppress(StorageError):  # the calls that follow say what is wrong with it
+            self._top()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -73,29 +107,76 @@ class ShmBackend(PosixBackend):
     def url(self) -> str:
         return f"shm://{self._name}"
 
+    def identity(self) -> str:
+        with mapped("", missing=StorageError):
+            found = os.stat(self._top())
+        return f"{found.st_dev}:{found.st_ino}"
+
     def close(self) -> None:
-        """Nothing is held; a folder with nothing in it is not left behind."""
-        with suppress(OSError):
-            os.rmdir(self._root)
+        """Let go of the folder. One with nothing in it is not left behind."""
+        self._let_go()
 
-    def _check(self) -> None:
-        """``/dev/shm`` is everybody's: a folder that another user has put in our place is not used."""
-        with suppress(FileNotFoundError):
-            found = os.lstat(self._root)
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-                raise ConfigError(
-                    f"{self._root} is not a folder of this user alone: remove it, or name another"
-                )
+    def _top(self) -> str:
+        """The folder by its descriptor: a path that leads nowhere else, whatever stands under the folder's name now."""
+        with self._lock, mapped("", missing=StorageError):
+            if not self._let_go.alive:
+                raise StorageError("", "the store is closed")
+            try:
+                if not self._held or os.fstat(self._held[-1]).st_nlink == 0:  # removed since
+                    self._held.append(_hold(self._root))
+                if not _is_own(os.fstat(self._held[-1])):
+                    raise AccessDenied("", f"{self._root} is {_NOT_OWN}")
+            except AccessDenied as error:
+                if not self._told:
+                    _log.warning("ckpt: %s is left out: %s", self.url, error.detail)
+                self._told = True
+                raise
+            self._told = False
+            return f"/proc/self/fd/{self._held[-1]}"
 
-    def _make_folders(self, folder: str) -> None:
-        super()._make_folders(folder)
-        self._check()
+    def is_replaced(self) -> bool:
+        """Never: a job that closes removes the folder if it is empty, and the next one makes it again."""
+        return False
+
+    def _remember_root(self) -> None:
+        """See ``is_replaced``."""
+
+    def _readable(self, key: str) -> str:
+        try:
+            self._top()
+        except AccessDenied as error:  # nothing of this user lies there
+            raise ObjectNotFound(key, error.detail) from None
+        return self._below(key)
+
+    def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
+        with suppress(ObjectNotFound):
+            return super()._entries(folder)
+        return []
+
+    def _writable(self, key: str) -> str:
+        return self._below(key)
+
+    def _below(self, key: str) -> str:
+        """Where ``key`` lies. No link is followed, and nothing on the way is another user's."""
+        path = self._top()
+        for part in filter(None, key.split("/")):
+            path = f"{path}/{part}"
+            with mapped(key), suppress(FileNotFoundError, NotADirectoryError):
+                found = os.lstat(path)
+                if stat.S_ISLNK(found.st_mode):
+                    raise LinkRefused(key)
+                if found.st_uid != os.getuid():
+                    raise AccessDenied(key, "it is another user's")
+        return path
+
+    def _sync_root(self, parents: Sequence[str]) -> None:
+        """Memory has no medium to force a name to."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
         """Make the file at ``path``, cut to ``size`` bytes, the object ``key``, without a copy: it stays what it is under its own name too.
 
         Raises:
-            StorageError: It does not lie in ``/dev/shm``, or is gone.
+            StorageError: It does not lie in ``/dev/shm``, is gone, or is another user's.
         """
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):
@@ -107,6 +188,8 @@ class ShmBackend(PosixBackend):
                 os.link(path, beside, follow_symlinks=False)
                 descriptor = os.open(beside, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
+                    if os.fstat(descriptor).st_uid != os.getuid():
+                        raise AccessDenied(key, f"{path} is another user's")
                     os.ftruncate(descriptor, size)
                 finally:
                     os.close(descriptor)
@@ -117,3 +200,25 @@ class ShmBackend(PosixBackend):
                 )  # still there if the target was this very file: a rename of one to the other does nothing
                 self._discard(temporary)
         return ObjectInfo(key=key, size=size)
+
+
+def _hold(path: str) -> int:
+    """A descriptor of the folder, which is made if there is none."""
+    for _ in range(_TRIES):
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process closed an empty store in between
+            continue
+        except OSError as error:  # a link, a file, or a folder that may not be entered
+            raise AccessDenied("", f"{path} is {_NOT_OWN} ({error.strerror})") from None
+    raise StorageError("", f"{path} is removed as often as it is made")
+
+
+def _let_go(path: str, descriptors: list[int], owner: int) -> None:
+    if os.getpid() == owner:  # a fork has its own copies, and leaves the folder to its parent
+        with suppress(OSError):
+            os.rmdir(path)
+    while descriptors:
+        os.close(descriptors.pop())

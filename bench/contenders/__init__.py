@@ -90,6 +90,22 @@ ALL: Final[dict[str, Row]] = {
     "ckpt.memory": Row(
         "ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", distributed=False, everywhere=False
     ),
+    "ckpt.device": Row(
+        "ckpt save_async, fenced by its hook", "on_device", "CkptOnDevice", "itself", everywhere=False
+    ),
+    "dcp.thread": Row("DCP async_save, thread", "dcp", "DcpAsyncSave", "itself", everywhere=False),
+    "dcp.process": Row("DCP async_save, process", "dcp_best", "DcpBest", "itself", everywhere=False),
+    "dcp.pinned": Row(
+        "DCP async_save, process, pinned", "on_device", "DcpPinned", "itself", everywhere=False
+    ),
+    "torch_checkpointing.pinned": Row(
+        "torch_checkpointing, pinned",
+        "torch_checkpointing",
+        "TorchCheckpointingPinned",
+        "bench",
+        "torch_checkpointing",
+        everywhere=False,
+    ),
 }
 ASKED: Final = [name for name, row in ALL.items() if row.everywhere]
 """Those that can be asked for by name."""

@@ -33,6 +33,8 @@ STAGING: Final = StagingOptions(
 class DcpBest(DcpSave):
     """The state may be changed once staging has completed. The bench fsyncs the folder."""
 
+    staging = STAGING
+
     def prepare(self, subject: Subject, folder: str) -> None:
         super().prepare(subject, folder)
         self._setting = ExitStack()
@@ -41,7 +43,7 @@ class DcpBest(DcpSave):
         os.environ.setdefault(
             "MASTER_ADDR", "127.0.0.1"
         )  # the writing process would look for the host's name
-        self._stager = DefaultStager(STAGING)
+        self._stager = DefaultStager(self.staging)
         self._last: AsyncSaveResponse | None = None
 
     def save(self, step: int) -> Handle:

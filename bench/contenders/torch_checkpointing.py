@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, Final, cast
 
+import torch
 from torch_checkpointing import CheckpointManager
 from torch_checkpointing.checkpoint_writer import CheckpointWriterConfig
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
@@ -31,6 +32,8 @@ STORAGE: Final = LocalFileSystemStorageConfig(use_direct_io=False)
 class TorchCheckpointing:
     """A file per object and rank. The state may be changed once its lock is to be had. The bench fsyncs."""
 
+    pinned = False
+
     def prepare(self, subject: Subject, folder: str) -> None:
         self._subject, self._folder = subject, folder
         self._setting = ExitStack()
@@ -40,7 +43,7 @@ class TorchCheckpointing:
                 save=AsyncCheckpointSaverConfig(
                     writer_config=CheckpointWriterConfig(file_write_max_threads=WRITER_THREADS),
                     staging_config=CheckpointStagerConfig(
-                        use_pinned_memory=False, use_non_blocking_copy=False
+                        use_pinned_memory=self.pinned, use_non_blocking_copy=self.pinned
                     ),
                 ),
                 storage_config=STORAGE,
@@ -72,6 +75,12 @@ class TorchCheckpointing:
     def close(self) -> None:
         self._manager.close()
         self._setting.close()
+
+
+class TorchCheckpointingPinned(TorchCheckpointing):
+    """``TorchCheckpointing`` as its defaults are where there is CUDA."""
+
+    pinned = torch.cuda.is_available()
 
 
 def _wait_until_named(path: str) -> None:

@@ -33,8 +33,12 @@ ALL: Final[dict[str, str]] = {
     "every": "a save every step: how much slower training is",
     "objects": "a real S3 server: our client and others",
     "far": "a far tier that is slow, or down for a minute: what the near one notices",
+    "device": "a bf16 training on an accelerator: copies, CPU time, stall and drag",
     "scale": "simulated worlds of up to 16,384 ranks: plans, fragments, merge, manifest, words",
 }
+
+ALONE: Final = frozenset({"device"})
+"""Not part of ``all``: their results come from a machine of their own."""
 
 
 def load(name: str) -> Scenario:

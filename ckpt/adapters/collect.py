@@ -6,8 +6,11 @@ The tree has the shape of the state. Containers and plain values are themselves;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,24 +19,31 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt.adapters.layout import PLAIN, check_initialized
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.memory import Memory
 from ckpt.adapters.modules import (
+    Entry,
     Parameters,
     Part,
+    asked,
     check_optimizer,
+    is_capturable,
     items_of,
+    methods_beyond_step,
     part_groups,
     state_name,
     unwrapped,
 )
 from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.segments import PLAIN, At, Held, Segment, Table, is_plain, same_view
+from ckpt.adapters.segments import At, Held, Segment, Table, place_of, same_view
 from ckpt.adapters.sharded import as_source
 from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
 from ckpt.adapters.zero import keeper_of
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(slots=True)
@@ -66,9 +76,17 @@ class Collected:
 
 
 def collect(
-    state: Mapping[str, Any], *, rank: int, memory: Memory | None = None, lasting: bool = False
+    state: Mapping[str, Any],
+    *,
+    rank: int,
+    memory: Memory | None = None,
+    lasting: bool = False,
+    captured: Collection[Optimizer] = (),
 ) -> Collected:
     """Walk ``state``. Nothing is copied: tensors are those of the state. ``lasting``: so are its large dicts of tensors; else that is believed when they come a second time.
+
+    Args:
+        captured: Optimizers whose steps run no hook, since a graph replays them.
 
     Raises:
         UnsupportedValue: Something that only pickle could save, with its path and the way out.
@@ -81,11 +99,28 @@ def collect(
     objects = list(walk_objects(state))
     look_again(objects)
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
-    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    holds = partial(_holds, captured)
     modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
-    walk = _Walk(Parameters(modules), owned, rank, memory, lasting=lasting)
+    parameters = Parameters(modules)
+    parameters.look_for(optimizers, walk_tensors(state))
+    walk = _Walk(parameters, optimizers, holds, rank, memory, lasting=lasting)
     walk.out.tree = {key: encode(value, join("", key), walk.other) for key, value in _string_keys(state)}
     return walk.out
+
+
+def _holds(captured: Collection[Optimizer], optimizer: Optimizer) -> bool:
+    """Whether only steps that a hook can hold change an optimizer's tensors, so that they may be copied while training goes on."""
+    return not (methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in captured)
+
+
+def _owned(optimizers: Sequence[Optimizer], holds: Callable[[Optimizer], bool]) -> set[int]:
+    """Identity of the parameters that nothing changes but the ``step`` of these optimizers."""
+    late: set[int] = set()
+    eager: set[int] = set()
+    for optimizer in optimizers:
+        found = late if holds(optimizer) else eager
+        found.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return late - eager
 
 
 def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -102,6 +137,14 @@ def is_stateful(value: object) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
+def declares_state(value: object) -> bool:
+    """Whether its class is a ``Stateful`` of torch's checkpoints: then its ``state_dict()`` holds its own tensors, which a restore fills
+    before it gives that dict to ``load_state_dict()``. So do torchtitan's ``ModelWrapper`` and ``OptimizersContainer``.
+    """
+    api = sys.modules.get("torch.distributed.checkpoint.stateful")
+    return api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
+
+
 def look_again(objects: Sequence[tuple[str, Any]]) -> None:
     """Let what stands in for others show what is there now. Before anything is asked of it."""
     for _, value in objects:
@@ -112,7 +155,8 @@ def look_again(objects: Sequence[tuple[str, Any]]) -> None:
 def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Modules and optimizers in the containers of a state, with their paths."""
     if isinstance(value, nn.Module | Optimizer):
-        yield path, value
+        if not declares_state(value):
+            yield path, value
     elif isinstance(value, Mapping) and depth < 100:
         for key, item in value.items():
             if type(item) not in PLAIN:  # of those there may be thousands
@@ -122,23 +166,46 @@ def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
             yield from walk_objects(item, join(path, index), depth + 1)
 
 
-def find_parameters(objects: Sequence[tuple[str, Any]]) -> Parameters:
-    """The modules among the objects of a state."""
-    return Parameters(
+def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that stand in the containers of a state, with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping) and depth < 100:
+        for key, item in value.items():
+            yield from walk_tensors(item, join(path, key), depth + 1)
+    elif isinstance(value, list | tuple) and depth < 100:
+        for index, item in enumerate(value):
+            yield from walk_tensors(item, join(path, index), depth + 1)
+
+
+def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
+    """The modules among the ``objects`` of a state, and the tensors of their optimizers that stand in it by themselves."""
+    found = Parameters(
         (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
     )
+    optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
+    found.look_for(optimizers, walk_tensors(state))
+    return found
 
 
 class _Walk:
     def __init__(
-        self, parameters: Parameters, owned: set[int], rank: int, memory: Memory, *, lasting: bool
+        self,
+        parameters: Parameters,
+        optimizers: Sequence[Optimizer],
+        holds: Callable[[Optimizer], bool],
+        rank: int,
+        memory: Memory,
+        *,
+        lasting: bool,
     ) -> None:
-        self._lasting = lasting
+        self._lasting, self._optimizers, self._holds = lasting, optimizers, holds
         self.out = Collected()
-        self._parameters, self._owned, self._rank, self._memory = parameters, owned, rank, memory
+        self._parameters, self._rank, self._memory = parameters, rank, memory
+        self._owned = _owned(optimizers, holds)
         self._seen: dict[int, str] = {}
         self._at: At = {}
-        self._inside = 0  # how many state_dict()s deep
+        self._made_anew = False  # inside an object that a restore may give new tensors
         self._alone = False  # inside a PerRank value: never shared
 
     def other(self, value: object, path: str) -> Node:
@@ -147,6 +214,9 @@ class _Walk:
             case torch.Tensor():
                 return {"$": "tensor", "n": self._tensor(path, as_source(value))}
             case LocalShards():
+                if self._made_anew:
+                    way = "let its class inherit from torch.distributed.checkpoint.stateful.Stateful, or put them into the state itself"
+                    raise UnsupportedValue(path, "LocalShards in a state_dict()", way)
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # no subclass: those are not plain
                 return self._table(value, path)
@@ -154,7 +224,7 @@ class _Walk:
                 return self._array(value, path)
             case nn.Module():
                 return self._module(value, path)
-            case Optimizer():
+            case Optimizer() if not declares_state(value):
                 return self._optimizer(unwrapped(value), path)
             case PerRank():
                 return self._per_rank(value, path)
@@ -165,26 +235,23 @@ class _Walk:
             case _:
                 pass
         if is_stateful(value):
-            self._inside += 1
+            with asked(path, value):
+                kept = value.state_dict()  # type: ignore[attr-defined]
+            before, self._made_anew = self._made_anew, not declares_state(value)
             try:
-                return {"$": "object", "v": encode(value.state_dict(), path, self.other)}  # type: ignore[attr-defined]
+                return {"$": "object", "v": encode(kept, path, self.other)}
             finally:
-                self._inside -= 1
+                self._made_anew = before
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
     # -- tensors alone ------------------------------------------------------------------------------------------------------
 
     def _tensor(self, name: str, tensor: Source) -> str:
         """Register a tensor that belongs to no module or optimizer; returns the name its bytes are stored under."""
-        if self._inside and isinstance(tensor, DTensor | LocalShards):
-            raise UnsupportedValue(
-                name,
-                f"{type(tensor).__name__} in a state_dict()",
-                "put it, or the module or optimizer that it belongs to, into the state itself",
-            )
         if self._alone:  # its own bytes: what ranks share must not hang on what they do not
-            if isinstance(tensor, LocalShards):
-                raise UnsupportedValue(name, "LocalShards in a PerRank", "put it into the state itself")
+            if isinstance(tensor, DTensor | LocalShards):
+                kind = type(tensor).__name__
+                raise UnsupportedValue(name, f"{kind} in a PerRank", "put it into the state itself")
             name = f"{name}@{self._rank}"
             self.out.parts.append(Held(name, tensor, late=False, replicas=()))
             return name
@@ -202,14 +269,15 @@ class _Walk:
         owner = unwrapped(tensor.owner)
         if not any(known is owner for known in self.out.optimizers):
             self.out.optimizers.append(owner)
-        return True
+        return self._holds(owner)
 
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
         """``name``, or that of an earlier tensor which is this one. All that were seen are kept: no identity comes twice."""
+        check_initialized(name, tensor)
         stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
         if stored is None:
             stored = name
-            if is_plain(tensor) and tensor.layout is torch.strided and (address := tensor.data_ptr()):
+            if isinstance(tensor, torch.Tensor) and (address := place_of(tensor)):
                 others = (
                     [*self._at.get(address, ()), *at.get(address, ())]
                     if at is not self._at
@@ -237,7 +305,8 @@ class _Walk:
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
         """A large dict of plain tensors or ``LocalShards``: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
         tensors = tuple(value.values())
-        if self._alone or not all(type(tensor) in PLAIN or type(tensor) is LocalShards for tensor in tensors):
+        known = PLAIN if self._made_anew else {*PLAIN, LocalShards}
+        if self._alone or not all(type(tensor) in known for tensor in tensors):
             return None
         if not all(type(key) is str and not key.startswith("$") for key in value):
             return None
@@ -311,9 +380,10 @@ class _Walk:
             raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
         values: dict[str, Node] = {}
         tensors: list[Source] = []
-        own = [entry for entry in items.entries if items.is_first or id(entry.value) not in items.first_only]
-        for entry in own:
+        held: list[Entry] = []
+        for entry in items.entries:
             if isinstance(entry.value, Source):
+                held.append(entry)
                 tensors.append(entry.value)
             else:
                 values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
@@ -321,12 +391,10 @@ class _Walk:
 
         def named() -> Iterator[Held]:
             made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
-            found = (entry for entry in own if isinstance(entry.value, Source))
-            for entry, tensor, is_late in zip(found, tensors, late, strict=True):
+            for entry, tensor, is_late in zip(held, tensors, late, strict=True):
                 name = f"{path}/{entry.fqn}"
                 source = made.setdefault((id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor))
-                replicas = () if id(tensor) in items.first_only else items.replicas
-                yield Held(name, source, is_late, replicas)
+                yield Held(name, source, is_late, entry.replicas, entry.left)
 
         self._segment(path, (items, *late), tensors, named)
         return {"$": "module", "values": values}
@@ -334,7 +402,9 @@ class _Walk:
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
         if self._alone:
             raise UnsupportedValue(path, "optimizer in a PerRank", "give it a name of its own on each rank")
-        check_optimizer(path, optimizer)
+        check_optimizer(path, optimizer, self._optimizers)
+        self._tell(optimizer)
+        late = self._holds(optimizer)
         self.out.optimizers.append(optimizer)
         keeper = keeper_of(path, optimizer)
         groups = part_groups(optimizer, self._parameters)
@@ -345,6 +415,8 @@ class _Walk:
             for parameter, parts in zip(group["params"], group_parts, strict=True):
                 for key, value in keeper.state.get(parameter, {}).items():
                     for part in parts:
+                        if part.piece is not None and not part.keeps(value):  # of thousands, at every save
+                            continue
                         if isinstance(value, Source):
                             owners.append((part, key, parameter))
                             tensors.append(value)
@@ -356,16 +428,25 @@ class _Walk:
             for (part, key, parameter), tensor in zip(owners, tensors, strict=True):
                 name = state_name(path, part.path, key)
                 alone = keeper.own is not None or part.piece is not None  # not every rank has it
-                replicas = () if alone else self._parameters.replicas_of(parameter)
-                yield Held(name, part.of(name, tensor), late=True, replicas=replicas)
+                replicas = () if alone else self._parameters.holders_of(parameter)
+                yield Held(name, part.of(name, tensor), late, replicas)
 
-        key = [*self._parameters.items, *((part, key) for part, key, _ in owners)]
+        key = [late, *self._parameters.items, *((part, key) for part, key, _ in owners)]
         self._segment(path, key, tensors, named)
         names = [[part.path for parts in group for part in parts] for group in groups]
         node: Node = {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
         if isinstance(optimizer, OptimizerStandIn):
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
         return node
+
+    def _tell(self, optimizer: Optimizer) -> None:
+        methods, kind = methods_beyond_step(optimizer), type(optimizer)
+        if methods and kind not in self._memory.told:
+            self._memory.told.add(kind)
+            _log.info(
+                "ckpt: %s has methods beyond step() (%s): its tensors are copied before save_async returns",
+                kind.__qualname__, ", ".join(methods[:4]) + (", ..." if len(methods) > 4 else ""),
+            )  # fmt: skip
 
     def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
         return [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple, TypeGuard
 
 import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+from torch.nn.parameter import is_lazy
 
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.errors import UnsupportedValue
@@ -16,34 +20,81 @@ from ckpt.model.cuts import Cut, cut_boxes, local_regions
 from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 
+PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
+
+
+def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
+    """Whether it is a tensor of torch's own kind, with a memory of its own."""
+    return type(tensor) in PLAIN
+
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory this rank holds."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    held: Any = tensor._local_tensor
-    return cast(torch.Tensor, held.wait() if hasattr(held, "wait") else held)  # an unfinished collective
+    """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are read and written."""
+    held = _held(tensor)
+    if is_plain(held):
+        return held
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        return held.detach()  # shares its memory and its version counter
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(held, AsyncCollectiveTensor):
+        return held.wait()
+    return held
+
+
+def _parts(source: Source) -> tuple[torch.Tensor, ...]:
+    return source.tensors if isinstance(source, LocalShards) else (source,)
 
 
 def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
     """The memory of each of the ``boxes`` that ``leaf_of`` has found."""
+    return _in_boxes(tuple(map(local, _parts(source))), boxes)
+
+
+def _in_boxes(held: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+    if len(boxes) == len(held):
+        return held
+    (whole,) = held
+    return [whole[region.slices()] for region in local_regions(boxes)]
+
+
+class Form(NamedTuple):
+    """What a source was when the form was taken, as values: the source itself may take another dtype, shape or memory.
+
+    Attributes:
+        signature: Equal for two sources if and only if ``leaf_of`` and the memory format are equal.
+        held: Aliases of the memory that this rank holds. They stay valid when the source takes another memory.
+        wrapper: A tensor with a version counter of its own, besides those of ``held``: an operation on a DTensor counts
+            there, and one on its local tensor counts in ``held``.
+    """
+
+    signature: Hashable
+    held: tuple[torch.Tensor, ...]
+    wrapper: torch.Tensor | None = None
+
+    def memories(self, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
+        """The memory of each of the ``boxes`` that ``leaf_of`` has found."""
+        return _in_boxes(self.held, boxes)
+
+
+def form_of(source: Source) -> Form:
+    """The form that ``source`` has now."""
+    parts = _parts(source)
+    signature = tuple(_format(_held(part)) for part in parts)
+    wrapper: torch.Tensor | None = None
     if isinstance(source, LocalShards):
-        return source.tensors
-    memory = local(source)
-    if len(boxes) == 1:
-        return (memory,)
-    return [memory[region.slices()] for region in local_regions(boxes)]
+        signature += (source.dtype, source.shape, source.boxes, source.replicas)
+    elif isinstance(source, DTensor):
+        spec, wrapper = source._spec, source
+        signature += (spec.mesh, spec.placements, spec.tensor_meta)
+    return Form(signature, tuple(local(part).detach() for part in parts), wrapper)
 
 
-def signature(tensor: Source) -> Hashable:
-    """Equal if and only if ``leaf_of`` and the memory format would be equal."""
-    if isinstance(tensor, LocalShards):
-        formats = tuple((part.device, part.layout) for part in tensor.tensors)
-        return (tensor.dtype, tensor.shape, tensor.boxes, tensor.replicas, formats)
-    if isinstance(tensor, DTensor):
-        return (tensor._spec, tensor._local_tensor.shape)
-    shape = None if tensor.is_nested else tensor.shape  # has none, and is refused
-    return (tensor.dtype, shape, tensor.device, tensor.layout)
+def _format(held: torch.Tensor) -> Hashable:
+    shape = None if held.is_nested else held.shape  # a nested one has none, and is refused
+    return (held.dtype, shape, held.device, held.layout, None if is_plain(held) else type(held))
 
 
 def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
@@ -53,8 +104,14 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
         UnsupportedValue: A partial, sparse, quantized, nested or meta tensor, with the way out.
     """
     if isinstance(tensor, LocalShards):
-        for part in tensor.tensors:
+        for part, box in zip(tensor.tensors, tensor.boxes, strict=True):
             check(name, part)
+            if (part.dtype, tuple(part.shape)) != (tensor.dtype, box.shape):
+                raise UnsupportedValue(
+                    name,
+                    f"LocalShards made for {box.shape} of {tensor.dtype}, whose memory is now {tuple(part.shape)} of {part.dtype}",
+                    "make new LocalShards when their memory takes another shape or dtype",
+                )
         dtype = dtype_name(name, tensor.dtype)
         return Leaf(
             name, dtype, tensor.shape, tensor.boxes, tensor.replicas if len(tensor.replicas) > 1 else ()
@@ -70,6 +127,12 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
         )
     boxes = tuple(cut_boxes(tensor.shape, _cuts(name, tensor))) if tensor.device_mesh.get_coordinate() else ()
     memory = local(tensor)
+    if memory.dtype != tensor.dtype:
+        raise UnsupportedValue(
+            name,
+            f"DTensor of {tensor.dtype} whose local tensor is of {memory.dtype}",
+            "convert it with Module.to() or Tensor.to(), not through .data",
+        )
     if sum(box.numel for box in boxes) != memory.numel() or (
         len(boxes) == 1 and boxes[0].shape != memory.shape
     ):
@@ -81,8 +144,17 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
     return Leaf(name, dtype, tuple(tensor.shape), boxes, replicas_of(tensor, replicas))
 
 
+def check_initialized(name: str, tensor: Source) -> None:
+    """Raises ``UnsupportedValue`` for a parameter of a lazy module that has no shape yet: it can be asked for nothing."""
+    if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
+        raise UnsupportedValue(
+            name, "parameter that is not initialized", "run a forward pass, which gives it a shape"
+        )
+
+
 def check(name: str, tensor: torch.Tensor) -> str:
     """The name of its dtype, if it can be saved at all."""
+    check_initialized(name, tensor)
     if tensor.is_meta:
         raise UnsupportedValue(name, "tensor on the meta device", "it has no data: materialise it first")
     if tensor.is_nested:
@@ -95,7 +167,43 @@ def check(name: str, tensor: torch.Tensor) -> str:
         raise UnsupportedValue(
             name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()"
         )
+    held, memory = _held(tensor), local(tensor)
+    if memory.is_meta:
+        raise UnsupportedValue(name, f"{type(held).__name__} without data", "materialise it first")
+    if hasattr(held, "__tensor_flatten__") or not (is_plain(held) or has_storage(memory)):
+        raise UnsupportedValue(
+            name,
+            f"{type(held).__name__}, a tensor whose elements lie in other tensors",
+            f"save the tensors that it holds{_inside(held)} under names of their own, or dequantise it first",
+        )
+    check_storage(name, memory)
     return dtype_name(name, tensor.dtype)
+
+
+def has_storage(memory: torch.Tensor) -> bool:
+    """Whether the elements of a plain tensor lie in its storage. A wrapper has none, and what FSDP frees has an empty one."""
+    if not memory.numel():
+        return True
+    last = memory.storage_offset() + sum(
+        (length - 1) * stride for length, stride in zip(memory.shape, memory.stride(), strict=True)
+    )
+    return memory.data_ptr() != 0 and (last + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
+
+
+def check_storage(name: str, memory: torch.Tensor) -> None:
+    """Raises ``UnsupportedValue`` for memory that cannot be read: the process would end with a signal."""
+    if not has_storage(memory):
+        raise UnsupportedValue(
+            name, "tensor without storage, which was freed", "save while it is there, or leave it out"
+        )
+
+
+def _inside(tensor: torch.Tensor) -> str:
+    """The names of the tensors that a wrapper says it consists of."""
+    with suppress(Exception):  # code of the user's
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        return f" ({', '.join(names)})"
+    return ""
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
@@ -110,35 +218,45 @@ def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...
     """Global ranks that hold the same boxes: those that differ from this one only along replicated mesh dimensions.
 
     Args:
-        around: The ranks of the widest mesh in the same module. If the tensor's mesh is cut from that one (``mesh["dp"]`` of a 2-D mesh), the dimensions left out count as
-            replicated, since the module has one tensor of that name on all its ranks. Without it only the tensor's own mesh counts.
+        around: The ranks of the widest mesh in the same unit. If the tensor's mesh is cut from that one (``mesh["dp"]`` of a 2-D mesh), the dimensions left out count as
+            replicated, since the unit has one tensor of that name on all its ranks. Without it only the tensor's own mesh counts.
     """
-    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    here = tensor.device_mesh.get_coordinate()
     if here is None:
         return ()
-    kept = {
+    cut = {
         dim: at
         for dim, (placement, at) in enumerate(zip(tensor.placements, here, strict=True))
         if not isinstance(placement, Replicate)
     }
-    ranks = sorted(
-        mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
-    )
+    ranks = _alike(tensor, cut, around)
+    return ranks if len(ranks) > 1 else ()
+
+
+def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Global ranks that have a tensor of this name, whatever they hold of it. ``around`` is that of ``replicas_of``."""
+    return _alike(tensor, {}, around)
+
+
+def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
+    """All ranks of a DTensor's mesh, ascending."""
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) -> tuple[int, ...]:
+    """Ranks at the place ``kept`` (dimension of the tensor's mesh -> coordinate): of that mesh, or ``around`` where it is cut from a wider one."""
+    mesh = tensor.device_mesh
+    own = mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
     root = mesh._get_root_mesh()
     names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and names and set(names) <= set(root_names):
         index = tuple(
             kept.get(names.index(name), slice(None)) if name in names else slice(None) for name in root_names
         )
-        wider = sorted(root.mesh[index].flatten().tolist())
-        if set(wider) <= set(around):
-            ranks = wider
-    return tuple(ranks) if len(ranks) > 1 else ()
-
-
-def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """All ranks of a DTensor's mesh, ascending."""
-    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+        wider = set(root.mesh[index].flatten().tolist()) & set(around)
+        if wider.issuperset(own):
+            return tuple(sorted(wider))
+    return tuple(sorted(own))
 
 
 def _cuts(name: str, tensor: DTensor) -> Iterator[Cut]:

@@ -11,21 +11,23 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import find_parameters, is_stateful, look_again, walk_objects
+from ckpt.adapters.collect import declares_state, find_parameters, is_stateful, look_again, walk_objects
+from ckpt.adapters.gathered import forget_copies, release
 from ckpt.adapters.load_module import match_module
 from ckpt.adapters.load_optimizer import match_optimizer
 from ckpt.adapters.local_shards import LocalShards
 from ckpt.adapters.matching import Matched, Matching
-from ckpt.adapters.modules import unwrapped
+from ckpt.adapters.modules import asked, unwrapped
 from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.saved import ABSENT, Saved, is_mapping, kind, tag
+from ckpt.adapters.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
 from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sharded import as_source
 from ckpt.adapters.stand_in import StandIn
-from ckpt.adapters.targets import has_live, holds_names
+from ckpt.adapters.targets import has_live, has_sharded, holds_names
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
@@ -69,9 +71,13 @@ class _Match:
         self._state, self._rank, self._world = state, rank, world_size
         self._objects = list(walk_objects(state))
         look_again(self._objects)
+        for _, value in self._objects:
+            if isinstance(value, nn.Module):
+                release(value)
         self._saved = Saved(manifest)
-        self._all = Matching(self._saved, selection, find_parameters(self._objects))
+        self._all = Matching(self._saved, selection, find_parameters(state, self._objects))
         self._actions = self._all.actions
+        self._in_object = False
         self._restored: list[nn.Module | Optimizer] = []
 
     def run(self) -> Matched:
@@ -80,6 +86,7 @@ class _Match:
         self._mapping(self._state, "", "")
         matched = self._all.done()
         matched.actions += [value.settle for value in self._restored if isinstance(value, StandIn)]
+        matched.actions.append(forget_copies)
         matched.uninitialised = tuple(
             name for path, module in modules for name in self._all.real.left_out(path, module)
         )
@@ -130,20 +137,44 @@ class _Match:
             case nn.Module():
                 match_module(self._all, target, node, path, source)
                 self._restored.append(target)
-            case Optimizer():
+            case Optimizer() if not declares_state(target):
                 match_optimizer(self._all, unwrapped(target), node, path, source)
                 self._restored.append(target)
             case MutableMapping() if not is_stateful(target) and has_live(target):
-                if node is not ABSENT and not is_mapping(node):
+                if node is not ABSENT and not is_mapping(node) and tag(node) not in ("module", "object"):
                     raise KindMismatch(path, kind(node), "dict")
                 self._mapping(target, path, source)
             case list() | tuple() if has_live(target):
                 self._sequence(target, node, path, source, put)
+            case _ if (live := self._live_state(target, node, path)) is not None:
+                self._object(target, live, path, source)
             case _:
                 self._all.claim(path, source)
                 self._leaf(target, node, path, source, put)
 
+    def _live_state(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
+        """What the ``state_dict()`` of an object gives, if a restore fills its tensors: those of a ``Stateful``, and sharded ones."""
+        if not (is_stateful(target) and (tag(node) == "object" or is_mapping(node)) and holds_tensors(node)):
+            return None
+        declared = declares_state(target)
+        if not declared and not (dist.is_available() and dist.is_initialized()):
+            return None
+        with asked(path, target):
+            live = target.state_dict()
+        if not isinstance(live, MutableMapping) or not (declared or has_sharded(live)):
+            return None
+        return live
+
+    def _object(self, target: Any, live: MutableMapping[str, Any], path: str, source: str) -> None:
+        """As ``torch.distributed.checkpoint.load`` does: fill the tensors of its ``state_dict()``, then give it that dict."""
+        before, self._in_object = self._in_object, True
+        self._mapping(live, path, source)
+        self._in_object = before
+        self._actions.append(lambda: target.load_state_dict(live))
+
     def _leaf(self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]) -> None:
+        if self._in_object and self._is_resized(target, node):
+            target = None  # such as a queue of samples: a new tensor takes its place
         match target:
             case torch.Tensor() | LocalShards():
                 self._all.expect(node, path, "tensor", "array")
@@ -162,6 +193,16 @@ class _Match:
                 self._actions.append(lambda: target.load_state_dict(made()))
             case _:
                 self._plain(target, node, path, put)
+
+    def _is_resized(self, target: Any, node: Node) -> bool:
+        if (
+            not isinstance(target, torch.Tensor | np.ndarray)
+            or has_sharded(target)
+            or tag(node) not in ("tensor", "array")
+        ):
+            return False
+        saved = self._saved.tensors.get(node["n"])
+        return saved is not None and saved.shape != tuple(target.shape)
 
     def _plain(self, target: Any, node: Node, path: str, put: Callable[[Any], None]) -> None:
         if tag(node) in _LIVE or (tag(node) in ("tensor", "array") and target is not None):

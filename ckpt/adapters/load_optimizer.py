@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ckpt.adapters.local_shards import Source
 from ckpt.adapters.matching import Matching
 from ckpt.adapters.materialise import is_meta
-from ckpt.adapters.modules import Part, fits, new_state, part_groups, state_name
+from ckpt.adapters.modules import PLACELESS, Part, fits, new_state, part_groups, placeless, state_name
 from ckpt.adapters.saved import ABSENT, SavedParameter
 from ckpt.adapters.stand_in import OptimizerStandIn
 from ckpt.adapters.zero import keeper_of
@@ -30,7 +30,6 @@ _HOW: Final = frozenset(("foreach", "fused", "capturable", "differentiable", "ma
 _OF_SCHEDULERS: Final = frozenset(
     ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 )
-_PLACELESS: Final = "~param/"
 
 
 def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str, source: str) -> None:
@@ -84,11 +83,13 @@ class _Loader:
 
     def _look(self, source: str) -> Iterator[_Found]:
         groups = part_groups(self._optimizer, self._match.parameters)
-        for group, group_parts in zip(self._optimizer.param_groups, groups, strict=True):
-            pairs = zip(group["params"], group_parts, strict=True)
-            for parameter, part in ((parameter, part) for parameter, parts in pairs for part in parts):
+        for g, (group, group_parts) in enumerate(zip(self._optimizer.param_groups, groups, strict=True)):
+            pairs = enumerate(zip(group["params"], group_parts, strict=True))
+            for p, parameter, part in (
+                (p, parameter, part) for p, (parameter, parts) in pairs for part in parts
+            ):
                 short, is_here = part.path, part.is_here and self._keeper.keeps(parameter)
-                if short.startswith(_PLACELESS) and is_meta(parameter):
+                if short.startswith(PLACELESS) and is_meta(parameter):
                     raise RestoreError(
                         f"{self._path!r} owns a parameter on the meta device that no module of the state has: build the optimizer after its model was made real, or give the model too"
                     )
@@ -98,6 +99,10 @@ class _Loader:
                 if there in (name, f"{source}/{short}"):  # no rule speaks of it: it follows its parameter
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
+                if saved is None and not self._match.parameters.in_module(parameter):
+                    older = f"{source}/{placeless(g, p)}"  # where its place in the optimizer was all that was known
+                    saved = self._match.saved.parameter(older)
+                    there = older if saved else there
                 yield _Found(group, parameter, part, is_here, name, there, weight, saved)
 
     def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:

@@ -128,13 +128,13 @@ class Matching:
             return
         if isinstance(target, torch.Tensor):
             target = self.real.to_fill(name, target)
+        leaf = leaf_of(name, target, ())
         stored = self.saved.manifest.tied.get(bytes_of, bytes_of)
         known = self._filled.setdefault(memory_of(target), stored)
         if known != stored:
             raise RestoreError(
                 f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their memory in the target, but were saved apart: untie them first"
             )
-        leaf = leaf_of(bytes_of, target, ())
         if leaf.shape != tensor.shape:
             raise ShapeMismatch(name, tensor.shape, leaf.shape, source)
         if leaf.dtype != tensor.dtype:
@@ -145,7 +145,7 @@ class Matching:
                 raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
             self._converted.append((name, tensor.dtype, leaf.dtype))
             leaf = replace(leaf, dtype=tensor.dtype)
-        self._wanted.append(leaf)
+        self._wanted.append(leaf if name == bytes_of else replace(leaf, name=bytes_of))
         self._targets.append(target)
 
     def _want(self, name: str, target: torch.Tensor) -> None:

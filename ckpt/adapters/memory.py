@@ -20,6 +20,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.segments: dict[str, Segment] = {}
+        self.told: set[type] = set()
         self.tables: dict[str, Table] = {}
         self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
 
@@ -27,7 +28,7 @@ class Memory:
         """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
         if isinstance(module, ModuleStandIn):
             return module.items(path)
-        raw = raw_state(module)
+        raw = raw_state(path, module)
         keys, values = tuple(raw), tuple(raw.values())
         known = self.modules.get(path)
         if known is None or known[0] is not module or known[1] != keys or not _same_tensors(known[2], values):

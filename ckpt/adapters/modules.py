@@ -7,8 +7,10 @@ parameters, not by their position, so groups and ids may differ between save and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,27 +20,47 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from ckpt.adapters.declared import DeclaredPart, declared
-from ckpt.adapters.layout import mesh_ranks
+from ckpt.adapters.layout import holders_of, mesh_ranks
 from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.sharded import Piece, flat_parameters, flat_ranks, gathered, hookless_state, is_fsdp1
+from ckpt.adapters.segments import place_of, same_view
+from ckpt.adapters.sharded import (
+    Piece,
+    flat_parameters,
+    gathered,
+    hookless_state,
+    is_fsdp1,
+    over_tensor_parallel,
+)
 from ckpt.adapters.stand_in import ModuleStandIn
+from ckpt.adapters.units import units_of
 from ckpt.adapters.zero import is_zero
-from ckpt.errors import RestoreError, UnsupportedValue
+from ckpt.errors import CkptError, RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join
 
 AnyPiece = Piece | DeclaredPart
+PLACELESS: Final = "~param/"
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entry:
-    """One item of a module's state dict. ``key`` is the module's own name for it, ``fqn`` the canonical one. ``piece``: it is no more than that of ``value``."""
+    """One item of a module's state dict.
+
+    Attributes:
+        key: The module's own name for it.
+        fqn: The canonical one.
+        piece: It is no more than that of ``value``.
+        replicas: Ranks known to hold the same, if it is a plain tensor.
+        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold something else.
+    """
 
     key: str
     fqn: str
     value: Any
     piece: AnyPiece | None = None
+    replicas: tuple[int, ...] = ()
+    left: bool = False
 
 
 class Part(NamedTuple):
@@ -57,6 +79,16 @@ class Part(NamedTuple):
         if self.piece is None or not isinstance(parameter, torch.Tensor):
             return parameter
         return self.piece.of(self.path, parameter)
+
+    def keeps(self, value: object) -> bool:
+        """Whether this rank saves a value of the optimizer's state.
+
+        A value that belongs to the whole parameter, such as a step counter, is saved by the ranks that hold a part of the parameter,
+        since an optimizer does not step a parameter without elements.
+        """
+        return self.is_here or (
+            isinstance(value, torch.Tensor) and self.piece is not None and self.piece.fits(value)
+        )
 
     def of(self, name: str, value: Source) -> Source:
         """A value of the optimizer's state, as far as it belongs to this part: a step counter belongs to all."""
@@ -80,32 +112,84 @@ def _inner(optimizer: Optimizer) -> Optimizer | None:
     return next((each for each in held if isinstance(each, Optimizer)), None)
 
 
-def check_optimizer(path: str, optimizer: Optimizer) -> None:
-    """Raises ``UnsupportedValue`` for an optimizer that keeps state where nobody but itself finds it: it would be lost without a word."""
+def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
+    """Public methods by which an optimizer may change its tensors, beside those of ``torch.optim.Optimizer``.
+
+    Without any, only ``step`` changes them, which a hook can hold: they may be copied while training goes on. Schedule-free optimizers have ``train`` and ``eval``,
+    sharpness-aware ones ``first_step`` and ``second_step``. The classes of torch and of ckpt are known to have none that matters.
+    """
+    inner: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
+    kind: Any = type(inner)  # mypy takes the hash of an optimizer for that of its class
+    return _own_methods(kind)
+
+
+def is_capturable(optimizer: Optimizer) -> bool:
+    """Whether its steps are made to be captured in a graph, whose replays run no hook."""
+    return any(group.get("capturable") for group in optimizer.param_groups)
+
+
+@cache
+def _own_methods(kind: type) -> tuple[str, ...]:
+    unknown = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "ckpt")]
+    named = {name: value for each in unknown for name, value in vars(each).items()}
+    methods = (name for name, value in named.items() if callable(value) or isinstance(value, classmethod))
+    return tuple(sorted(n for n in methods if not n.startswith("_") and not hasattr(Optimizer, n)))
+
+
+def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
+    """Raises ``UnsupportedValue`` for an optimizer whose state is not all in ``state`` and ``param_groups``. ``others``: the optimizers in the same state."""
     kind = type(optimizer).__qualname__
     way = "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
     if is_zero(optimizer):
         return
-    if (
-        isinstance(optimizer.__dict__.get("optimizer"), Optimizer)
-        or type(optimizer).state_dict is not Optimizer.state_dict
-    ):
+    if type(optimizer).state_dict is not Optimizer.state_dict:
         raise UnsupportedValue(path, f"{kind}, an optimizer with a state_dict() of its own", way)
+    for name, held in vars(optimizer).items():
+        inside = held if isinstance(held, list | tuple) else [held]
+        alone = [
+            each
+            for each in inside
+            if isinstance(each, Optimizer)
+            and each.state is not optimizer.state
+            and not any(each is other for other in others)
+        ]
+        if alone:
+            raise UnsupportedValue(
+                path,
+                f"{kind}, which holds another optimizer ({type(alone[0]).__qualname__}) with state of its own",
+                f"put that one into the state as well, under a name of its own: .{name}",
+            )
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(key) not in known for key in optimizer.state):
         raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", way)
 
 
-def raw_state(module: nn.Module) -> dict[str, Any]:
+@contextmanager
+def asked(path: str, value: object) -> Generator[None]:
+    """Call the ``state_dict()`` of ``value``. If it raises, the error names ``path``."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise UnsupportedValue(
+            path,
+            f"{type(value).__qualname__} whose state_dict() raises {type(error).__name__}",
+            f"{error}. Correct its state_dict(), or leave the object out of the state",
+        ) from error
+
+
+def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
     """The module's own state dict, its tensors as they are: with its hooks run, but for those of FSDP1, which gather."""
-    return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
+    with asked(path, module):
+        return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
 
 
-def entries(module: nn.Module) -> Iterator[Entry]:
+def entries(path: str, module: nn.Module) -> Iterator[Entry]:
     """The module's state dict with canonical names, tensors not detached. Order is the module's own."""
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
-    for key, value in raw_state(module).items():
+    for key, value in raw_state(path, module).items():
         for name, piece in flats.get(id(value), {"": declared(value)}).items():
             yield Entry(key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece)
 
@@ -140,53 +224,72 @@ class ModuleItems:
     """A module's state.
 
     Attributes:
-        replicas: Ranks known to hold the same *plain* tensors: a DDP group's, or the widest mesh of the module's DTensors; else none.
         parts: Identity of each parameter -> its canonical path, or what it consists of.
-        first_only: Identity of tensors that the first of these ranks alone saves: DDP overwrites buffers with its first rank's before each forward, so a
-            BatchNorm's running statistics rightly differ between ranks after one.
-        is_first: Whether this is that rank.
+        holders: Identity of each parameter -> the ranks known to have one of its name, whatever they hold of it.
     """
 
     entries: tuple[Entry, ...]
-    replicas: tuple[int, ...]
     parts: Mapping[int, tuple[Part, ...]]
-    first_only: frozenset[int]
-    is_first: bool
+    holders: Mapping[int, tuple[int, ...]]
 
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
     """What the module at ``path`` of a state saves, and who holds the same."""
     if isinstance(module, ModuleStandIn):
         return module.items(path)
-    found = tuple(entries(module))
-    if flat_parameters(module).keys() - {id(entry.value) for entry in found}:
-        raise gathered(f"{path}/{found[0].fqn}")
-    first_only: frozenset[int] = frozenset()
-    is_first = True
-    if isinstance(module, DistributedDataParallel):
-        ranks = tuple(sorted(torch.distributed.get_process_group_ranks(module.process_group)))
-        if module.broadcast_buffers:
-            first_only, is_first = (
-                frozenset(map(id, module.modules_buffers)),
-                torch.distributed.get_rank() == ranks[0],
-            )
-    else:
-        meshes = {
-            id(entry.value.device_mesh): entry.value for entry in found if isinstance(entry.value, DTensor)
-        }
-        ranks = max((mesh_ranks(tensor) for tensor in meshes.values()), key=len, default=())
-        ranks = max(ranks, flat_ranks(module), key=len)
+    found = tuple(_shared(module, tuple(entries(path, module))))
+    _check_fsdp1(path, module, {id(entry.value) for entry in found})
     parts: dict[int, dict[AnyPiece | None, Part]] = defaultdict(dict)
+    holders: dict[int, tuple[int, ...]] = {}
     for entry in found:
-        if isinstance(entry.value, nn.Parameter):
-            parts[id(entry.value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
+        if isinstance(value := entry.value, nn.Parameter):
+            parts[id(value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
+            ranks = entry.replicas if not isinstance(value, DTensor) else holders_of(value, entry.replicas)
+            holders.setdefault(id(value), ranks)
     return ModuleItems(
-        entries=found,
-        replicas=ranks,
-        parts={key: tuple(of.values()) for key, of in parts.items()},
-        first_only=first_only,
-        is_first=is_first,
+        entries=found, parts={key: tuple(of.values()) for key, of in parts.items()}, holders=holders
     )
+
+
+def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
+    """Raises ``UnsupportedValue`` for flat parameters that are not in their places, or are parts of parts."""
+    if not is_fsdp1(module):
+        return
+    name = canonical(module)
+    for key in over_tensor_parallel(module):
+        raise UnsupportedValue(
+            f"{path}/{name(key)}",
+            "parameter of FSDP1 over tensor parallelism",
+            "take fully_shard() (FSDP2) instead, which can be combined with parallelize_module()",
+        )
+    for identity, pieces in flat_parameters(module).items():
+        if identity not in found:
+            key, piece = next(iter(pieces.items()))
+            raise gathered(f"{path}/{name(key or piece.fqn)}")
+
+
+def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
+    """The entries of ``module``, each with the ranks that hold the same."""
+    unit_of = units_of(module)
+    units = [unit_of(entry.key) for entry in found]
+    ranks = {unit: unit.ranks for unit in units}
+    meshes = {
+        (unit, id(entry.value.device_mesh)): entry.value
+        for entry, unit in zip(found, units, strict=True)
+        if isinstance(entry.value, DTensor)
+    }
+    for (unit, _), tensor in meshes.items():
+        ranks[unit] = max(ranks[unit], mesh_ranks(tensor), key=len)
+    buffers = {id(buffer) for buffer in module.buffers() if not isinstance(buffer, DTensor)}
+    for entry, unit in zip(found, units, strict=True):
+        is_buffer = id(entry.value) in buffers
+        is_ignored = id(entry.value) in unit.ignored and (is_buffer or entry.value.requires_grad)
+        if is_ignored or (not ranks[unit] and unit.is_first is None):  # nothing is known of others
+            yield entry
+        elif is_buffer and unit.is_first is not None:
+            yield entry if unit.is_first else replace(entry, replicas=ranks[unit], left=True)
+        else:
+            yield replace(entry, replicas=ranks[unit])
 
 
 class Parameters:
@@ -195,24 +298,49 @@ class Parameters:
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
         self._items = {id(module): items for module, items in modules}
         self.items = tuple(self._items.values())
+        self._alone: dict[int, str] = {}
+
+    def look_for(self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Find the parameters of ``optimizers`` that no module holds among ``tensors``, which stand in the state by themselves: each as
+        itself, or as another tensor of the same memory, as ``state_dict()`` gives it.
+        """
+        held = set[int]().union(*(items.parts for items in self.items))  # of thousands, at every save
+        at: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for parameters in (group["params"] for optimizer in optimizers for group in optimizer.param_groups):
+            for parameter in parameters:
+                if id(parameter) not in held and isinstance(parameter, torch.Tensor):
+                    at[place_of(parameter)].append(parameter)
+        for path, tensor in tensors if at else ():
+            for parameter in at.get(place_of(tensor), ()):
+                if tensor is parameter or (place_of(tensor) and same_view(tensor, parameter)):
+                    self._alone.setdefault(id(parameter), path)
+
+    def in_module(self, parameter: Source) -> bool:
+        """Whether a module of the state holds it."""
+        return any(id(parameter) in items.parts for items in self._items.values())
 
     def of(self, module: nn.Module) -> ModuleItems | None:
         """The items of a module of the state; None for one that lies hidden in an object."""
         return self._items.get(id(module))
 
     def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
-        """Its path, or its place in the optimizer if no module of the state holds it. More than one if it is a flat one."""
+        """Its path, or its place in the optimizer if the state does not hold it. More than one if it is a flat one."""
         for items in self._items.values():
             if found := items.parts.get(id(parameter)):
                 return found
-        return (Part(f"~param/{group}/{position}"),)
+        return (Part(self._alone.get(id(parameter)) or placeless(group, position)),)
 
-    def replicas_of(self, parameter: Source) -> tuple[int, ...]:
-        """Who replicates the module that holds it; none known if no module does."""
+    def holders_of(self, parameter: Source) -> tuple[int, ...]:
+        """Ranks known to have a parameter of its name; none if no module of the state holds it."""
         for items in self._items.values():
-            if id(parameter) in items.parts:
-                return items.replicas
+            if id(parameter) in items.holders:
+                return items.holders[id(parameter)]
         return ()
+
+
+def placeless(group: int, position: int) -> str:
+    """What stands for the path of a parameter that the state does not hold."""
+    return f"{PLACELESS}{group}/{position}"
 
 
 def part_groups(optimizer: Optimizer, parameters: Parameters) -> list[list[tuple[Part, ...]]]:

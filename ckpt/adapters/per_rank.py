@@ -34,7 +34,7 @@ class PerRank:
 
 
 class RngState:
-    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and, once CUDA is in use, on every CUDA device.
+    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and, once the accelerator is in use, on each of its devices.
 
     Nearly always wrapped: ``PerRank(RngState())``.
     """
@@ -46,14 +46,28 @@ class RngState:
             "numpy": np.random.get_state(),
             "torch": torch.get_rng_state(),
         }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            state["cuda"] = torch.cuda.get_rng_state_all()
+        if (found := _accelerator()) is not None:
+            name, module = found
+            state[name] = [module.get_rng_state(index) for index in range(module.device_count())]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set them. CUDA states beyond the devices at hand are ignored."""
+        """Set them. States of another accelerator, or beyond the devices at hand, are ignored."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+        if (found := _accelerator(in_use=False)) is not None and found[0] in state:
+            name, module = found
+            for index, held in zip(range(module.device_count()), state[name], strict=False):
+                module.set_rng_state(held, index)
+
+
+def _accelerator(*, in_use: bool = True) -> tuple[str, Any] | None:
+    """The accelerator's name and module, if it has generators that can be kept. ``in_use``: nothing is asked that would make a context."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return None
+    module = torch.get_device_module(device)
+    if in_use and not getattr(module, "is_initialized", lambda: True)():
+        return None
+    return (device.type, module) if hasattr(module, "get_rng_state") else None

@@ -10,19 +10,22 @@ import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
+
+import torch
 
 from ckpt.adapters.collect import Collected
-from ckpt.adapters.layout import leaf_of, local, memories, signature
+from ckpt.adapters.layout import Form, check_storage, form_of, leaf_of, local
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.segments import Held, Segment
 from ckpt.adapters.zero import keeper_of
-from ckpt.config import Copies, SaveConfig
+from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
-from ckpt.plan.copies import writers
+from ckpt.plan.copies import left, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SPLIT_FROM_BYTES, SavePlan, plan_save
 from ckpt.staging.copies import Copy
+from ckpt.staging.device import Devices, is_ordered, refuse_capture
 from ckpt.staging.image import Image, copyable
 from ckpt.staging.slot import Slot
 from ckpt.staging.snapshot import Batch, Check, Snapshot
@@ -41,38 +44,43 @@ class _Place(NamedTuple):
     region: tuple[slice, ...] | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Prepared:
     """A plan and the leaves it was made for.
 
     Attributes:
         by_leaf: For each leaf the plan's items of it.
+        devices: Those of the sources that are not in host memory.
     """
 
     leaves: tuple[Leaf, ...]
     plan: SavePlan
     by_leaf: tuple[tuple[_Place, ...], ...]
-    images: dict[int, tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]]] = field(
-        default_factory=dict[int, Any]
-    )
+    devices: Devices = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def warm(self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool) -> None:
+    def warm(self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool, check: CheckMode) -> None:
         """Lay the plan over ``slots`` ahead, so that the first save need not. From any thread."""
         for slot in slots:
             with self.lock:
-                self._lay(slot, parts, overlap)
+                _, chosen = self._lay(slot, parts, overlap)
+                if check == "sampled":
+                    for batch in chosen:
+                        batch.sample.build()
 
-    def snapshot(self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool) -> Snapshot:
-        """Sources matched with their places in ``slot``. Nothing is copied yet."""
+    def snapshot(
+        self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool, check: CheckMode = "sampled"
+    ) -> Snapshot:
+        """Sources matched with their places in ``slot``, and what they hold now as far as ``check`` says. Nothing is copied yet."""
         with self.lock:
             image, chosen = self._lay(slot, parts, overlap)
-        return Snapshot(step, chosen, image.window())
+            return Snapshot(step, chosen, image.window(), check=check)
 
     def _lay(self, slot: Slot, parts: Sequence[Part], overlap: bool) -> tuple[Image, list[Batch]]:
-        image, batches = self.images.get(id(slot), (None, {}))
-        if image is None or image.slot is not slot:
-            image, batches = self.images[id(slot)] = Image(self.plan, self.leaves, slot), {}
+        laid: tuple[Image, dict[tuple[int, bool], tuple[Part, Batch]]] | None = slot.laid.get(self)
+        if laid is None:
+            laid = slot.laid[self] = Image(self.plan, self.leaves, slot), {}
+        image, batches = laid
         chosen: list[Batch] = []
         first = 0
         for index, part in enumerate(parts):
@@ -89,12 +97,14 @@ class Prepared:
         eager: list[Copy] = []
         late: list[Copy] = []
         checks: list[Check] = []
-        for offset, held in enumerate(part.held if isinstance(part, Segment) else (part,)):
+        wrappers: list[tuple[str, torch.Tensor]] = []
+        for offset, (held, form) in enumerate(_forms(part)):
             leaf = self.leaves[first + offset]
-            # an alias: `parameter.data = other` within the window changes what the parameter is, not what is copied
-            parts = [memory.detach() for memory in memories(held.tensor, leaf.boxes)]
-            # those that were made in inference mode have no version to watch
-            is_late = overlap and held.late and not any(memory.is_inference() for memory in parts)
+            # aliases: `parameter.data = other` within the window changes what the parameter is, not what is copied
+            parts = form.memories(leaf.boxes)
+            for memory in parts:  # a plan that is kept vouches for shapes, not for memory
+                check_storage(held.name, memory)
+            is_late = overlap and held.late and all(map(_may_be_late, parts))
             for item, piece, region in self.by_leaf[first + offset]:
                 memory = parts[piece]
                 source = copyable(memory, leaf.dtype)
@@ -104,11 +114,13 @@ class Prepared:
                     Copy(held.name, source, view, memory, end, cut, address)
                     for view, end, cut in image.targets(item, flat=source.is_contiguous())
                 )
+            if is_late and form.wrapper is not None:
+                wrappers.append((held.name, form.wrapper))
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
         late.sort(key=attrgetter("end"))  # so that sorting all batches together is a merge
-        return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks))
+        return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks), wrappers=tuple(wrappers))
 
 
 class PlanCache:
@@ -138,11 +150,16 @@ class PlanCache:
 
         Raises:
             UnsupportedValue: A tensor that cannot be saved, with its name.
+            StagingError: A graph is being captured.
         """
-        found = [part if isinstance(part, Segment) else _signature(part) for part in collected.parts]
+        found = [
+            part if isinstance(part, Segment) else _signature(part, form_of(part.tensor))
+            for part in collected.parts
+        ]
         if self._prepared is None or not _same_structure(self._known, found):
             self._prepared = self._new(collected.held)
         self._known = found
+        refuse_capture(self._prepared.devices, "save_async")
         return self._prepared
 
     def forget(self) -> None:
@@ -168,11 +185,13 @@ class PlanCache:
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
-        return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)))
+        return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)), devices=_devices(held))
 
     def _leaf(self, held: Held) -> Leaf:
-        leaf = leaf_of(held.name, held.tensor, held.replicas)
+        leaf = leaf_of(held.name, held.tensor, () if held.left else held.replicas)
         node_of = self._node_of if leaf.nbytes < self._from_bytes else ()
+        if held.left:
+            return left(leaf, held.replicas, self._rank, node_of)
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
 
     def growth(self, collected: Collected) -> int:
@@ -192,12 +211,19 @@ def _same_structure(before: Sequence[Segment | Hashable], now: Sequence[Segment 
 def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
     found: list[Hashable] = []
     for part in parts:
-        found += [_signature(held) for held in part.held] if isinstance(part, Segment) else [part]
+        found += [_signature(*pair) for pair in _forms(part)] if isinstance(part, Segment) else [part]
     return found
 
 
-def _signature(held: Held) -> Hashable:
-    return (held.name, signature(held.tensor), held.replicas)
+def _forms(part: Part) -> Iterable[tuple[Held, Form]]:
+    """The tensors of ``part``, each with the form that it is saved in."""
+    if isinstance(part, Segment):
+        return zip(part.held, part.forms, strict=True)
+    return [(part, form_of(part.tensor))]
+
+
+def _signature(held: Held, form: Form) -> Hashable:
+    return (held.name, form.signature, held.replicas, held.left)
 
 
 def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
@@ -222,6 +248,21 @@ def _nbytes(parameter: Source) -> int:
     if isinstance(parameter, LocalShards):
         return sum(part.nbytes for part in parameter.tensors)
     return local(parameter).nbytes
+
+
+def _may_be_late(memory: torch.Tensor) -> bool:
+    """A tensor made in inference mode has no version to watch, and the memory of a lazy view has other values than the view."""
+    return is_ordered(memory.device) and not (memory.is_inference() or memory.is_conj() or memory.is_neg())
+
+
+def _devices(held: Iterable[Held]) -> Devices:
+    sources = (item.tensor for item in held)
+    found = {
+        part.device
+        for source in sources
+        for part in (source.tensors if isinstance(source, LocalShards) else (local(source),))
+    }
+    return tuple(sorted((device for device in found if device.type != "cpu"), key=str))
 
 
 def _is_text(name: str) -> bool:

@@ -7,12 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from ckpt.adapters.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import Node, below, decode, join
+from ckpt.model.values import Node, below, decode, join, parse
 
 ABSENT: Final = object()
 """No node: None is a value."""
@@ -39,7 +37,7 @@ class Saved:
         self.manifest = manifest
         self.tensors = manifest.tensor_map()
         self.names = sorted(self.tensors)
-        self._tree: Node = msgspec.json.decode(manifest.tree)
+        self._tree: Node = parse(manifest.tree)
         if not isinstance(self._tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
         self._nodes: dict[str, Node] = {"": self._tree}
@@ -50,7 +48,7 @@ class Saved:
     @property
     def imported(self) -> bool:
         """Whether it comes from another program, as ``ckpt import`` notes it."""
-        metadata = msgspec.json.decode(self.manifest.metadata)
+        metadata = parse(self.manifest.metadata, "metadata")
         return isinstance(metadata, dict) and "imported_as" in metadata
 
     def node(self, path: str) -> Node:
@@ -79,7 +77,7 @@ class Saved:
 
     def per_rank(self, source: int) -> Mapping[str, Node]:
         """Path -> node of the values that one of the ranks saved for itself."""
-        values: Mapping[str, Node] = msgspec.json.decode(self.manifest.per_rank[str(source)])
+        values: Mapping[str, Node] = parse(self.manifest.per_rank[str(source)], "per_rank")
         return values
 
     def parameter(self, name: str) -> SavedParameter | None:
@@ -102,8 +100,8 @@ class Saved:
         values = (
             [f"{path}/{fqn}" for fqn in node["values"]] if tag(node) == "module" else list(self._of(path))
         )
-        inside = tuple(f"{name}/" for name in values)
-        tensors = [name for name in below(self.names, path) if not name.startswith(inside)]
+        inside = {each for name in values for each in below(self.names, name)}
+        tensors = [name for name in below(self.names, path) if name not in inside]
         return sorted({*values, *tensors})
 
     def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
@@ -130,7 +128,7 @@ class Saved:
                 return self.entries(path)
             case "optimizer":
                 return self.parameters(path)
-            case "object" | "per_rank" | "tensor" | "array":
+            case "per_rank" | "tensor" | "array":
                 return ()
             case _:
                 return self._of(path).keys()
@@ -164,6 +162,13 @@ def kind(node: Node) -> str:
     if isinstance(node, dict):
         return str(node.get("$", "dict"))
     return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
+
+
+def holds_tensors(node: Node) -> bool:
+    """Whether there are tensors in a node."""
+    if isinstance(node, dict):
+        return node.get("$") == "tensor" or any(map(holds_tensors, node.values()))
+    return isinstance(node, list) and any(map(holds_tensors, node))
 
 
 def is_mapping(node: Node) -> bool:

@@ -22,7 +22,7 @@ _WRAPPED = "_fsdp_wrapped_module"
 class Piece(NamedTuple):
     """Which elements of a tensor of ``shape`` lie in a flat memory of ``size`` elements: ``length`` of them, from the tensor's element ``start`` and the memory's element ``at`` on.
 
-    ``fqn`` tells it from others of which nothing is here either, ``replicas`` are the ranks that hold the same.
+    ``fqn``, its key in the module, tells it from others of which nothing is here either; ``replicas`` are the ranks that hold the same.
     """
 
     fqn: str
@@ -55,7 +55,8 @@ def gathered(name: str) -> UnsupportedValue:
     return UnsupportedValue(
         name,
         "parameter of FSDP1 that is gathered now",
-        "save and restore between steps, outside of summon_full_params()",
+        "save after backward() and before the next forward(), and outside of summon_full_params(): under SHARD_GRAD_OP "
+        "parameters are gathered from forward() to backward()",
     )
 
 
@@ -72,21 +73,36 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
     return found
 
 
+def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
+    """Keys of the parameters that FSDP1 has flattened and that were DTensors before, as ``parallelize_module`` makes them."""
+    for name, wrapper in _wrappers(module):
+        flat = wrapper._handle.flat_param if wrapper._handle is not None else None
+        for fqn, extension in (
+            zip(flat._fqns, flat._param_extensions, strict=True) if flat is not None else ()
+        ):
+            if extension is not None:
+                yield f"{name}.{_WRAPPED}.{fqn}" if name else f"{_WRAPPED}.{fqn}"
+
+
+def handles(module: nn.Module) -> Iterator[Any]:
+    """FSDP1's handles of the flat parameters of ``module``."""
+    for _, wrapper in _wrappers(module):
+        if (handle := wrapper._handle) is not None:  # None: it has no parameters of its own
+            yield handle
+
+
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether any part of it is wrapped in FSDP1."""
     return any(True for _ in _wrappers(module))
 
 
-def flat_ranks(module: nn.Module) -> tuple[int, ...]:
-    """Ranks that FSDP1 shards the widest of its parameters over, replicas included; none if that cannot be told."""
-    found: tuple[int, ...] = ()
-    for _, wrapper in _wrappers(module):
-        ranks, copies = _groups(wrapper)
-        every = tuple(range(torch.distributed.get_world_size()))
-        if copies and len(ranks) * len(copies) == len(every):
-            ranks = every
-        found = max(found, ranks, key=len)
-    return found
+def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
+    """Ranks that one FSDP1 wrapper keeps alike, those of its copies included where they can be told; and whether this rank is the first of all."""
+    ranks, copies = _groups(wrapper)
+    here = torch.distributed.get_rank()
+    is_first = here == ranks[0] and (not copies or here == copies[0])
+    every = tuple(range(torch.distributed.get_world_size()))
+    return (every if len(ranks) * len(copies) == len(every) else ranks), is_first
 
 
 def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
@@ -121,6 +137,7 @@ def _flats(prefix: str, wrapper: Any, handle: Any) -> Iterator[tuple[int, Flat]]
     ranks, copies = _groups(wrapper)
     sharded = bool(handle.uses_sharded_strategy)
     replicas = copies if sharded else ranks
+    lead = f"{prefix}{_WRAPPED}."
     if handle._use_orig_params and not sharded:
         return  # ordinary parameters
     if handle._use_orig_params:
@@ -128,13 +145,13 @@ def _flats(prefix: str, wrapper: Any, handle: Any) -> Iterator[tuple[int, Flat]]
         for parameter, fqn, info, shape in described:
             length = info.numel_in_shard or 0
             start = info.intra_param_start_idx or 0
-            yield id(parameter), {"": Piece(fqn, tuple(shape), start, 0, length, length, replicas)}
+            yield id(parameter), {"": Piece(f"{lead}{fqn}", tuple(shape), start, 0, length, length, replicas)}
         return
     size = (flat._sharded_size if sharded else flat._unpadded_unsharded_size).numel()
     keyed: dict[str, Piece] = {}
     for fqn, info, shape in zip(flat._fqns, flat._shard_param_infos, flat._shapes, strict=True):
-        keyed[f"{prefix}{_WRAPPED}.{fqn}"] = Piece(
-            fqn,
+        keyed[f"{lead}{fqn}"] = Piece(
+            f"{lead}{fqn}",
             tuple(shape),
             info.intra_param_start_idx or 0,
             info.offset_in_shard or 0,
@@ -144,7 +161,7 @@ def _flats(prefix: str, wrapper: Any, handle: Any) -> Iterator[tuple[int, Flat]]
         )
     for shared in flat._shared_param_infos:
         first, other = (
-            f"{prefix}{_WRAPPED}." + ".".join(filter(None, (module, parameter)))
+            lead + ".".join(filter(None, (module, parameter)))
             for module, parameter in (
                 (shared.prim_module_name, shared.prim_param_name),
                 (shared.module_name, shared.param_name),

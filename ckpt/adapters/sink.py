@@ -12,6 +12,7 @@ from ckpt.adapters.local_shards import Source
 from ckpt.errors import RestoreError
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead
+from ckpt.staging.device import drain, is_ordered, on, refuse_capture
 from ckpt.staging.image import copyable, over
 
 _LARGE_BYTES: Final = 256 << 10
@@ -20,7 +21,10 @@ _LARGE_BYTES: Final = 256 << 10
 class TensorSink:
     """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its place. A leaf has the dtype of what is read: a target of another one gets it converted, chunk by chunk.
 
-    Threads: any; chunks do not overlap.
+    On an accelerator every write goes to what is the current stream of its device when this is built, so that what the
+    builder queues there later comes after it. All that was queued on the device before, on any stream, is waited for first.
+
+    Threads: built by the training thread, used from any; chunks do not overlap.
     """
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
@@ -35,6 +39,13 @@ class TensorSink:
             ]
             for leaf, target, converted in zip(leaves, targets, self._converted, strict=True)
         ]
+        held = {memory.device for memories in self._locals for memory in memories}
+        devices = [device for device in held if device.type != "cpu"]
+        refuse_capture(devices, "restore")
+        drain(devices)
+        self._streams = {
+            device: torch.accelerator.current_stream(device) for device in devices if is_ordered(device)
+        }
 
     def direct(self, read: ChunkRead) -> memoryview | None:
         """Memory of exactly this chunk in a target, if it is one piece of CPU memory."""
@@ -69,7 +80,9 @@ class TensorSink:
             ]  # from the dtype itself, not from integers that stand for it
             chunk = raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
             part = chunk[target.part.relative_to(read.box).slices()]
-            _fill(self._region(read, index), part, self._leaves[target.leaf].name)
+            region = self._region(read, index)
+            with on(self._streams.get(region.device)):
+                _fill(region, part, self._leaves[target.leaf].name)
 
     def _region(self, read: ChunkRead, index: int) -> torch.Tensor:
         target = read.targets[index]

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import is_stateful
+from ckpt.adapters.collect import declares_state, is_stateful
 from ckpt.adapters.layout import local
 from ckpt.adapters.local_shards import LocalShards, Source
 from ckpt.adapters.per_rank import PerRank
+from ckpt.adapters.sharded import as_source
 
 
 def memory_of(target: Source) -> Hashable:
@@ -21,11 +23,8 @@ def memory_of(target: Source) -> Hashable:
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)
-    return (
-        (memory.data_ptr(), memory.shape, memory.stride())
-        if memory.numel() and not memory.is_meta
-        else id(target)
-    )
+    address = memory.data_ptr()  # 0 is no place: many tensors have it
+    return (address, memory.shape, memory.stride()) if address and memory.numel() else id(target)
 
 
 def has_live(value: Any, depth: int = 0) -> bool:
@@ -39,8 +38,17 @@ def has_live(value: Any, depth: int = 0) -> bool:
     return isinstance(value, list | tuple) and any(has_live(item, depth + 1) for item in value)
 
 
+def has_sharded(value: Any) -> bool:
+    """Whether a container holds tensors that are only in part on this rank."""
+    if isinstance(value, torch.Tensor | LocalShards):
+        return isinstance(value, DTensor | LocalShards) or isinstance(as_source(value), LocalShards)
+    if isinstance(value, Mapping):
+        return any(map(has_sharded, value.values()))
+    return isinstance(value, list | tuple) and any(map(has_sharded, value))
+
+
 def holds_names(target: Any) -> bool:
     """Whether what is below it has names of its own."""
     if isinstance(target, nn.Module | Optimizer):
-        return True
+        return not declares_state(target)
     return isinstance(target, MutableMapping | list | tuple) and not is_stateful(target) and has_live(target)

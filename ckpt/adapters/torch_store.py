@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
@@ -31,6 +30,12 @@ _REST: Final = 4
 """A look at thousands of ranks takes seconds of the store's time: so many times as long nobody looks after it."""
 _BLOCK: Final = 256
 """Keys in a request: the server's time for one grows faster than linearly with them, and a request for each costs seven times as much (docs/scale.md)."""
+_FIRST_PAUSE: Final = 0.0005
+_LONGEST_PAUSE: Final = 0.025
+_GROWTH: Final = 1.25
+"""Each pause between two looks at the store is so many times the one before: a wait ends at most a quarter late."""
+_LOOKS: Final = 512
+"""Looks in a second, at most, by all ranks that have waited for a while."""
 _NOTHING: Final = "\0"
 """No word: what a store answers to "if this is there, put this" where there is nothing."""
 _START_SECONDS: Final = 300.0
@@ -122,14 +127,20 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
-        try:
-            self._store.wait(keys, timedelta(seconds=max(seconds, 0.001)))
-        except dist.DistStoreError as error:
-            if "imeout" in str(error) or "imed out" in str(error):
+        """Whether all ``keys`` have a value, which is waited for up to ``seconds``.
+
+        It looks again and again, at growing intervals: a wait of torch's own prints two warnings each time that it ends in
+        vain, and a thread that is inside of it when the interpreter exits ends the process with a signal.
+        """
+        deadline = time.monotonic() + seconds
+        longest = max(_LONGEST_PAUSE, self.world_size / _LOOKS)
+        pause = max(_FIRST_PAUSE, longest / 50)
+        while not self._are_there(keys):
+            left = deadline - time.monotonic()
+            if left <= 0:
                 return False
-            raise CommitError(f"the job's store is gone: {_brief(error)}") from None
-        except (dist.DistError, RuntimeError) as error:
-            raise CommitError(f"the job's store is gone: {_brief(error)}") from None
+            time.sleep(min(pause, left))
+            pause = min(_GROWTH * pause, longest)
         return True
 
 

@@ -17,17 +17,18 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
+from ckpt.catalog.claim import Claim
 from ckpt.catalog.evictor import Evictor
 from ckpt.catalog.found import Found
-from ckpt.catalog.index import attempts
 from ckpt.catalog.origin import Origin
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
 from ckpt.catalog.verify import Fault, Meter, Span, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.mark import clear_away
-from ckpt.coordination.owner import Owner, read_owner
-from ckpt.errors import CkptError, IntegrityError, OutOfSpace, StorageError
+from ckpt.coordination.owner import Owner
+from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, StorageError
+from ckpt.model import units
 from ckpt.model.checksum import checksum
 from ckpt.model.layout import StepRef, fragment_name
 from ckpt.model.manifest import File, FragmentRef, stored_size
@@ -75,6 +76,7 @@ class ReadThrough:
     ) -> None:
         self._tiers, self.origin, self._found, self._coordinator = tiers, origin, found, coordinator
         self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
+        self._me = Owner.here(coordinator.attempt)
         self._waiting, self._deadline = waiting, time.monotonic() + patience
         self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
@@ -165,8 +167,8 @@ class ReadThrough:
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
             _log.info(
-                "ckpt: %s was put into %s from %s: %.2f GB in %.2f s",
-                self.origin.ref.key(file.name), cache.url, self._tiers[source].url, size / 1e9, seconds,
+                "ckpt: %s was put into %s from %s: %s in %.2f s",
+                self.origin.ref.key(file.name), cache.url, self._tiers[source].url, units.size(size), seconds,
             )  # fmt: skip
         except (IntegrityError, StorageError) as error:
             if self.origin.ref.key(file.name) not in self.origin.lost:
@@ -220,16 +222,15 @@ class ReadThrough:
             ranks = len(cache.nodes.mates(self._coordinator.rank))
         mine = sum(map(self._size, files))
         try:
-            # another job's farther tiers may wait for anything that is there
-            ours = self._may_change(position)
+            claim = Claim(cache.backend, self._me)
             evictor = Evictor(
-                cache, self._coordinator.attempt,
-                waiting=self._waiting if ours else lambda: frozenset(attempts(cache.backend)),
-                elsewhere=partial(self._elsewhere, position),
-            )  # fmt: skip
+                cache, claim, waiting=self._waiting, elsewhere=partial(self._elsewhere, position)
+            )
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
             word = _DONE
+        except RootInUse as error:
+            _log.warning("ckpt: %s is another job's, and gives up nothing: %s", cache.url, error)
         except (OutOfSpace, StorageError) as error:
             _log.warning("ckpt: %s does not take what farther tiers have, it is read straight from there: %s", cache.url, error)  # fmt: skip
         finally:
@@ -237,17 +238,17 @@ class ReadThrough:
         return word == _DONE
 
     def _may_change(self, position: int) -> bool:
-        """Whether no other job that is known to live writes to the folder: what it has there is its own to replace, and to take off."""
+        """Whether no other job that may be alive writes to the folder: what it has there is its own to replace."""
         cache = self._tiers[position]
         try:
-            owner = self._retry.call(partial(read_owner, cache.backend))
+            self._retry.call(Claim(cache.backend, self._me).use)
         except StorageError as error:
             _log.warning("ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error)
             return False
-        ours = owner is None or not owner.alive or owner.attempt == self._coordinator.attempt
-        if not ours:
-            _log.warning("ckpt: %s is another job's, and is left as it is", cache.url)
-        return ours
+        except RootInUse as error:
+            _log.warning("ckpt: %s is another job's, and is left as it is: %s", cache.url, error)
+            return False
+        return True
 
     def _elsewhere(self, position: int, ref: StepRef) -> bool:
         """Whether a durable tier other than the cache has a step."""
@@ -353,7 +354,7 @@ class ReadThrough:
             return f"node{nodes.of[self._coordinator.rank]}"
         if self._tiers[position].backend.capabilities.shared:
             return "all"
-        place = f"{Owner.here(self._coordinator.attempt).machine} {self._tiers[position].url}"
+        place = f"{self._me.machine} {self._tiers[position].url}"
         return checksum(place.encode())[:12]
 
 

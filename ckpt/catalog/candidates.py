@@ -9,23 +9,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.index import attempts, born, is_committed
-from ckpt.errors import StorageError, TransientStorageError
-from ckpt.model.layout import StepRef
+from ckpt.errors import CkptError, StorageError, TransientStorageError, placed
+from ckpt.model.layout import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 
 LISTING_SECONDS: Final = 15.0
 """How long a store may take to list its steps once a nearer one is known to have a checkpoint. Long: what it holds may be newer."""
+ANSWER_SECONDS: Final = 3.0
+"""How long it may then take to answer a small request. A store that does not is down, and is not waited for any longer."""
 
 Finish = Callable[[StorageBackend, StepRef], bool]
 """Whether an attempt that is not committed on a store is so now."""
 
+_NO_OTHER: Final = (
+    "; no other tier has a step, so it is not known where the job left off: start again when the store answers, "
+    "or take that tier out to start afresh"
+)
 _log = logging.getLogger("ckpt")
 
 
@@ -91,6 +97,8 @@ class _Listing:
                     none = False
                     yield Candidate(ref=ref, nearest=place, answering=tuple(self._answering))
         if none and self._failure is not None:
+            if len(self._stores) > 1:
+                self._failure.detail += _NO_OTHER
             raise self._failure
 
     def _nearest(self, ref: StepRef) -> int | None:
@@ -121,6 +129,7 @@ class _Listing:
         return 0.0
 
     def _drop(self, position: int, error: StorageError) -> None:
+        placed(error, self._stores[position].url)
         if len(self._stores) > 1:  # else it is the error that is raised
             _log.warning("ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error)
         self._answering.remove(position)
@@ -129,17 +138,36 @@ class _Listing:
 
 def _list_all(stores: Sequence[StorageBackend], workers: Workers) -> list[list[StepRef] | StorageError]:
     futures = [workers.submit(_attempts, store) for store in stores]
-    waiting, end = set(futures), float("inf")
-    while waiting and (left := end - time.monotonic()) > 0:
-        wait(waiting, None if left == float("inf") else left, FIRST_COMPLETED)
+    waiting = set(futures)
+    while waiting:
+        wait(waiting, None, FIRST_COMPLETED)
         waiting = {future for future in futures if not future.done()}
         nearer = futures[: min((futures.index(future) for future in waiting), default=0)]
-        if end == float("inf") and any(map(_holds_any, stores, (future.result() for future in nearer))):
-            end = time.monotonic() + LISTING_SECONDS
-    late = TransientStorageError(
-        "", f"no answer within {LISTING_SECONDS:.0f} s, and a nearer tier has a step"
-    )
-    return [late if future in waiting else future.result() for future in futures]
+        if any(map(_holds_any, stores, (future.result() for future in nearer))):
+            break
+    began, patience = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
+    waiting = wait(waiting, patience / 3).not_done
+    answers = {future: workers.submit(_answers, stores[futures.index(future)]) for future in waiting}
+    waiting = wait(waiting, patience * 2 / 3).not_done
+    up = {future for future in waiting if answers[future].done() and answers[future].result()}
+    wait(up, max(0.0, began + LISTING_SECONDS - time.monotonic()))
+
+    def late(future: Future[list[StepRef] | StorageError]) -> StorageError:
+        seconds = LISTING_SECONDS if future in up else ANSWER_SECONDS
+        return TransientStorageError("", f"no answer within {seconds:.0f} s, and a nearer tier has a step")
+
+    return [future.result() if future.done() else late(future) for future in futures]
+
+
+def _answers(store: StorageBackend) -> bool:
+    """Whether the store answers at all, whatever it says."""
+    try:
+        store.head(OWNER)
+    except TransientStorageError:
+        return False
+    except CkptError:
+        return True
+    return True
 
 
 def _holds_any(store: StorageBackend, refs: list[StepRef] | StorageError) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
+from ckpt.catalog.claim import Claim
 from ckpt.catalog.holdings import Held, Holdings
 from ckpt.catalog.prune import judge, remove
 from ckpt.config import NO_CODEC
-from ckpt.errors import CkptError, OutOfSpace, StorageError
+from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.layout import StepRef
+from ckpt.model.units import size
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.retention import Retention, first_to_go, newest
 from ckpt.storage.tiers import OpenTier
 
@@ -23,7 +26,7 @@ class Evictor:
     Threads: one at a time.
 
     Args:
-        own: The running attempt.
+        claim: The job's hold on the root.
         waiting: Steps that a farther tier still reads from here.
         elsewhere: Whether another durable tier has a step. Asked only where nothing else can go.
     """
@@ -31,12 +34,13 @@ class Evictor:
     def __init__(
         self,
         tier: OpenTier,
-        own: str,
+        claim: Claim,
         *,
         waiting: Callable[[], frozenset[StepRef]],
         elsewhere: Callable[[StepRef], bool],
     ) -> None:
-        self._tier, self._own, self._waiting, self._elsewhere = tier, own, waiting, elsewhere
+        self._tier, self._claim, self._waiting, self._elsewhere = tier, claim, waiting, elsewhere
+        self._retry = RetryPolicy()
         self._holdings = Holdings(tier.backend, part=tier.tier.local is True)
         self._rule = Retention.of(tier.tier)
 
@@ -51,6 +55,7 @@ class Evictor:
 
         Raises:
             OutOfSpace: It cannot fit.
+            RootInUse: The root is another job's.
         """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
@@ -63,17 +68,19 @@ class Evictor:
             if (ratio := _ratio(found)) is None:
                 needed = min(staged, capacity)
             else:
-                needed, how = int(staged * ratio), f" ({_size(staged)} before the codec)"
+                needed, how = int(staged * ratio), f" ({size(staged)} before the codec)"
         if needed > capacity:
             raise OutOfSpace(
                 ref.folder,
-                f"this checkpoint of {_size(needed)}{how} is larger than the capacity of {_size(capacity)}: raise it, or take the tier out",
+                f"this checkpoint of {size(needed)}{how} is larger than the capacity of {size(capacity)}: raise it, or take the tier out",
             )
         over = sum(held.nbytes for held in found) + needed - capacity
-        going = list(self._going(found, ref, over, restored)) if over > 0 else []
-        if sum(held.nbytes for held in going) < over:
-            raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
-        self._remove(going, "its capacity is reached")
+        tried: set[StepRef] = set()
+        while over > 0:
+            going = list(self._going(found, ref, over, restored, tried))
+            if sum(held.nbytes for held in going) < over:
+                raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
+            over -= self._remove(going, "its capacity is reached", tried)
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
         """After ``ref`` was encoded and committed, and its size is known: what is over the capacity goes. Never raises."""
@@ -81,43 +88,55 @@ class Evictor:
         try:
             found = self._holdings.look()
             over = sum(held.nbytes for held in found) - capacity
-            going = list(self._going(found, ref, over, restored)) if over > 0 else []
+            tried: set[StepRef] = set()
+            while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
+                over -= self._remove(going, "its capacity is reached", tried)
         except CkptError as error:
-            _log.warning("ckpt: what lies on %s cannot be seen: %s", self._tier.url, error)
+            _log.warning("ckpt: nothing was evicted from %s: %s", self._tier.url, error)
             return
-        self._remove(going, "its capacity is reached")
-        if (left := over - sum(held.nbytes for held in going)) > 0:
-            _log.warning("ckpt: step %d takes %s more than the capacity of %s", ref.step, _size(left), self._tier.url)  # fmt: skip
+        if over > 0:
+            _log.warning("ckpt: step %d takes %s more than the capacity of %s", ref.step, size(over), self._tier.url)  # fmt: skip
 
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """The store was full: free ``nbytes`` or more. Returns whether something went."""
-        going = list(self._going(self._holdings.look(), ref, nbytes, restored))
-        return self._remove(going, "the store is full")
+        """The store was full: free ``nbytes`` or more. Returns whether anything was freed."""
+        self._retry.call(self._claim.use)
+        found, over, tried = self._holdings.look(), nbytes, set[StepRef]()
+        while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
+            over -= self._remove(going, "the store is full", tried)
+        return over < nbytes
 
-    def _going(self, found: list[Held], ref: StepRef, over: int, restored: int | None) -> Iterator[Held]:
-        """What goes to free ``over`` bytes: remains, then steps as the rule ranks them, the newest last and only if it lies elsewhere too."""
-        own = self._own
+    def _going(
+        self, found: list[Held], ref: StepRef, over: int, restored: int | None, tried: Container[StepRef]
+    ) -> Iterator[Held]:
+        """Yield what is to be removed to free ``over`` bytes.
+
+        Remains come first, then steps as the rule ranks them. The newest step comes last, and only if another tier has it too.
+        What was ``tried`` before is left out.
+        """
+        own = self._claim.own
         whole = {held.ref: held for held in found if held.state == "whole"}
         metrics = {other: held.metrics for other, held in whole.items()}
         last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
         waiting = self._waiting()
         order = [
             one.held
-            for one in judge(found, self._rule, own=own)
+            for one in judge(found, self._rule, own=own, claim=self._claim)
             if not one.kept and one.held.ref not in whole
         ]
         order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
-        # another job's can never be committed any more: this one has taken the root over
-        order += [
-            h for h in found if h.state == "begun" and not h.ref.attempt.startswith(own) and h not in order
-        ]
+        parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
+        order += [held for held in parts if held.ref.step != restored]
+        # copies that this job is making, of a step that its predecessor has saved
+        order += [h for h in found if h.state == "begun" and self._claim.brings(h.ref)]
         order += [whole[last]] if last is not None else []
         for held in order:
             if over <= 0:
                 return
             if (
                 held.ref not in waiting
+                and held.ref not in tried
                 and held.ref != ref
+                and (held.ref not in whole or self._claim.may_remove(held.ref))
                 and (held.ref != last or self._elsewhere(held.ref))
             ):
                 over -= held.nbytes
@@ -125,29 +144,39 @@ class Evictor:
 
     def _counts(self, ref: StepRef, restored: int | None) -> bool:
         """Whether a restarted job may want it: of what others have saved, nothing after the step that was restored."""
-        return restored is None or ref.step <= restored or ref.attempt.startswith(self._own)
+        return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
 
-    def _remove(self, going: list[Held], why: str) -> bool:
-        """Returns whether something went."""
-        removed = False
+    def _remove(self, going: list[Held], why: str, tried: set[StepRef]) -> int:
+        """Returns how many bytes were freed; adds all of ``going`` to ``tried``.
+
+        Raises:
+            RootInUse: The root is another job's now.
+        """
+        freed = 0
+        tried.update(held.ref for held in going)
+        if going:
+            self._retry.call(self._claim.use)
         for held in going:
             try:
-                gone = remove(self._tier.backend, held)
+                gone = remove(self._tier.backend, held, self._claim)
+            except RootInUse:
+                raise
             except CkptError as error:
                 _log.warning("ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error)
                 continue
             if not gone:
                 _log.warning("ckpt: step %d on %s was not evicted: it is being finished", held.ref.step, self._tier.url)  # fmt: skip
             else:
-                removed = True
-                _log.info("ckpt: step %d was evicted from %s: %s", held.ref.step, self._tier.url, why)
-        return removed
+                freed += held.nbytes
+                what = "what was begun of step" if held.state == "begun" else "step"
+                _log.info("ckpt: %s %d was evicted from %s: %s, which gives %s", what, held.ref.step, self._tier.url, why, size(held.nbytes))  # fmt: skip
+        return freed
 
     def _why(self, found: list[Held], needed: int, capacity: int) -> str:
         waiting = self._waiting() & {held.ref for held in found}
         held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
         return (
-            f"this checkpoint needs {_size(needed)} of the capacity of {_size(capacity)}, and what lies there cannot go: the newest has no other copy, farther tiers wait for "
+            f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and what lies there cannot go: the newest has no other copy, farther tiers wait for "
             f"these steps: {held}. Give it room for two checkpoints, and one for each step that may wait (backlog)"
         )
 
@@ -161,7 +190,3 @@ def _ratio(found: list[Held]) -> float | None:
     )
     newest_first = max(encoded, key=lambda held: held.ref, default=None)
     return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

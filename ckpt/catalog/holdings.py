@@ -13,11 +13,12 @@ from typing import Literal
 
 import msgspec
 
-from ckpt.catalog.index import attempts, is_committed, own_objects
+from ckpt.catalog.index import attempts, is_committed, own_objects, unfinished_of
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
     IntegrityError,
+    LinkRefused,
     ObjectNotFound,
     StorageError,
     TransientStorageError,
@@ -27,7 +28,7 @@ from ckpt.model.layout import StepRef, fragment_name
 from ckpt.model.metrics import metrics_of
 from ckpt.model.packed import read_part
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import ObjectInfo, StorageBackend, read_object
+from ckpt.storage.api import ObjectInfo, StorageBackend, Unfinished, read_object
 
 State = Literal["whole", "broken", "begun", "newer"]
 
@@ -38,9 +39,12 @@ class Held:
 
     Attributes:
         objects: Files of ours in its folder.
+        unfinished: Writes to such files that were cut off, or are under way. Looked for only where the state is "begun" or "broken".
         state: "whole" has a manifest and all files it names (where other nodes have theirs: all that belong to the fragments here), of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
         metrics: As they were saved.
         staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
+        is_part: Whether it has begun here and may be a checkpoint all the same: where nodes have their own tiers, another node may
+            have put the manifest. The fragment of each data file is here, so this node had its part durable.
         touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
     """
 
@@ -50,10 +54,13 @@ class Held:
     metrics: Mapping[str, float]
     touched: float | None
     staged_bytes: int = 0
+    unfinished: tuple[Unfinished, ...] = ()
+    is_part: bool = False
 
     @property
     def nbytes(self) -> int:
-        return sum(info.size for info in self.objects)
+        """Bytes that it takes, unfinished writes included."""
+        return sum(info.size for info in self.objects) + sum(cut.size for cut in self.unfinished)
 
 
 class Holdings:
@@ -93,12 +100,22 @@ class Holdings:
         except FormatTooNew:
             return Held(ref=ref, objects=objects, state="newer", metrics={}, touched=None)
         whole = outline is not None and self._is_whole(ref, objects, outline)
+        unfinished = () if whole else unfinished_of(self._backend, ref)
         return Held(
             ref=ref,
             objects=objects,
             state="whole" if whole else "broken" if there else "begun",
             metrics=metrics_of(outline.metadata) if outline else {},
-            touched=self._touched(ref, objects),
+            touched=max(
+                (
+                    date
+                    for date in (self._touched(ref, objects), *(cut.modified for cut in unfinished))
+                    if date
+                ),
+                default=None,
+            ),
+            unfinished=unfinished,
+            is_part=self._part and not there and not unfinished and _has_all_fragments(objects),
             staged_bytes=sum(file.size for file in self._here(objects, outline)) if outline else 0,
         )
 
@@ -123,6 +140,8 @@ class Holdings:
         try:
             data = self._retry.call(partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES))
             return unpack(data, _Outline, key=ref.manifest)
+        except LinkRefused:
+            return None
         except (FormatTooNew, AccessDenied, TransientStorageError):
             raise  # says nothing about the checkpoint
         except (IntegrityError, StorageError):
@@ -134,7 +153,7 @@ class Holdings:
             key = ref.key(name)
             if all(info.key != key for info in objects):
                 self._retry.call(partial(self._backend.head, key))
-        except (IntegrityError, ObjectNotFound):
+        except (IntegrityError, LinkRefused, ObjectNotFound):
             return False
         return True
 
@@ -148,6 +167,12 @@ class Holdings:
                         data = self._retry.call(read)
                         dates.append(read_part(data, key=info.key).created_at)
         return max(dates, default=None)
+
+
+def _has_all_fragments(objects: Sequence[ObjectInfo]) -> bool:
+    names = {info.key.rpartition("/")[2] for info in objects}
+    data = {name.partition(".")[0] for name in names if not name.endswith(".json")}
+    return bool(data) and names.issuperset(f"{name}.json" for name in data)
 
 
 class _NamedFile(msgspec.Struct, array_like=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -10,6 +12,7 @@ from ckpt.catalog.fragments import filled, load_fragment
 from ckpt.errors import (
     AccessDenied,
     IntegrityError,
+    LinkRefused,
     ManifestCorrupt,
     NoCheckpoint,
     ObjectNotFound,
@@ -22,7 +25,7 @@ from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import ObjectInfo, StorageBackend, is_there, read_object
+from ckpt.storage.api import KeepsUnfinished, ObjectInfo, StorageBackend, Unfinished, is_there, read_object
 
 _RETRY: Final = RetryPolicy()
 
@@ -60,6 +63,16 @@ def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
     return [info for info in listed if is_file_name(info.key.removeprefix(folder))]
 
 
+def unfinished_of(backend: StorageBackend, ref: StepRef) -> tuple[Unfinished, ...]:
+    """Unfinished writes to files of an attempt that are named as ours."""
+    if not isinstance(backend, KeepsUnfinished):
+        return ()
+    folder = f"{ref.folder}/"
+    with about(backend.url):
+        found = _RETRY.call(lambda: tuple(backend.unfinished(folder)))
+    return tuple(one for one in found if is_file_name(one.key.removeprefix(folder)))
+
+
 def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
     with about(backend.url):
         return _RETRY.call(partial(is_there, backend, ref.manifest))
@@ -68,20 +81,6 @@ def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
 def committed(backend: StorageBackend) -> list[StepRef]:
     """Attempts with a manifest, newest step first."""
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
-
-
-def sweep(backend: StorageBackend, *, keep: str, but_newest: bool = False) -> None:
-    """Remove all steps but those of the attempt ``keep``, each manifest first. For stores that one job has for itself, and only while it runs.
-
-    ``but_newest``: the newest committed step of all stays too.
-    """
-    refs = attempts(backend)
-    newest = next((ref for ref in refs if is_committed(backend, ref)), None) if but_newest else None
-    for ref in refs:
-        if ref != newest and not ref.attempt.startswith(keep):
-            backend.delete(ref.manifest)
-            for info in own_objects(backend, ref):
-                backend.delete(info.key)
 
 
 def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
@@ -126,21 +125,29 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     refs = [ref for ref in everything if step in (None, ref.step) and is_committed(backend, ref)]
     if not refs:
         raise NoCheckpoint(backend.url, _instead(backend, everything, step))
-    twice = {ref.step for ref in refs if sum(other.step == ref.step for other in refs) > 1}
-    ages = {ref: born(backend, ref) if ref.step in twice else 0.0 for ref in refs}
+    attempts_at = Counter(ref.step for ref in refs)
+    ages = {ref: born(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
     return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
 
 
-def survey(backend: StorageBackend) -> list[Entry]:
+def survey(backend: StorageBackend, heard: Callable[[], None] = lambda: None) -> list[Entry]:
     """Every attempt with its manifest or what is wrong with it, newest step first.
+
+    Args:
+        heard: Called each time the store has answered.
 
     Raises:
         NoCheckpoint: There is not one attempt here; its ``detail`` says what there is instead.
     """
     refs = attempts(backend)
+    heard()
     if not refs:
         raise NoCheckpoint(backend.url, _instead(backend, refs, None))
-    return [_entry(backend, ref) for ref in refs]
+    entries: list[Entry] = []
+    for ref in refs:
+        entries.append(_entry(backend, ref))
+        heard()
+    return entries
 
 
 def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
@@ -158,6 +165,8 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         objects = own_objects(backend, ref)
         finished = sum(info.key.endswith(".json") for info in objects)
         return Entry(ref=ref, finished_ranks=finished, nbytes=sum(info.size for info in objects))
+    except LinkRefused as error:
+        return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, error.what))
     except (AccessDenied, TransientStorageError):
         raise
     except StorageError as error:  # a bad sector: one step less to restore, no reason to hide the others
@@ -175,6 +184,8 @@ def born(backend: StorageBackend, ref: StepRef) -> float:
     """When a manifest was made. One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why."""
     try:
         return read_packed(backend, ref)[0].created_at
+    except LinkRefused:
+        return 0.0
     except (AccessDenied, TransientStorageError):
         raise
     except (IntegrityError, StorageError):

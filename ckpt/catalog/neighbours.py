@@ -14,12 +14,13 @@ import msgspec
 
 from ckpt.catalog.candidates import Candidate, Finish
 from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
-from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union, addresses
+from ckpt.catalog.peers import Peer, PeerServer, PeerStore, Step, Union
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, CommitTimeout, IntegrityError, StorageError
 from ckpt.model.layout import StepRef
 from ckpt.model.manifest import Manifest
+from ckpt.model.units import size
 from ckpt.plan.copies import without_copy
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
@@ -85,13 +86,13 @@ class Neighbours:
         if self._server is not None:
             self._server.close()
             if self._server.served_bytes:
-                _log.info("ckpt: %.2f GB were given to other nodes", self._server.served_bytes / 1e9)
+                _log.info("ckpt: %s were given to other nodes", size(self._server.served_bytes))
 
     def _told(self) -> Peer:
         server = self._server
         return Peer(
             rank=self._coordinator.rank,
-            addresses=addresses() if server else (),
+            addresses=server.addresses if server else (),
             port=server.port if server else 0,
             token=server.token.hex() if server else "",
             tiers={tier.index: self._steps(tier.backend) for tier in self._mine},

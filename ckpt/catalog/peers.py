@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 import msgspec
@@ -43,11 +45,16 @@ _ANSWER: Final = struct.Struct(">4sBQ")  # magic, outcome, size of the object
 _OK, _NOT_THERE, _FAILED = 0, 1, 2
 _PIECE_BYTES: Final = 8 << 20
 _SERVING: Final = 8
-"""Requests at once. Others wait in the listening socket's queue; each takes a buffer of 8 MiB at most."""
+"""Requests that are answered at once; each takes a buffer of 8 MiB at most."""
+_WAITING: Final = 1024
+"""Connections that have not shown the token yet."""
+_WAITING_PER_ADDRESS: Final = 128
+"""Of those, as many from one address: its ranks and their threads."""
+_KEY_BYTES: Final = 1024
 _PAUSE_SECONDS: Final = 0.1
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 5.0
-"""For all of a request, which one packet holds: who connects and says nothing must not keep others from being served."""
+"""For all of a request, which one packet holds."""
 _ANSWER_SECONDS: Final = 60.0
 """How long either side waits for the other's next bytes."""
 
@@ -71,21 +78,45 @@ class Peer(msgspec.Struct, frozen=True):
     tiers: dict[int, dict[str, Step]]
 
 
+@dataclass(slots=True)
+class _Caller:
+    """A connection that has not shown the token yet, and what it has sent so far."""
+
+    connection: socket.socket
+    host: str
+    deadline: float
+    sent: bytearray = field(default_factory=bytearray)
+
+    def missing(self) -> int:
+        """How many bytes its request still lacks."""
+        if len(self.sent) < _REQUEST.size:
+            return _REQUEST.size - len(self.sent)
+        return _REQUEST.size + int(_REQUEST.unpack_from(self.sent)[-1]) - len(self.sent)
+
+
 class PeerServer:
-    """Serves this node's local tiers, by their index. Threads: ``allow`` and ``close`` from the owner."""
+    """Serves this node's local tiers, by their index, at ``addresses`` and ``port``.
+
+    One thread listens and reads requests, without waiting for any single connection. Only a connection that has
+    shown the token takes one of the threads that read files and answer.
+
+    Threads: ``allow`` and ``close`` from the owner.
+    """
 
     def __init__(self, stores: Mapping[int, StorageBackend]) -> None:
         self._stores, self._allowed = stores, ""
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.served_bytes = 0
         self._changed = threading.Condition()
-        self._free = threading.BoundedSemaphore(_SERVING)
         self._open: set[socket.socket] = set()
+        self._waiting: dict[socket.socket, _Caller] = {}  # the listening thread's; the oldest first
         self._closing = False
-        self._socket = _listen()
-        self.port: int = self._socket.getsockname()[1]
+        self._listening = _listen(interfaces())
+        self.addresses = tuple(str(each.getsockname()[0]) for each in self._listening)
+        self.port: int = self._listening[0].getsockname()[1]
+        self._wake, self._woken = socket.socketpair()
         self._workers = Workers("serve", _SERVING + 1)
-        self._workers.submit(self._accept)
+        self._workers.submit(self._listen)
 
     def allow(self, ref: StepRef) -> None:
         """The files of ``ref`` may be read from now on, and those of no other step."""
@@ -101,50 +132,113 @@ class PeerServer:
             for connection in self._open:
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        with suppress(OSError):  # it was closed before
+            self._wake.send(b"x")
         self._workers.close()
-        self._socket.close()
+        for each in (*self._listening, self._wake, self._woken):
+            each.close()
 
-    def _accept(self) -> None:
-        while not self._closing:
-            if not self._free.acquire(timeout=1.0):
-                continue
+    # -- the listening thread -----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in (*self._listening, self._woken):
+                each.setblocking(False)
+                selector.register(each, selectors.EVENT_READ)
             try:
-                connection, _ = self._socket.accept()
-            except OSError:  # it is closing, or too many files are open
-                self._free.release()
+                while not self._closing:
+                    first = next(iter(self._waiting.values()), None)
+                    left = None if first is None else max(0.0, first.deadline - time.monotonic())
+                    for key, _ in selector.select(left):
+                        self._ready(selector, key.fileobj)
+                    self._drop_late(selector)
+            finally:
+                for caller in list(self._waiting.values()):
+                    self._drop(selector, caller)
+
+    def _ready(self, selector: selectors.BaseSelector, which: object) -> None:
+        if not isinstance(which, socket.socket):
+            return
+        if which in self._listening:
+            try:
+                connection, place = self._accept(which)
+            except OSError:  # it has gone again, or too many files are open
                 with self._changed:
                     self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
-                continue
-            with self._changed:
-                self._open.add(connection)
-            self._workers.submit(self._serve, connection)
+                return
+            self._admit(selector, connection, str(place[0]))
+        elif (caller := self._waiting.get(which)) is not None:
+            self._hear(selector, caller)
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _accept(self, listening: socket.socket) -> tuple[socket.socket, tuple[object, ...]]:
+        return listening.accept()
+
+    def _admit(self, selector: selectors.BaseSelector, connection: socket.socket, host: str) -> None:
+        """The oldest that have not shown the token make room, first those from the same address."""
+        connection.setblocking(False)
+        from_there = [caller for caller in self._waiting.values() if caller.host == host]
+        if len(from_there) >= _WAITING_PER_ADDRESS:
+            self._drop(selector, from_there[0])
+        elif len(self._waiting) >= _WAITING:
+            self._drop(selector, next(iter(self._waiting.values())))
+        self._waiting[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
         try:
-            with connection:
+            piece = caller.connection.recv(caller.missing())
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        caller.sent += piece
+        head = bytes(caller.sent[: len(_MAGIC)])
+        if not piece or not _MAGIC.startswith(head) or not self._knows_token(caller.sent):
+            self._drop(selector, caller)
+        elif len(caller.sent) >= _REQUEST.size and not caller.missing():
+            selector.unregister(caller.connection)
+            del self._waiting[caller.connection]
+            with self._changed:
+                self._open.add(caller.connection)
+            self._workers.submit(self._serve, caller)
+
+    def _knows_token(self, sent: bytearray) -> bool:
+        """False once it is clear that it does not. The token is compared as a whole: a guess of its first bytes tells nothing."""
+        if len(sent) < _REQUEST.size:
+            return True
+        _, token, *_, key_bytes = _REQUEST.unpack_from(sent)
+        return hmac.compare_digest(token, self.token) and key_bytes <= _KEY_BYTES
+
+    def _drop(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
+        selector.unregister(caller.connection)
+        del self._waiting[caller.connection]
+        caller.connection.close()
+
+    def _drop_late(self, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for caller in list(self._waiting.values()):
+            if caller.deadline > now:
+                return
+            self._drop(selector, caller)
+
+    # -- the threads that answer --------------------------------------------------------------------------------------------
+
+    def _serve(self, caller: _Caller) -> None:
+        try:
+            with caller.connection as connection:
                 if not self._closing:
-                    self._answer(connection)
+                    connection.settimeout(_ANSWER_SECONDS)
+                    self._answer(connection, caller.sent)
         except OSError as error:  # it has gone, or is too slow; it may ask again
             _log.debug("ckpt: a request from another node was not answered: %s", error)
         finally:
             with self._changed:
-                self._open.discard(connection)
-            self._free.release()
+                self._open.discard(caller.connection)
 
-    def _answer(self, connection: socket.socket) -> None:
-        end = time.monotonic() + _REQUEST_SECONDS
-        head = memoryview(bytearray(_REQUEST.size))
-        _fill(connection, head, end)
-        magic, token, tier, offset, length, key_bytes = _REQUEST.unpack(head)
-        if magic != _MAGIC or not hmac.compare_digest(token, self.token):
-            return  # nobody of ours
-        name = memoryview(bytearray(key_bytes))
-        _fill(connection, name, end)
-        connection.settimeout(_ANSWER_SECONDS)
+    def _answer(self, connection: socket.socket, request: bytearray) -> None:
+        _, _, tier, offset, length, _ = _REQUEST.unpack_from(request)
         try:
-            store, key = self._stores[tier], check_key(bytes(name).decode())
+            store, key = self._stores[tier], check_key(request[_REQUEST.size :].decode())
             self._check(key)
             size = store.head(key).size
         except ObjectNotFound:
@@ -341,36 +435,45 @@ class Union:
         """Its parts are others' to close."""
 
 
-def addresses() -> tuple[str, ...]:
-    """Where other nodes may reach this one, the likeliest first: the interface that leads to the launcher's rank 0, then what the host's name stands for."""
-    found: list[str] = []
+def interfaces() -> tuple[str, ...]:
+    """The addresses to listen at.
+
+    That of the interface which leads to the launcher's rank 0, if it leads to another machine or is known to
+    others by that address; else what the host's name stands for, and this machine's own.
+    """
     with suppress(OSError):
         if (leader := job_address()) is not None:
             kind, _, _, _, place = socket.getaddrinfo(*leader, type=socket.SOCK_DGRAM)[0]
             with socket.socket(kind, socket.SOCK_DGRAM) as probe:
                 probe.connect(place)  # sends nothing
-                found.append(str(probe.getsockname()[0]))
+                found = str(probe.getsockname()[0])
+            if not _is_near(found):
+                return (found,)
+    named: list[str] = []
     with suppress(OSError):
-        found += [
-            str(info[4][0])
-            for info in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        ]
-    near = [address for address in found if address == "::1" or address.startswith("127.")]
-    far = [address for address in found if address not in near]
-    return tuple(dict.fromkeys([*far, *near, "127.0.0.1"]))
+        told = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        named = [str(info[4][0]) for info in told]
+    return tuple(dict.fromkeys([*sorted(named, key=_is_near), "127.0.0.1"]))
 
 
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+def _is_near(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
-def _fill(connection: socket.socket, out: memoryview, end: float | None = None) -> None:
-    """``end``: of all of it, by the monotonic clock; else each part may take as long as the connection's time limit."""
+def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
+    """Sockets at one port of each of ``hosts`` where that can be; at this machine's own address if it can be at none."""
+    found: list[socket.socket] = []
+    for host in hosts:
+        with suppress(OSError):
+            port = found[0].getsockname()[1] if found else 0
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            found.append(socket.create_server((host, port), family=family, backlog=1024))
+    return tuple(found) or (socket.create_server(("127.0.0.1", 0), backlog=1024),)
+
+
+def _fill(connection: socket.socket, out: memoryview) -> None:
+    """Each part may take as long as the connection's time limit."""
     while out:
-        if end is not None:
-            connection.settimeout(max(0.001, end - time.monotonic()))
         got = connection.recv_into(out)
         if not got:
             raise ConnectionError("the connection ended too soon")

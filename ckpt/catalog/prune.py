@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ckpt.catalog.claim import Claim, job_of
 from ckpt.catalog.holdings import Held, Holdings, State
+from ckpt.catalog.index import attempts
 from ckpt.coordination.mark import mark_refused, unmark
 from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
-from ckpt.model.layout import StepRef
+from ckpt.model.layout import StepRef, is_file_name, parse_folder
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.retention import Retention, reasons
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
 
 GRACE_SECONDS: Final = 24 * 3600.0
 """What was begun later than this ago, and never committed, is left alone: somebody may still commit it."""
 
+_RETRY: Final = RetryPolicy()
+
 NEEDED: Final = "a farther tier waits for it"
+FOREIGN: Final = "another job's, committed after this one had taken the root"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,7 @@ def judge(
     grace_seconds: float = GRACE_SECONDS,
     undated: bool = False,
     protected: Callable[[], frozenset[StepRef]] = frozenset,
+    claim: Claim | None = None,
 ) -> list[Judged]:
     """What becomes of each of ``found``, in their order.
 
@@ -59,6 +66,7 @@ def judge(
         grace_seconds: Age from which what is not whole counts as remains.
         undated: Whether what has no date at all counts as such too.
         protected: Those that stay whatever the rule; asked after the steps were listed.
+        claim: The job's hold on the root. It is left out where a person decides.
     """
     metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
     why = reasons(metrics, rule, metrics, own=own)
@@ -69,15 +77,19 @@ def judge(
         if held.ref in needed:
             return (*why.get(held.ref, ()), NEEDED)
         if held.state == "whole":
-            return why[held.ref]
+            foreign = claim is not None and not claim.may_remove(held.ref)
+            return why[held.ref] or ((FOREIGN,) if foreign else ())
         if held.state == "newer":
             return ("written by a later ckpt",)
         if held.state == "broken" and not metrics:
             return ("nothing here is whole",)
+        if held.state == "begun" and claim is not None and claim.is_dead(held.ref) and not held.is_part:
+            return ()
         if alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
             return ("the running job's",)
         young = not undated if held.touched is None else now - held.touched <= grace_seconds
-        return ("not old enough to be given up",) if young and held.objects else ()
+        in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
+        return ("not old enough to be given up",) if young and in_use else ()
 
     return [Judged(held=held, kept=kept(held)) for held in found]
 
@@ -97,27 +109,39 @@ def prune(
     undated: bool = False,
     protected: Callable[[], frozenset[StepRef]] = frozenset,
     holdings: Holdings | None = None,
+    claim: Claim | None = None,
 ) -> list[Pruned]:
     """Apply ``rule``, and clear away what failed saves have left and, unless all is kept, checkpoints that have lost files. Only files in folders of steps are touched, and only those named as ours.
 
     Cut at any moment it leaves whole checkpoints and remains that the next call removes. Arguments are those of ``judge``; ``holdings`` remembers from call to call.
     """
     found = (holdings or Holdings(backend)).look(begun=rule.keeps_all)
-    judged = judge(found, rule, own=own, grace_seconds=grace_seconds, undated=undated, protected=protected)
-    return carry_out(backend, judged, dry_run=dry_run)
+    judged = judge(
+        found,
+        rule,
+        own=own,
+        grace_seconds=grace_seconds,
+        undated=undated,
+        protected=protected,
+        claim=claim,
+    )
+    return carry_out(backend, judged, dry_run=dry_run, claim=claim)
 
 
-def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False) -> list[Pruned]:
+def carry_out(
+    backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False, claim: Claim | None = None
+) -> list[Pruned]:
     """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing and what somebody finishes just now.
 
     Raises:
+        RootInUse: Another job has taken the root over. Nothing was removed since.
         StorageError: Of one that could not be removed, the others all the same; unless the store does not answer.
     """
     gone: list[Held] = []
     failure: StorageError | None = None
     for held in sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref):
         try:
-            if dry_run or remove(backend, held):
+            if dry_run or remove(backend, held, claim):
                 gone.append(held)
         except TransientStorageError:
             raise
@@ -125,15 +149,20 @@ def carry_out(backend: StorageBackend, judged: Sequence[Judged], *, dry_run: boo
             failure = failure or error
     if failure is not None:
         raise failure
-    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.objects]
+    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.nbytes]
 
 
-def remove(backend: StorageBackend, held: Held) -> bool:
-    """Take one attempt off, manifest first; what was never committed, unless somebody finishes it just now, or copies it there. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it.
+def remove(backend: StorageBackend, held: Held, claim: Claim | None = None) -> bool:
+    """Take one attempt off, if ``claim`` still holds: manifest first; what was never committed, unless somebody finishes it just now, or copies it there. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it.
 
     Returns:
         Whether it is gone.
+
+    Raises:
+        RootInUse: The claim does not hold any more.
     """
+    if claim is not None:
+        _RETRY.call(claim.confirm_removal)
     marked = False
     if held.state == "begun" and held.objects:
         try:
@@ -149,9 +178,52 @@ def remove(backend: StorageBackend, held: Held) -> bool:
     backend.delete(held.ref.manifest)
     for info in held.objects:
         backend.delete(info.key)
+    discard(backend, held.unfinished)
     if marked:
         unmark(backend, held.ref)
     return True
+
+
+def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
+    """Free what unfinished writes take."""
+    if isinstance(backend, KeepsUnfinished):
+        for one in found:
+            backend.discard(one)
+
+
+def discard_left(backend: StorageBackend, claim: Claim) -> None:
+    """Free what unfinished writes of jobs that have ended take. Of other jobs: what no folder shows, and no process can still be at."""
+    if isinstance(backend, KeepsUnfinished):
+        shown = attempts(backend)
+        # where there are folders, each write lies in that of its step, and others are not ours to look into
+        prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
+        for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
+            folder, _, name = one.key.partition("/")
+            if (ref := parse_folder(folder)) is None or not is_file_name(name) or job_of(ref) == claim.own:
+                continue
+            if claim.is_dead(ref) or (one.abandoned and ref not in shown):
+                _RETRY.call(claim.confirm_removal)
+                backend.discard(one)
+
+
+def sweep(backend: StorageBackend, claim: Claim, *, but_newest: bool = False) -> None:
+    """Remove what earlier jobs have left in a store of which each job uses only its own steps.
+
+    ``but_newest``: the newest checkpoint of all stays too.
+
+    Raises:
+        RootInUse: The root belongs to another job, which is not known to have ended.
+    """
+    found = Holdings(backend).look()
+    claim.use()  # after the listing: what is in it is not of a job that takes the root from now on
+    newest = max((held.ref for held in found if held.state == "whole"), default=None)
+    for held in found:
+        if held.state == "begun":
+            goes = claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
+        else:
+            goes = held.state != "newer" and claim.may_remove(held.ref)
+        if goes and job_of(held.ref) != claim.own and not (but_newest and held.ref == newest):
+            remove(backend, held, claim)
 
 
 def _is_abandoned(held: Held) -> bool:

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from ckpt.catalog.claim import Claim
 from ckpt.catalog.evictor import Evictor
 from ckpt.config import NO_CODEC
 from ckpt.coordination.api import Coordinator
@@ -29,6 +30,7 @@ class Room:
     """Threads: the one that serves the tier.
 
     Args:
+        claim: The job's hold on the root.
         waiting: Steps that a farther tier still reads from here.
         elsewhere: Whether another durable tier has a step. Asked only where nothing else can go.
     """
@@ -37,13 +39,14 @@ class Room:
         self,
         tier: OpenTier,
         coordinator: Coordinator,
+        claim: Claim,
         *,
         timeout: float,
         waiting: Callable[[], frozenset[StepRef]],
         elsewhere: Callable[[StepRef], bool],
     ) -> None:
         self._tier, self._coordinator, self._timeout = tier, coordinator, timeout
-        self._evictor = Evictor(tier, coordinator.attempt, waiting=waiting, elsewhere=elsewhere)
+        self._evictor = Evictor(tier, claim, waiting=waiting, elsewhere=elsewhere)
 
     def agree(
         self, ref: StepRef, trial: int, nbytes: int, *, restored: int | None, asked: bool = True

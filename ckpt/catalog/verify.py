@@ -24,6 +24,7 @@ from ckpt.errors import (
     CkptError,
     FormatTooNew,
     IntegrityError,
+    LinkRefused,
     ManifestCorrupt,
     ObjectNotFound,
     StorageError,
@@ -280,6 +281,8 @@ def _check_span(
         view = buffer[: span.nbytes]
         retry.call(partial(backend.read_into, span.key, span.offset, view))
         return [fault_of(error) for error in check_chunks(span, view)]
+    except LinkRefused as error:
+        return [fault_of(error, span)]
     except (AccessDenied, TransientStorageError):
         raise
     except StorageError as error:
@@ -340,6 +343,8 @@ def _size_fault(
 def fault_of(error: CkptError, span: Span | None = None) -> Fault:
     """What an error says about the checkpoint; one that says nothing about it is raised."""
     match error:
+        case LinkRefused():
+            return Fault(key=error.key, what=error.what)
         case AccessDenied() | TransientStorageError():
             raise error
         case ChecksumMismatch():

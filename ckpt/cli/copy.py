@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import ConfigFileOption, JsonOption, open_root, workers_for
+from ckpt.cli.options import (
+    ConfigFileOption,
+    JsonOption,
+    RootOption,
+    open_root,
+    source_and_other,
+    workers_for,
+)
 
 if TYPE_CHECKING:
     from ckpt.errors import CkptError
@@ -18,10 +25,13 @@ if TYPE_CHECKING:
 
 
 def copy(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or URL.", show_default=False)],
-    dest: Annotated[
-        str,
-        typer.Argument(metavar="DEST", help="Folder or URL; made if it is not there.", show_default=False),
+    where: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[SOURCE] DEST",
+            help="Folders or URLs; DEST is made if it is not there. SOURCE is the same as --root.",
+            show_default=False,
+        ),
     ],
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="This step, all attempts at it.")
@@ -32,6 +42,7 @@ def copy(
         bool,
         typer.Option("--check", help="Read what DEST has already too, and replace what is damaged there."),
     ] = False,
+    root: RootOption = None,
     config: ConfigFileOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -54,6 +65,7 @@ def copy(
 
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
+    source, dest = source_and_other(where, root, "DEST")
     origin, destination = open_root(source, config), open_root(dest, config)
     _check_apart(origin.url, destination.url)
     refs = find(origin, step)
@@ -161,7 +173,7 @@ def _show(done: list[_Copied], place: str) -> None:
             one.ref.attempt,
             "-" if one.error else output.size(one.nbytes),
             "-" if one.error or one.skipped else output.size(one.copied_bytes),
-            f"{one.seconds:.2f} s" if one.seconds else "-",
+            output.duration(one.seconds) if one.seconds else "-",
             one.result,
         )
         for one in done

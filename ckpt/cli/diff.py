@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckpt.cli.options import JsonOption, open_root, workers_for
+from ckpt.cli.options import LATEST, JsonOption, RootOption, is_step, one_place, open_root, workers_for
 
 if TYPE_CHECKING:
     from ckpt.catalog.difference import Difference
@@ -16,13 +16,18 @@ if TYPE_CHECKING:
     from ckpt.model.manifest import Tensor
 
 _DIFFERENT = 1
+_LONG: Final = 100  # characters of a plain value that are shown whole
+_CONTEXT: Final = 30
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="Folder or URL.", show_default=False)],
-    b: Annotated[
-        str | None,
-        typer.Argument(metavar="[B]", help="Another; A again if it is left out.", show_default=False),
+    where: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[A] [B] [STEP] [STEP]",
+            help="Folders or URLs, and one or two steps. A is the same as --root; B is A again if it is left out.",
+            show_default=False,
+        ),
     ] = None,
     step: Annotated[
         list[int] | None,
@@ -33,6 +38,7 @@ def diff(
     values: Annotated[
         bool, typer.Option("--values", help="Read what differs, and say by how much at most.")
     ] = False,
+    root: RootOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Compare two checkpoints.
@@ -44,7 +50,7 @@ def diff(
 
     \b
     Examples:
-      ckpt diff runs/gpt --step 1100 --step 1200
+      ckpt diff runs/gpt 1100 1200
       ckpt diff runs/gpt s3://bucket/run42 --step 1200
       ckpt diff runs/a runs/b --values
     """
@@ -52,11 +58,14 @@ def diff(
     from ckpt.cli import output
     from ckpt.errors import ConfigError
 
-    numbers = step or []
+    words = where or []
+    numbers = [*(None if word == LATEST else int(word) for word in words if is_step(word)), *(step or [])]
     if len(numbers) > 2:
-        raise ConfigError("--step is given once for both, or twice: first that of A, then that of B")
+        raise ConfigError("one step is for both, two are of A and of B: leave the others out")
+    named = [*([root] if root else []), *(word for word in words if not is_step(word))]
+    a, b = one_place(named[:1]), one_place(named[1:])
     if b is None and len(numbers) < 2:
-        raise ConfigError("compare with what? Give B, or --step twice")
+        raise ConfigError("compare with what? Give B, or two steps")
     first, second = (numbers[0], numbers[-1]) if numbers else (None, None)
     with ExitStack() as stack:
         one = stack.enter_context(_reader(a, first))
@@ -74,7 +83,7 @@ def diff(
 
 
 @contextmanager
-def _reader(root: str, step: int | None) -> Generator[StepReader]:
+def _reader(root: str | None, step: int | None) -> Generator[StepReader]:
     from ckpt.catalog.index import find, read_manifest
     from ckpt.catalog.reading import StepReader
 
@@ -124,8 +133,7 @@ def _show(
     for name in found.values:
         told = _kind(one.tensors[name])
         rows.append((name, "other values", f"{told}, by at most {far[name]:.6g}" if name in far else told))
-    for name, (x, y) in plain.items():
-        rows.append((name, "plain value", f"{_or_none(x)} in A, {_or_none(y)} in B"))
+    rows += [(name, "plain value", _contrast(x, y)) for name, (x, y) in plain.items()]
     if rows:
         output.show_line()
         output.show_table(("name", "what", "detail"), rows)
@@ -148,10 +156,22 @@ def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} [{', '.join(map(str, tensor.shape))}]"
 
 
-def _or_none(text: str | None) -> str:
+def _contrast(one: str | None, two: str | None) -> str:
+    """Both values; of long ones their lengths and what stands where they begin to differ."""
     from ckpt.cli.show import clip
 
-    return "none" if text is None else clip(text)
+    if one is None or two is None or max(len(one), len(two)) <= _LONG:
+        return f"{'none' if one is None else clip(one)} in A, {'none' if two is None else clip(two)} in B"
+    pairs = enumerate(zip(one, two, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))
+    start = max(0, same - _CONTEXT // 2)
+    parts = [f"{len(text):,} characters, {_part(text, start)}" for text in (one, two)]
+    return f"from character {same + 1:,} on: {parts[0]} in A; {parts[1]} in B"
+
+
+def _part(text: str, start: int) -> str:
+    end = start + _CONTEXT
+    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
 def _place(reader: StepReader) -> str:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, naming_the_one_before, open_root, size_bytes, workers_for
+from ckpt.cli.options import (
+    JsonOption,
+    RootOption,
+    naming_the_one_before,
+    open_root,
+    size_bytes,
+    source_and_other,
+    workers_for,
+)
 
 if TYPE_CHECKING:
     from ckpt.exchange.export import Exported
@@ -24,9 +32,13 @@ class Format(enum.StrEnum):
 
 
 def export(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL.", show_default=False)],
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="A local file or folder, not there yet.", show_default=False)
+    where: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[ROOT] OUT",
+            help="ROOT is the same as --root. OUT is a local file or folder that does not exist yet.",
+            show_default=False,
+        ),
     ],
     kind: Annotated[
         Format | None,
@@ -51,6 +63,7 @@ def export(
         str | None,
         typer.Option(metavar="SIZE", help="Of one file in a folder (safetensors). Default: 5GB."),
     ] = None,
+    root: RootOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Write a checkpoint in a format that other programs read.
@@ -77,8 +90,9 @@ def export(
     from ckpt.cli import output
     from ckpt.exchange.export import export as write
 
+    place, out = source_and_other(where, root, "OUT")
+    backend = open_root(place)
     chosen = kind or _format_of(out)
-    backend = open_root(root)
     refs = find(backend, step)
     ref = refs[0]
     with (

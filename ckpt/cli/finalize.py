@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt.cli.options import (
+    LATEST,
     ConfigFileOption,
     JsonOption,
     RootOption,
     StepOption,
-    one_step,
     open_root,
+    place_and_step,
     workers_for,
 )
 
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 
 def finalize(
-    what: Annotated[
-        str | None,
+    where: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[STEP]",
-            help="This step. Default: all unfinished. (A folder or URL here is the same as --root.)",
+            metavar="[ROOT] [STEP]",
+            help="ROOT is the same as --root. STEP is a number. Default: all that are unfinished.",
             show_default=False,
         ),
     ] = None,
-    step_too: StepOption = None,
+    step: StepOption = None,
     job_is_dead: Annotated[
         bool,
         typer.Option(
@@ -54,19 +55,17 @@ def finalize(
 
     \b
     Examples:
-      ckpt finalize --root runs/gpt          all that ckpt ls calls "incomplete"
-      ckpt finalize 1300 --root s3://bucket/run42 --job-is-dead
+      ckpt finalize runs/gpt          all that ckpt ls calls "incomplete"
+      ckpt finalize s3://bucket/run42 1300 --job-is-dead
     """
     from ckpt.catalog.index import attempts, is_committed
     from ckpt.cli import output
     from ckpt.errors import ConfigError, NoCheckpoint
 
-    step = one_step(int(what) if what is not None and what.isdecimal() else None, step_too)
-    if what is not None and not what.isdecimal():
-        if root is not None:
-            raise ConfigError(f"{what} and --root {root} are two places: leave one out")
-        root = what
-    backend = open_root(root, config)
+    if LATEST in (where or ()):
+        raise ConfigError("STEP is a number here: without one, all that are unfinished are tried")
+    place, step = place_and_step(where, root, step)
+    backend = open_root(place, config)
     every = attempts(backend)
     refs = [ref for ref in every if step in (None, ref.step)]
     if not refs:

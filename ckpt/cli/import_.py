@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption
+from ckpt.cli.options import JsonOption, RootOption, one_place, places
 
 
 class Source(enum.StrEnum):
@@ -22,10 +22,15 @@ def import_(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="A local file or folder.", show_default=False)
     ],
-    root: Annotated[
-        str,
-        typer.Argument(metavar="ROOT", help="Folder or URL; made if it is not there.", show_default=False),
-    ],
+    where: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[ROOT]",
+            help="Folder or URL, made if it is not there. The same as --root.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
     step: Annotated[
         int, typer.Option("--step", metavar="N", min=0, help="Which step it becomes.", show_default=False)
     ],
@@ -42,6 +47,7 @@ def import_(
             metavar="FILE", help="The model's parameter names, one on each line, in the optimizer's order."
         ),
     ] = None,
+    root: RootOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Make a checkpoint from files of torch.save, torch.distributed.checkpoint or safetensors.
@@ -64,9 +70,10 @@ def import_(
     from ckpt.config import resolve_tier
     from ckpt.exchange.imports import import_checkpoint
 
+    tier = resolve_tier(one_place(places([where] if where else None, [root] if root else None)))
     done = import_checkpoint(
         source,
-        resolve_tier(root),
+        tier,
         step,
         kind=kind.value if kind else None,
         plain=plain or (),
@@ -74,10 +81,10 @@ def import_(
     )
     if json:
         output.show_json(
-            {"step": step, "root": root, "format": done.kind, "names": done.names, "notes": done.notes}
+            {"step": step, "root": tier.url, "format": done.kind, "names": done.names, "notes": done.notes}
         )
         return
-    output.show_line(f"step {step} in {root}, from {done.kind}", style="green")
+    output.show_line(f"step {step} in {tier.url}, from {done.kind}", style="green")
     output.show_table(("name", "what"), list(done.names.items()))
     for note in done.notes:
         output.warn(note)

@@ -2,46 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckpt.cli.options import ConfigOption, JsonOption, Reached, RootsOption, open_each
+from ckpt.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PlacesArgument,
+    Reached,
+    RootsOption,
+    open_each,
+    places,
+)
 
 if TYPE_CHECKING:
     from ckpt.catalog.index import Entry
     from ckpt.errors import CkptError
     from ckpt.model.layout import StepRef
     from ckpt.model.manifest import Manifest
+    from ckpt.pipeline.workers import Workers
+
+_SILENT_SECONDS: Final = 2.0
+"""How long a store is waited for without a word to the user."""
 
 
-def ls(root: RootsOption = None, config: ConfigOption = None, json: JsonOption = False) -> None:
-    r"""List the checkpoints, newest first.
+def ls(
+    where: PlacesArgument = None,
+    newest: Annotated[
+        int | None, typer.Option("-n", "--newest", metavar="N", min=1, help="Only the N newest steps.")
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", help="The newest first.")] = False,
+    root: RootsOption = None,
+    config: ConfigOption = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.0, help="How long a store may be silent.")
+    ] = 10.0,
+    json: JsonOption = False,
+) -> None:
+    r"""List the checkpoints; the last line is the newest.
 
-    With several tiers (--root more than once, or --config) there is a column for each: how much of the step is there. A tier that cannot be reached is told, and the others are shown.
+    With several tiers (more than one ROOT, or --config) there is a column for each: how much of the step is there. A tier that cannot be reached, or is silent for --timeout seconds, is told, and the others are shown.
 
     Only manifests are read: "committed" means that a checkpoint is complete, `ckpt verify` tells whether its data is intact.
     "incomplete" is a save that is still under way, or was cut short; it is never restored.
 
-    --root memory is all that this user's jobs have in the memory of this machine, each under its URL, shm://NAME, by which the other verbs find it.
+    The root "memory" is all that this user's jobs have in the memory of this machine, each under its URL, shm://NAME, by which the other verbs find it.
 
     \b
     Examples:
-      ckpt ls --root runs/gpt
-      ckpt ls --root /nvme/ckpt --root s3://bucket/run42
+      ckpt ls runs/gpt
+      ckpt ls runs/gpt -n 20
+      ckpt ls /nvme/ckpt s3://bucket/run42       a column for each tier
       ckpt ls --config ckpt.toml
-      ckpt ls --root memory                      what jobs have left in this machine's memory
-      ckpt ls --root s3://bucket/run42 --json | jq '.steps[0].step'
+      ckpt ls memory                             what jobs have left in this machine's memory
+      ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
     from ckpt.config import MEMORY
 
-    tiers = [_survey(reached) for reached in open_each(root, config)]
-    if len(tiers) == 1 and MEMORY not in (root or ()):
-        _one(tiers[0], json=json)
+    roots = places(where, root)
+    tiers = _survey_all(open_each(roots, config), timeout)
+    refs = sorted({ref for tier in tiers for ref in tier.entries})
+    refs = refs[-newest:] if newest else refs
+    if reverse:
+        refs.reverse()
+    if len(tiers) == 1 and MEMORY not in roots:
+        _one(tiers[0], refs, json=json)
     else:
-        _several(tiers, json=json)
+        _several(tiers, refs, json=json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +84,62 @@ class _Tier:
     error: CkptError | None = None
 
 
-def _survey(reached: Reached) -> _Tier:
-    from ckpt.catalog.index import survey
-    from ckpt.errors import CkptError
+class _Survey:
+    """One tier, looked at on a thread of its own, which may never hear of its store."""
 
-    if reached.backend is None:
-        return _Tier(reached.url, {}, reached.error)
-    try:
-        return _Tier(reached.url, {entry.ref: entry for entry in survey(reached.backend)})
-    except CkptError as error:
-        return _Tier(reached.url, {}, error)
+    def __init__(self, reached: Reached, workers: Workers) -> None:
+        self.url, self._reached = reached.url, reached
+        self.heard_at, self._told = time.monotonic(), False
+        self.future = workers.submit(self._look)
+
+    def wait(self, timeout: float) -> _Tier:
+        """What is there, or that the store was silent for ``timeout`` seconds. Says once that it is waited for."""
+        from concurrent.futures import wait
+
+        from ckpt.cli import output
+        from ckpt.errors import TransientStorageError, placed
+
+        while not self.future.done():
+            silent = time.monotonic() - self.heard_at
+            if silent >= timeout:
+                late = TransientStorageError("", f"no answer within {timeout:g} s (--timeout)")
+                return _Tier(self.url, {}, placed(late, self.url))
+            if silent >= _SILENT_SECONDS and not self._told:
+                self._told = True
+                output.warn(f"{self.url} has not answered yet")
+            wait([self.future], min(timeout, timeout if self._told else _SILENT_SECONDS) - silent)
+        return self.future.result()
+
+    def _look(self) -> _Tier:
+        from ckpt.catalog.index import survey
+        from ckpt.errors import CkptError
+
+        if self._reached.backend is None:
+            return _Tier(self.url, {}, self._reached.error)
+        try:
+            entries = survey(self._reached.backend, self._heard)
+            return _Tier(self.url, {entry.ref: entry for entry in entries})
+        except CkptError as error:
+            return _Tier(self.url, {}, error)
+
+    def _heard(self) -> None:
+        self.heard_at = time.monotonic()
 
 
-def _one(tier: _Tier, *, json: bool) -> None:
+def _survey_all(reached: Sequence[Reached], timeout: float) -> list[_Tier]:
+    from ckpt.pipeline.workers import Workers
+
+    workers = Workers("ls", len(reached))  # not closed: one may wait for its store still
+    surveys = [_Survey(each, workers) for each in reached]
+    return [survey.wait(timeout) for survey in surveys]
+
+
+def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
     from ckpt.cli import output
 
     if tier.error:
         raise tier.error
-    entries = list(tier.entries.values())
+    entries = [tier.entries[ref] for ref in refs]
     if json:
         output.show_json({"root": tier.url, "steps": [_as_json(entry) for entry in entries]})
         return
@@ -83,7 +152,7 @@ def _one(tier: _Tier, *, json: bool) -> None:
     output.show_table(columns, rows, right=("step", "ranks", "tensors", "size"))
 
 
-def _several(tiers: list[_Tier], *, json: bool) -> None:
+def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
     """One row for each attempt that any tier has, one column for each tier."""
     from ckpt.cli import output
     from ckpt.errors import NoCheckpoint
@@ -91,7 +160,6 @@ def _several(tiers: list[_Tier], *, json: bool) -> None:
     failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
     if len(failed) == len(tiers) and failed[0].error:
         raise failed[0].error
-    refs = sorted({ref for tier in tiers for ref in tier.entries}, reverse=True)
     if json:
         output.show_json(
             {
@@ -170,9 +238,9 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
 
 def _metadata(manifest: Manifest | None) -> dict[str, Any]:
     """What the user wrote beside the state."""
-    import msgspec
+    from ckpt.model.values import parse
 
-    found = msgspec.json.decode(manifest.metadata) if manifest and bytes(manifest.metadata) else None
+    found = parse(manifest.metadata, "metadata") if manifest else None
     return found if isinstance(found, dict) else {}
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-from typing import IO, Protocol, runtime_checkable
+from typing import IO, Annotated, Protocol, runtime_checkable
 
 import typer
 
+from ckpt import __version__
 from ckpt.cli.copy import copy
 from ckpt.cli.diff import diff
 from ckpt.cli.export import export
@@ -26,17 +27,18 @@ _UNEXPECTED = 1
 
 HELP = r"""Checkpoints of PyTorch jobs: find, check, move and convert them. Needs no GPU.
 
-The place to look at is --root, else the environment's CKPT_ROOT, else the first tier in ./ckpt.toml.
+The place to look at is an argument or --root, else the environment's CKPT_ROOT, else the first tier
+in ./ckpt.toml. `ckpt --install-completion` completes commands and options in bash, zsh and fish.
 
 \b
 Examples:
-  ckpt ls --root runs/gpt                         what is there?
+  ckpt ls runs/gpt                                what is there?
   ckpt restore --latest --root s3://bucket/run42  fetch and verify the newest
-  ckpt verify 1200                                is it still what was written?
-  ckpt show 1200                                  what is in it?
+  ckpt verify runs/gpt 1200                       is it still what was written?
+  ckpt show runs/gpt latest                       what is in it?
   ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
-  ckpt prune --keep-last 3 --dry-run              what need not be kept?
+  ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
   ckpt finalize runs/gpt                          finish a save whose job died
   ckpt export runs/gpt gpt.safetensors            for other programs
   ckpt import checkpoint.pt runs/gpt --step 0     from other programs
@@ -60,11 +62,28 @@ app = typer.Typer(
     name="ckpt",
     help=_help(HELP),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"ckpt {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
 for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export, import_):
     app.command(verb.__name__.rstrip("_"), help=_help(verb.__doc__ or ""))(verb)
 
@@ -89,9 +108,14 @@ def main() -> int:
     except (KeyboardInterrupt, typer.Abort):
         sys.stderr.write("interrupted\n")
         return _INTERRUPTED
-    except BrokenPipeError:
+    except SystemExit as error:  # typer makes this of a pipe that nobody reads any more
+        if not isinstance(error.__context__, BrokenPipeError):
+            raise
         _forget_output()
-        return _UNEXPECTED
+        return 0
+    except BrokenPipeError:  # the reader has all that it wants, as `head` does
+        _forget_output()
+        return 0
     except Exception as error:  # noqa: BLE001 - the last stop: whatever it is becomes one line
         return _other(error, as_json=as_json)
 
@@ -108,13 +132,15 @@ class _ShowsItself(Protocol):
 
 def _other(error: Exception, *, as_json: bool) -> int:
     """A wrong option knows how to show itself; all else is a bug of ours."""
-    from ckpt.cli.output import fail_unexpected, redact, show_json
+    from ckpt.cli.output import fail_unexpected, show_json
     from ckpt.config import debug_wanted
+    from ckpt.errors.text import clean
 
     if isinstance(error, _ShowsItself):
         said = io.StringIO()
         error.show(said)
-        sys.stderr.write(redact(said.getvalue()))  # it repeats what it does not know: a URL, say
+        # it repeats what it does not know: a URL, say
+        sys.stderr.writelines(f"{clean(line)}\n" for line in said.getvalue().split("\n")[:-1])
         if as_json:
             show_json({"error": type(error).__name__, "message": error.format_message()})
         return error.exit_code
@@ -125,7 +151,7 @@ def _other(error: Exception, *, as_json: bool) -> int:
 
 
 def _forget_output() -> None:
-    """Whoever read us has left (``ckpt ls | head``): the interpreter's own flush at exit must not complain either."""
+    """Send what is still buffered nowhere, so that the interpreter's flush at exit does not fail either."""
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -43,18 +43,116 @@ ConfigFileOption = Annotated[
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", min=0, help="The same as STEP.", show_default=False)
 ]
+PlaceArgument = Annotated[
+    str | None, typer.Argument(metavar="[ROOT]", help="The same as --root.", show_default=False)
+]
+PlacesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ROOT]...", help="The same as --root.", show_default=False),
+]
+PlaceAndStepArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[ROOT] [STEP]",
+        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name is ./NAME.",
+        show_default=False,
+    ),
+]
+PlacesAndStepArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[ROOT]... [STEP]",
+        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name is ./NAME.",
+        show_default=False,
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")
 ]
 
 
-def one_step(argument: int | None, option: int | None) -> int | None:
-    """The step that was given as STEP or as --step."""
+LATEST: Final = "latest"
+"""The STEP that is the newest one."""
+
+
+def places_and_step(
+    arguments: Sequence[str] | None, roots: Sequence[str] | None, step: int | None
+) -> tuple[list[str], int | None]:
+    """Tell arguments that are places from the one that is a step, and join both with the options.
+
+    Returns:
+        The places, nearest first (empty if none is given), and the step (None for the newest).
+
+    Raises:
+        ConfigError: A place or a step is given twice.
+    """
     from ckpt.errors import ConfigError
 
-    if argument is not None and option not in (None, argument):
-        raise ConfigError(f"STEP {argument} and --step {option} are two: leave one out")
-    return option if argument is None else argument
+    given = list(arguments or ())
+    steps = [word for word in given if is_step(word)]
+    if len(steps) > 1:
+        raise ConfigError(
+            f"{steps[0]} and {steps[1]} are two steps: leave one out (a folder is ./{steps[1]})"
+        )
+    found = int(steps[0]) if steps and steps[0] != LATEST else None
+    if steps and step not in (None, found):
+        raise ConfigError(f"STEP {steps[0]} and --step {step} are two: leave one out")
+    return places([word for word in given if not is_step(word)], roots), step if found is None else found
+
+
+def place_and_step(
+    arguments: Sequence[str] | None, root: str | None, step: int | None
+) -> tuple[str | None, int | None]:
+    """As ``places_and_step``, for commands that work on one place."""
+    found, step = places_and_step(arguments, [root] if root is not None else None, step)
+    return one_place(found), step
+
+
+def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list[str]:
+    """Return the places that are given as arguments or by ``--root``."""
+    from ckpt.errors import ConfigError
+
+    if arguments and roots:
+        raise ConfigError(f"{arguments[0]} and --root {roots[0]} are two places: leave one out")
+    return [*(arguments or ()), *(roots or ())]
+
+
+def one_place(found: Sequence[str]) -> str | None:
+    """Return the only place among ``found``; None if there is none."""
+    from ckpt.errors import ConfigError
+
+    if len(found) > 1:
+        raise ConfigError(
+            f"{found[0]} and {found[1]} are two places: leave one out; a step is a number or {LATEST!r}"
+        )
+    return found[0] if found else None
+
+
+def source_and_other(arguments: Sequence[str], root: str | None, name: str) -> tuple[str | None, str]:
+    """Split ``[SOURCE] OTHER``, in which SOURCE may be left out or given by ``--root`` instead.
+
+    Args:
+        name: What the command calls OTHER.
+    """
+    from ckpt.config import resolve_tier
+    from ckpt.errors import ConfigError
+
+    *source, other = arguments
+    if len(source) > 1:
+        hint = "a step is given as --step N" if any(map(is_step, arguments)) else "leave the others out"
+        raise ConfigError(f"{', '.join(arguments)} are too many: give SOURCE and {name}; {hint}")
+    place = one_place(places(source, [root] if root is not None else None))
+    if place is None:
+        try:
+            resolve_tier(None)
+        except ConfigError as error:
+            raise ConfigError(f"{other} is SOURCE or {name}: give both, SOURCE first; {error}") from None
+    return place, other
+
+
+def is_step(word: str) -> bool:
+    """Whether an argument is a STEP rather than a place."""
+    return word == LATEST or (word.isascii() and word.isdecimal())
 
 
 def open_root(root: str | None, config: str | None = None) -> StorageBackend:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,13 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ckpt.errors import CkptError
+from ckpt.errors.text import clean, redact
+from ckpt.model.units import duration as duration
+from ckpt.model.units import rate as rate
+from ckpt.model.units import size as size
 
 if TYPE_CHECKING:
     from ckpt.catalog.verify import OnProgress
 
-_USERINFO: Final = re.compile(r"(?<=://)[^/\s]*@")
-_SECRET: Final = re.compile(r"(?i)((?:key|token|secret|signature|password|credential)[^=&?\s]*=)[^&\s'\"]+")
-_UNITS: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
 _NO_LIMIT: Final = 10_000  # a pipe has no edge to wrap at
 
 
@@ -42,9 +42,9 @@ def show_line(text: str = "", style: str = "") -> None:
 
 def show_facts(facts: Mapping[str, str]) -> None:
     """Names and values below each other."""
-    width = max(map(len, facts), default=0)
+    width = max((len(clean(name)) for name in facts), default=0)
     for name, value in facts.items():
-        line = Text(f"  {name:<{width}}  ", style="dim").append(clean(value), style="not dim")
+        line = Text(f"  {clean(name):<{width}}  ", style="dim").append(clean(value), style="not dim")
         _console(sys.stdout).print(line, soft_wrap=True)
 
 
@@ -53,7 +53,9 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for column in columns:
         number = column in right
-        table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        table.add_column(
+            clean(column), justify="right" if number else "left", no_wrap=number, overflow="fold"
+        )
     for row in rows:
         table.add_row(*(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row))
     console = _console(sys.stdout)
@@ -121,20 +123,6 @@ def steps(label: str) -> Generator[OnProgress]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def size(nbytes: float) -> str:
-    """'1.50 GB': decimal units, three digits."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    power = next((n for n in range(1, len(_UNITS)) if nbytes < 999.5 * 1000**n), len(_UNITS))
-    number = nbytes / 1000**power
-    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {_UNITS[power - 1]}"
-
-
-def rate(nbytes: int, seconds: float) -> str:
-    """'2.41 GB/s'."""
-    return f"{gigabytes_per_second(nbytes, seconds):.2f} GB/s"
-
-
 def gigabytes_per_second(nbytes: int, seconds: float) -> float:
     return nbytes / max(seconds, 1e-9) / 1e9
 
@@ -171,21 +159,6 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def clean(text: str) -> str:
-    """On one line, without credentials, and without what a terminal would obey."""
-    text = redact(text)
-    return (
-        text
-        if text.isprintable()
-        else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-    )
-
-
-def redact(text: str) -> str:
-    """URLs without user, password and signatures."""
-    return _SECRET.sub(r"\1***", _USERINFO.sub("***@", text))
-
-
 _STYLES: Final = {
     "committed": "green",
     "intact": "green",
@@ -200,7 +173,7 @@ def _clean_json(value: Any) -> Any:
         case str():
             return redact(value)
         case Mapping():
-            return {str(key): _clean_json(item) for key, item in value.items()}
+            return {redact(str(key)): _clean_json(item) for key, item in value.items()}
         case list() | tuple():
             return [_clean_json(item) for item in value]
         case float() if not math.isfinite(value):

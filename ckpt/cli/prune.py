@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import ConfigFileOption, JsonOption, RootOption
+from ckpt.cli.options import ConfigFileOption, JsonOption, PlaceArgument, RootOption, one_place, places
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 def prune(
+    where: PlaceArgument = None,
     keep_last: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Keep the N newest steps. Default: as ckpt.toml says."),
@@ -53,8 +54,8 @@ def prune(
 
     \b
     Examples:
-      ckpt prune --keep-last 3 --dry-run --root runs/gpt
-      ckpt prune --keep-last 3 --keep-every 1000 --keep-best loss:min --root s3://bucket/run42
+      ckpt prune runs/gpt --keep-last 3 --dry-run
+      ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
     from ckpt.catalog.holdings import Holdings
     from ckpt.catalog.prune import carry_out, judge
@@ -65,6 +66,7 @@ def prune(
     from ckpt.plan.retention import Retention
     from ckpt.storage.registry import open_backend
 
+    root = one_place(places([where] if where else None, [root] if root else None))
     tier = resolve_tier(root, config)
     rule = Retention(
         keep_last=tier.keep_last if keep_last is None else keep_last,

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import ConfigOption, JsonOption, StepOption, one_step, workers_for
+from ckpt.cli.options import (
+    ConfigOption,
+    JsonOption,
+    PlacesAndStepArgument,
+    StepOption,
+    places_and_step,
+    workers_for,
+)
 
 if TYPE_CHECKING:
     from ckpt.catalog.found import Repair
@@ -22,13 +29,11 @@ _DEFAULT_FOLDER = "restored"
 
 
 def restore(
-    step: Annotated[
-        int | None, typer.Argument(metavar="[STEP]", min=0, help="This step or none.", show_default=False)
-    ] = None,
+    where: PlacesAndStepArgument = None,
     latest: Annotated[
         bool, typer.Option("--latest", help="The newest intact step. This is the default.")
     ] = False,
-    step_too: StepOption = None,
+    step: StepOption = None,
     root: Annotated[
         list[str] | None,
         typer.Option(
@@ -59,20 +64,26 @@ def restore(
 
     \b
     Examples:
-      ckpt restore --latest --root runs/gpt
+      ckpt restore runs/gpt
       ckpt restore --latest --root s3://bucket/run42 --to /nvme/run42
       ckpt restore --latest --root /nvme/run42 --root s3://bucket/run42
       ckpt restore 1200 --json | jq -r .place
     """
     from ckpt.cli import output
     from ckpt.errors import ConfigError
+    from ckpt.storage.registry import scheme_of
 
-    step = one_step(step, step_too)
+    roots, step = places_and_step(where, root, step)
     if latest and step is not None:
         raise ConfigError("--latest and --step exclude each other: leave one out")
-    if root and config:
+    if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
-    sources = _sources(root, config)
+    sources = _sources(roots, config)
+    for source in sources[1:]:
+        if scheme_of(source.url) == "file" and not os.path.exists(source.url):
+            output.warn(
+                f"{source.url} does not exist, so nothing is read from there (--to names where to copy)"
+            )
     found = _first_intact(sources, step, _destination(sources, to))
     seconds, nbytes = found.seconds, found.nbytes
     if json:
@@ -87,7 +98,7 @@ def restore(
                 "repaired": [asdict(repair) for repair in found.repaired],
                 "bytes": nbytes,
                 "seconds": round(seconds, 6),
-                "gb_per_s": round(output.gigabytes_per_second(nbytes, seconds), 3),
+                "gb_per_s": round(output.gigabytes_per_second(nbytes, seconds), 6),
             }
         )
         return
@@ -99,7 +110,7 @@ def restore(
         {
             "place": found.place,
             "size": output.size(nbytes),
-            "time": f"{seconds:.2f} s, {output.rate(nbytes, seconds)}",
+            "time": f"{output.duration(seconds)}, {output.rate(nbytes, seconds)}",
         }
     )
 
@@ -116,7 +127,7 @@ class _Found:
     repaired: tuple[Repair, ...] = ()
 
 
-def _sources(roots: list[str] | None, config: str | None) -> list[StorageBackend]:
+def _sources(roots: list[str], config: str | None) -> list[StorageBackend]:
     """Nearest first."""
     from ckpt.config import resolve_tiers
     from ckpt.storage.tiers import open_tiers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -11,11 +12,12 @@ import typer
 from ckpt.cli.options import (
     ConfigFileOption,
     JsonOption,
+    PlaceAndStepArgument,
     RootOption,
     StepOption,
     naming_the_one_before,
-    one_step,
     open_root,
+    place_and_step,
 )
 
 if TYPE_CHECKING:
@@ -24,13 +26,12 @@ if TYPE_CHECKING:
     from ckpt.model.manifest import Manifest
 
 _MOST_CHARS: Final = 100
+_MOST_VALUES: Final = 10_000
 
 
 def show(
-    step: Annotated[
-        int | None, typer.Argument(metavar="[STEP]", min=0, help="Default: the newest.", show_default=False)
-    ] = None,
-    step_too: StepOption = None,
+    where: PlaceAndStepArgument = None,
+    step: StepOption = None,
     root: RootOption = None,
     config: ConfigFileOption = None,
     files: Annotated[
@@ -44,15 +45,15 @@ def show(
 
     \b
     Examples:
-      ckpt show 1200 --root runs/gpt
-      ckpt show 1200 --files
+      ckpt show runs/gpt                 the newest step; "latest" says the same
+      ckpt show runs/gpt 1200 --files
       ckpt show 1200 --json | jq '.tensors[].name'
     """
     from ckpt.catalog.index import find, read_manifest
     from ckpt.cli import output
 
-    backend = open_root(root, config)
-    wanted = one_step(step, step_too)
+    place, wanted = place_and_step(where, root, step)
+    backend = open_root(place, config)
     refs = find(backend, wanted)
     ref = refs[0]
     with naming_the_one_before(refs, wanted):
@@ -73,7 +74,7 @@ def show(
     )
     _show_tensors(manifest)
     _show_values("values", _values(manifest))
-    _show_values("metadata", dict(_flat("", _plain(manifest.metadata))))
+    _show_values("metadata", _metadata(manifest))
     if files:
         _show_files(manifest)
 
@@ -111,7 +112,9 @@ def _show_values(title: str, values: Mapping[str, str]) -> None:
     if values:
         output.show_line()
         output.show_line(title, style="bold")
-        output.show_facts(values)
+        output.show_facts(dict(islice(values.items(), _MOST_VALUES)))
+        if len(values) > _MOST_VALUES:
+            output.show_line(f"  and {len(values) - _MOST_VALUES:,} more: --json lists them all")
 
 
 def _encoded(manifest: Manifest) -> str:
@@ -149,6 +152,7 @@ def _show_files(manifest: Manifest) -> None:
 
 def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
     from ckpt.cli import output
+    from ckpt.model.values import parse
 
     return {
         "step": manifest.step,
@@ -179,9 +183,9 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
             for tensor in manifest.tensors
         ],
         "tied": dict(manifest.tied),
-        "tree": _node(manifest.tree),
-        "per_rank": {rank: _node(raw) for rank, raw in manifest.per_rank.items()},
-        "metadata": _node(manifest.metadata),
+        "tree": parse(manifest.tree),
+        "per_rank": {rank: parse(raw, "per_rank") for rank, raw in manifest.per_rank.items()},
+        "metadata": parse(manifest.metadata, "metadata"),
         "files": _files(manifest),
         "fragments": [
             {"name": item.name, "rank": item.rank, "bytes": item.size} for item in manifest.fragments
@@ -214,42 +218,48 @@ class _Tagged:
     fields: Mapping[str, Any]
 
 
-def _node(raw: msgspec.Raw) -> Any:
-    import msgspec
-
-    return msgspec.json.decode(raw) if bytes(raw) else None
-
-
 def _plain(raw: msgspec.Raw) -> Any:
     """Values of this module's own tags as Python values; nothing is imported or called because of them."""
-    from ckpt.model.values import decode
+    from ckpt.model.values import decode, parse
 
     def other(tag: str, node: Mapping[str, Any]) -> object:
         return _Tagged(tag, {key: decode(item, other) for key, item in node.items() if key != "$"})
 
-    return decode(_node(raw), other)
+    return decode(parse(raw), other)
 
 
 def _values(manifest: Manifest) -> dict[str, str]:
     """One line per plain value; tensors have a table of their own."""
     from ckpt.cli.output import ranges
+    from ckpt.model.values import following
 
-    values = dict(_flat("", _plain(manifest.tree)))
-    holders: dict[str, list[int]] = {}
-    for rank, raw in manifest.per_rank.items():
-        node = _plain(raw)
-        for name in node if isinstance(node, dict) else ():
-            holders.setdefault(str(name), []).append(int(rank))
+    with following("tree"):
+        values = dict(_flat("", _plain(manifest.tree)))
+        holders: dict[str, list[int]] = {}
+        for rank, raw in manifest.per_rank.items():
+            node = _plain(raw)
+            for name in node if isinstance(node, dict) else ():
+                holders.setdefault(str(name), []).append(int(rank))
     return values | {name: f"<one per rank: {ranges(ranks)}>" for name, ranks in holders.items()}
+
+
+def _metadata(manifest: Manifest) -> dict[str, str]:
+    from ckpt.model.values import following
+
+    with following("metadata"):
+        return dict(_flat("", _plain(manifest.metadata)))
 
 
 def exact_values(manifest: Manifest) -> dict[str, str]:
     """Plain values for comparing, those of each rank too: equal texts are equal values."""
-    values = dict(_flat("", _plain(manifest.tree), repr))
-    for rank, raw in manifest.per_rank.items():
-        node = _plain(raw)
-        for name, value in node.items() if isinstance(node, dict) else ():
-            values |= {f"{path} of rank {rank}": text for path, text in _flat(str(name), value, repr)}
+    from ckpt.model.values import exact, following
+
+    with following("tree"):
+        values = dict(_flat("", _plain(manifest.tree), exact))
+        for rank, raw in manifest.per_rank.items():
+            node = _plain(raw)
+            for name, value in node.items() if isinstance(node, dict) else ():
+                values |= {f"{path} of rank {rank}": text for path, text in _flat(str(name), value, exact)}
     return values
 
 
@@ -263,7 +273,7 @@ def _flat(path: str, value: Any, text: Callable[[Any], str] | None = None) -> It
         case _Tagged(tag=tag, fields=fields) if not any(
             isinstance(item, dict | list | _Tagged) for item in fields.values()
         ):
-            yield path, f"<{tag}{''.join(f' {item}' for item in fields.values())}>"
+            yield path, clip(f"<{tag}{''.join(f' {item}' for item in fields.values())}>")
         case _Tagged(fields=fields):
             for key, item in fields.items():
                 yield from _flat(path if key in ("v", "values") else join(path, key), item, text)
@@ -281,9 +291,11 @@ def _flat(path: str, value: Any, text: Callable[[Any], str] | None = None) -> It
 
 def short(value: Any) -> str:
     """A value on one line, not too long."""
+    from ckpt.model.values import exact
+
     if isinstance(value, bytes | bytearray) and len(value) > 16:
         return f"<{type(value).__name__}, {len(value)} bytes>"
-    return clip(repr(value))
+    return clip(exact(value))
 
 
 def clip(text: str) -> str:

@@ -10,11 +10,12 @@ import typer
 from ckpt.cli.options import (
     ConfigOption,
     JsonOption,
+    PlacesAndStepArgument,
     Reached,
     RootsOption,
     StepOption,
-    one_step,
     open_each,
+    places_and_step,
     workers_for,
 )
 
@@ -26,10 +27,8 @@ if TYPE_CHECKING:
 
 
 def verify(
-    step: Annotated[
-        int | None, typer.Argument(metavar="[STEP]", min=0, help="Default: the newest.", show_default=False)
-    ] = None,
-    step_too: StepOption = None,
+    where: PlacesAndStepArgument = None,
+    step: StepOption = None,
     all_steps: Annotated[bool, typer.Option("--all", help="Every committed step.")] = False,
     all_tiers: Annotated[
         bool, typer.Option("--all-tiers", help="On every tier of --config, or of ./ckpt.toml.")
@@ -46,17 +45,17 @@ def verify(
 
     \b
     Examples:
-      ckpt verify --root runs/gpt              the newest step
-      ckpt verify 1200 --root s3://bucket/run42
+      ckpt verify runs/gpt                     the newest step
+      ckpt verify s3://bucket/run42 1200
       ckpt verify --all-tiers --config ckpt.toml
       ckpt verify --all --json | jq '.steps[] | select(.intact | not)'
     """
     from ckpt.errors import ConfigError
 
-    step = one_step(step, step_too)
+    roots, step = places_and_step(where, root, step)
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
-    places = open_each(root, config, all_tiers=all_tiers)
+    places = open_each(roots, config, all_tiers=all_tiers)
     if len(places) == 1 and not all_tiers:
         _one(places[0], step, all_steps=all_steps, json=json)
     else:
@@ -100,7 +99,7 @@ def _show(report: VerifyReport) -> None:
     if report.intact:
         speed = output.rate(report.verified_bytes, report.seconds)
         output.show_line(
-            f"{name}: intact, {output.size(report.verified_bytes)} in {report.seconds:.2f} s, {speed}"
+            f"{name}: intact, {output.size(report.verified_bytes)} in {output.duration(report.seconds)}, {speed}"
         )
         return
     output.show_line(f"{name}: damaged, {output.count(len(report.faults), 'fault')}", style="red")

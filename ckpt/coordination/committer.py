@@ -41,6 +41,7 @@ from ckpt.coordination.commit import (
     decode_word,
     encode,
 )
+from ckpt.coordination.leaving import who_left
 from ckpt.coordination.refusal import Refused, refusal
 from ckpt.errors import (
     CkptError,
@@ -97,8 +98,12 @@ class Place(Protocol):
         """The fragment's bytes, of which the size is known and the checksum is not compared yet."""
         ...
 
+    def confirm(self) -> None:
+        """See that this job may still commit here. Raises if not."""
+        ...
+
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Put the manifest if absent. The same again is no error."""
+        """Put the manifest if absent, if this job may still commit here. The same again is no error."""
         ...
 
     def is_absent(self, ref: StepRef) -> bool:
@@ -121,11 +126,17 @@ class Place(Protocol):
 class OneTier:
     """All of it on one store that every rank sees.
 
-    ``retry`` calls what it is given, again where the store only stumbled.
+    ``retry`` calls what it is given, again where the store only stumbled. ``confirm`` raises if this job may not commit here any more.
     """
 
-    def __init__(self, backend: StorageBackend, retry: Retry = _at_once) -> None:
-        self._backend, self._retry = backend, retry
+    def __init__(
+        self,
+        backend: StorageBackend,
+        retry: Retry = _at_once,
+        *,
+        confirm: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._backend, self._retry, self._confirm = backend, retry, confirm
 
     @property
     def url(self) -> str:
@@ -135,8 +146,31 @@ class OneTier:
         key = ref.key(fragment.name)
         return self._retry(lambda: read_object(self._backend, key, limit=fragment.size))
 
+    def confirm(self) -> None:
+        self._retry(self._confirm)
+
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        self._retry(lambda: put_once(self._backend, ref.manifest, manifest))
+        """Each try asks again whose the root is: between two tries another job may take the root over and evict the step, if the first try has arrived.
+
+        Raises:
+            TransientStorageError: A try had no answer. It may have arrived, whatever later tries say.
+        """
+        unanswered: list[TransientStorageError] = []
+
+        def once() -> None:
+            self._confirm()
+            try:
+                put_once(self._backend, ref.manifest, manifest)
+            except TransientStorageError as error:
+                unanswered.append(error)
+                raise
+
+        try:
+            self._retry(once)
+        except Exception as error:
+            if not unanswered or isinstance(error, TransientStorageError):
+                raise
+            raise TransientStorageError(ref.manifest, f"{unanswered[-1].detail}; then {error}") from error
 
     def is_absent(self, ref: StepRef) -> bool:
         return not is_there(self._backend, ref.manifest)
@@ -160,7 +194,6 @@ class Committer:
         name: Tells this tier's subjects from those of others.
         timeout: Seconds a rank waits for the last rank's word before it refuses.
         takeover: Seconds after which others look whether the leader has left something to do.
-        before_put: Raises if this job may not commit here any more.
         read_all: See `ReadAll`.
     """
 
@@ -173,13 +206,12 @@ class Committer:
         timeout: float,
         takeover: float = TAKEOVER_SECONDS,
         known: Known | None = None,
-        before_put: Callable[[], None] = lambda: None,
         read_all: ReadAll = in_turn,
     ) -> None:
         self._read_all = read_all
         self._coordinator, self._place, self._name = coordinator, place, name
         self._bounds = Bounds(timeout, takeover)
-        self._known, self._before_put = known or Known(), before_put
+        self._known = known or Known()
 
     def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
         """Say this rank's word and return the verdict, which is the same on all ranks.
@@ -202,11 +234,7 @@ class _Commit:
 
     def __init__(self, committer: Committer, ref: StepRef) -> None:
         self._coordinator, self._place = committer._coordinator, committer._place
-        self._bounds, self._known, self._before_put = (
-            committer._bounds,
-            committer._known,
-            committer._before_put,
-        )
+        self._bounds, self._known = committer._bounds, committer._known
         self._read_all = committer._read_all
         self._ref, self._subject = ref, f"{committer._name}/{ref.folder}"
         self._manifest = b""
@@ -265,12 +293,17 @@ class _Commit:
                 return Heard({rank: _word_of(data) for rank, data in words.items()})
             if (outcome := self._outcome(0.0)).verdict is not None:
                 return outcome
+            if (gone := who_left(self._coordinator)) is not None and gone.rank in ranks:
+                # it tells nothing more, but may have told its word just before
+                last = self._coordinator.hear(self._subject, {gone.rank}, timeout=0.0)
+                word = _word_of(last[gone.rank]) if last else Failed(f"it has ended: {gone.reason}")
+                return Heard({gone.rank: word})
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
             parts = self._read_all(partial(self._read, fragment) for fragment in fragments)
             self._manifest = pack(merge(zip(parts, fragments, strict=True), self._known))
-            self._before_put()
+            self._place.confirm()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
             return Spoiled(refusal(placed(error, self._place.url)), certain=certain)

@@ -10,7 +10,7 @@ node's lowest rank puts it. The first manifest that is put makes the checkpoint:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -145,7 +145,6 @@ class ManyNodes:
     Args:
         store: This node's.
         name: As the committer's.
-        before_put: Raises if this job may not commit on this node any more.
     """
 
     def __init__(
@@ -155,10 +154,9 @@ class ManyNodes:
         nodes: Nodes,
         *,
         name: str,
-        before_put: Callable[[], None] = lambda: None,
     ) -> None:
         self._store, self._coordinator, self._nodes = store, coordinator, nodes
-        self._name, self._before_put = name, before_put
+        self._name = name
         self._pieces = 0
         self._attended = coordinator.rank not in nodes.firsts
 
@@ -175,6 +173,10 @@ class ManyNodes:
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
         """The fragment of a rank that has said it is durable: it was sent before. Raises ``TransientStorageError``."""
         return self._receive(ref, "fragment", fragment.rank, fragment.size)
+
+    def confirm(self) -> None:
+        """As far as this node goes. Each other node asks before its own put."""
+        self._store.confirm()
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put it on this node, and have it put on all others.
@@ -235,7 +237,6 @@ class ManyNodes:
             data = self._receive(ref, "manifest", merged.rank, merged.size)
             if checksum(data) != merged.checksum:
                 return f"it is not what rank {merged.rank} has merged"
-            self._before_put()
             self._store.put(ref, data)
         except Exception as error:  # noqa: BLE001 - the committer waits for it
             return str(error) or repr(error)

@@ -17,6 +17,7 @@ from ckpt.errors import (
     PeerFailed,
     ReplicasDiverged,
     RootInUse,
+    RootLost,
     StepExists,
     StorageError,
     TensorIncomplete,
@@ -26,7 +27,7 @@ from ckpt.errors import (
 )
 
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
-    kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, TransientStorageError)
+    kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, RootLost, TransientStorageError)
 }
 """What a store that fails the leader is told as to the others; by name."""
 

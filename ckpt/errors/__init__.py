@@ -10,7 +10,9 @@
     │   ├── ObjectNotFound
     │   ├── ObjectExists                    put(if_absent=True) lost
     │   ├── AccessDenied
+    │   │   └── LinkRefused                 a link leads out of the root; damage to one checkpoint
     │   ├── OutOfSpace
+    │   ├── RootLost                        the disk was unmounted, say
     │   └── TransientStorageError           worth another try; the only one that is retried
     ├── IntegrityError             exit 4   the bytes are not what was written
     │   ├── ChecksumMismatch
@@ -25,6 +27,7 @@
     │   ├── TensorIncomplete                boxes leave holes or overlap
     │   ├── RootInUse                       another job writes to this root
     │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   ├── StepsMissing                    at the end a tier lacks steps that were to go there
     │   ├── TierBehind                      given up on a tier that is too slow; nearer ones have it
     │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
@@ -39,13 +42,21 @@
     │   ├── DtypeMismatch
     │   ├── KindMismatch                    a tensor here, a plain value there
     │   └── OptimizerMismatch               the state of another kind of optimizer
-    ├── UnsupportedValue           exit 8   the state holds what cannot be saved without pickle
+    ├── UnsupportedValue           exit 8   the state holds a value that is not supported
+    ├── ThreadLimit                         no more threads can be started; exit 1
     └── ManagerClosed              exit 9   the manager was closed
 """
 
 from __future__ import annotations
 
-from ckpt.errors.base import CkptError, ConfigError, ManagerClosed, MissingExtra, UnknownScheme
+from ckpt.errors.base import (
+    CkptError,
+    ConfigError,
+    ManagerClosed,
+    MissingExtra,
+    ThreadLimit,
+    UnknownScheme,
+)
 from ckpt.errors.restoring import (
     DtypeMismatch,
     EntryMissing,
@@ -68,6 +79,7 @@ from ckpt.errors.saving import (
     SaveSkipped,
     StagingError,
     StepExists,
+    StepsMissing,
     TensorChanged,
     TensorIncomplete,
     TierBehind,
@@ -79,10 +91,12 @@ from ckpt.errors.storage import (
     ChecksumMismatch,
     FormatTooNew,
     IntegrityError,
+    LinkRefused,
     ManifestCorrupt,
     ObjectExists,
     ObjectNotFound,
     OutOfSpace,
+    RootLost,
     StorageError,
     TransientStorageError,
     about,
@@ -105,6 +119,7 @@ __all__ = [
     "IntegrityError",
     "JobUnseen",
     "KindMismatch",
+    "LinkRefused",
     "ManagerClosed",
     "ManifestCorrupt",
     "MissingExtra",
@@ -117,13 +132,16 @@ __all__ = [
     "ReplicasDiverged",
     "RestoreError",
     "RootInUse",
+    "RootLost",
     "SaveSkipped",
     "ShapeMismatch",
     "StagingError",
     "StepExists",
+    "StepsMissing",
     "StorageError",
     "TensorChanged",
     "TensorIncomplete",
+    "ThreadLimit",
     "TierBehind",
     "TierNotShared",
     "TransientStorageError",

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
+from ckpt.errors.text import clean
+
 
 class CkptError(Exception):
-    """Base of all errors of ckpt. ``exit_code`` is what the command line returns for it."""
+    """Base of all errors of ckpt. ``exit_code`` is what the command line returns for it.
+
+    The message is cleaned, since it may quote a name or a URL that somebody else chose.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(clean(message))
 
 
 class ConfigError(CkptError):
@@ -42,6 +50,17 @@ class ManagerClosed(CkptError):
 
     def __init__(self) -> None:
         super().__init__("this CheckpointManager is closed: build a new one")
+
+
+class ThreadLimit(CkptError):
+    """The system lets this process start no more threads."""
+
+    def __init__(self, what: str, detail: str) -> None:
+        self.what, self.detail = what, detail
+        super().__init__(
+            f"no thread for {what!r} could be started ({detail}): raise the limit on processes (ulimit -u, pids.max of the cgroup), "
+            "or start fewer threads, such as workers of data loaders"
+        )
 
 
 def both(name: str, source: str) -> str:

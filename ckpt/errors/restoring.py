@@ -72,8 +72,13 @@ class KindMismatch(RestoreError):
 
     def __init__(self, name: str, saved: str, wanted: str) -> None:
         self.name, self.saved, self.wanted = name, saved, wanted
+        kind = (
+            "a module, or a dict that has a tensor under each of its names"
+            if saved == "module"
+            else "one of its kind"
+        )
         super().__init__(
-            f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target: give the state one of its kind, "
+            f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target: give the state {kind}, "
             'or say what you want (only="model/*")'
         )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ckpt.errors.base import CkptError
+from ckpt.errors.base import CkptError, few
 
 
 class CommitError(CkptError):
@@ -53,13 +53,29 @@ class CommitTimeout(CommitError):
         super().__init__(f"step {step}: {told}" if step >= 0 else told)
 
 
+class StepsMissing(CommitError):
+    """The manager was closed, and a tier does not have steps that were to go there. ``missing`` has the steps of each tier, by URL."""
+
+    def __init__(self, missing: Mapping[str, Sequence[int]], reason: str, *, nearer: bool) -> None:
+        """``nearer``: whether each of them is on a nearer tier."""
+        self.missing = {tier: tuple(sorted(steps)) for tier, steps in missing.items()}
+        self.nearer = nearer
+        told = "; ".join(
+            f"{tier} lacks step{'s' if len(steps) > 1 else ''} {few(list(map(str, steps)), 20, quote=False)}"
+            for tier, steps in self.missing.items()
+        )
+        way = ": nearer tiers have them, and `ckpt copy` takes them there" if nearer else ""
+        super().__init__(f"{told} ({reason}){way}")
+
+
 class ReplicasDiverged(CommitError):
     """Ranks that should hold the same value do not."""
 
     def __init__(self, name: str, ranks: Sequence[int], detail: str = "") -> None:
         self.name, self.ranks, self.detail = name, tuple(ranks), detail
         super().__init__(
-            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: if that is meant, wrap it in PerRank(...)"
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: ranks must hold the same under one name. "
+            "If a value is meant to differ, wrap it in PerRank(...). A tensor of a module needs a name of its own on each rank, or declare_part()"
         )
 
 
@@ -146,13 +162,13 @@ class TierBehind(CommitError):
 
 
 class UnsupportedValue(CkptError):
-    """The state holds a value that could only be saved with pickle."""
+    """The state holds a value that cannot be saved or restored, such as one that needs pickle."""
 
     exit_code = 8
 
     def __init__(self, name: str, kind: str, detail: str = "") -> None:
         self.name, self.kind = name, kind
         super().__init__(
-            f"{name!r} is a {kind}, which cannot be saved without pickle: "
+            f"{name!r} is a {kind}, which is not supported: "
             + (detail or "give it state_dict()/load_state_dict(), or save its parts as plain values")
         )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import ClassVar, TypeVar
 
 from ckpt.errors.base import CkptError
+from ckpt.errors.text import clean
 
 
 class StorageError(CkptError):
@@ -18,13 +19,14 @@ class StorageError(CkptError):
 
     def __init__(self, key: str, detail: str = "") -> None:
         self.key, self.detail = key, detail
-        super().__init__(f"{self.what}: {key!r}" + (f" ({detail})" if detail else ""))
+        super().__init__(str(self))
 
     def __str__(self) -> str:
-        if not self.root:
-            return super().__str__()
-        place = f"{self.key!r} in {self.root}" if self.key else repr(self.root)
-        return f"{self.what}: {place}" + (f" ({self.detail})" if self.detail else "")
+        place = repr(self.key) if self.key else ""
+        if self.root:
+            place = f"{place} in {self.root}" if place else repr(self.root)
+        told = self.what + (f": {place}" if place else "")
+        return clean(told + (f" ({self.detail})" if self.detail else ""))
 
 
 class ObjectNotFound(StorageError):
@@ -43,6 +45,22 @@ class AccessDenied(StorageError):
     """The store knows us not, or forbids it. Check credentials and permissions."""
 
     what = "access denied"
+
+
+class LinkRefused(AccessDenied):
+    """A symbolic link stands there and leads out of the root, so it is not followed. This concerns one object, not the store."""
+
+    what = "a link leads out of the root"
+
+
+class RootLost(StorageError):
+    """The root is not the folder that it was when the manager was built, or when its first save began. Nothing is written to what stands there now."""
+
+    what = "the root is gone"
+
+    def __init__(self, key: str, detail: str = "") -> None:
+        way = "its disk was unmounted, or the folder was removed or replaced: bring it back and saves go on, or build a new manager"
+        super().__init__(key, detail or way)
 
 
 class OutOfSpace(StorageError):

@@ -85,7 +85,7 @@ class _Fitting:
 
     def fit(self, value: Any, path: str, *, listed: bool = False) -> Any:
         if isinstance(value, Mapping) and value:
-            return type(value)({key: self.fit(item, f"{path}.{key}", listed=listed) for key, item in value.items()})  # type: ignore[call-arg]  # fmt: skip
+            return type(value)({key: self.fit(item, _inner(path, key), listed=listed) for key, item in value.items()})  # type: ignore[call-arg]  # fmt: skip
         if isinstance(value, list) and _is_walked(value):
             return [self.fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)]
         if path in self._taken:
@@ -100,6 +100,16 @@ class _Fitting:
             return None
         self._notes.left_out.append((path, "a dict without entries"))
         return value
+
+
+def _inner(path: str, key: object) -> str:
+    """The name that the format gives to what is under a key."""
+    try:
+        return f"{path}.{key}"
+    except ValueError:  # Python prints no more than some thousand digits
+        raise ConfigError(
+            f"a key in {path!r} has too many digits for the format: choose others with --name, or export with --format torch"
+        ) from None
 
 
 def _is_walked(value: Any) -> bool:

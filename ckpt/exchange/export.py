@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from typing import Final, Literal
 import torch
 
 from ckpt.catalog.reading import StepReader
-from ckpt.errors import AccessDenied, CkptError, ConfigError, EntryMissing, OutOfSpace, StorageError
+from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.exchange import dcp_folder, safetensors_file, torch_file
 from ckpt.exchange.opened import TensorView
 from ckpt.exchange.tree import Notes, StateTree, chosen
 from ckpt.model.manifest import Tensor
+from ckpt.model.values import exact, following
 from ckpt.storage.registry import scheme_of
 
 Format = Literal["safetensors", "torch", "dcp"]
@@ -116,7 +117,8 @@ def _safetensors(
 def _leave_out_values(reader: StepReader, notes: Notes, globs: Sequence[str]) -> None:
     """Plain values have no place in safetensors."""
     tree = StateTree(reader.manifest, lambda _: None, globs, by_name=True).build()
-    notes.left_out += [(path, "a plain value") for path in _paths(tree)]
+    with following("tree"):
+        notes.left_out += [(path, "a plain value") for path in _paths(tree)]
 
 
 def _paths(value: object, path: str = "") -> list[str]:
@@ -124,7 +126,9 @@ def _paths(value: object, path: str = "") -> list[str]:
         return [
             found
             for key, item in value.items()
-            for found in _paths(item, f"{path}/{key}" if path else str(key))
+            for found in _paths(
+                item, "/".join(filter(None, (path, key if isinstance(key, str) else exact(key))))
+            )
         ]
     return [] if value is None or value == {} else [path]
 
@@ -154,32 +158,45 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
 
 @contextmanager
 def _appears(out: str) -> Generator[str]:
-    """A place beside ``out`` to build in, that becomes ``out`` in the end. What a cut export has left there is replaced."""
+    """A place to build in, which becomes ``out`` in the end.
+
+    It lies in a new folder beside ``out`` that only this user can enter, so nobody can have put a link there.
+    """
     out = os.path.abspath(out)
     if os.path.lexists(out):
-        raise ConfigError(f"{out} is there already: remove it, or name another place")
-    place = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.ckpt-partial")
+        raise _is_there(out)
+    folder, name = os.path.split(out)
     try:
-        os.makedirs(os.path.dirname(out), exist_ok=True)
-        _remove(place)
-        yield place
-        os.rename(place, out)
-    except CkptError:
-        _remove(place)
-        raise
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{name[:100]}.ckpt-partial-", dir=folder, ignore_cleanup_errors=True
+        ) as room:
+            place = os.path.join(room, "out")
+            yield place
+            _move(place, out)
     except OSError as error:
-        _remove(place)
         raise _told(out, error) from error
-    except BaseException:
-        _remove(place)
-        raise
 
 
-def _remove(place: str) -> None:
+def _move(place: str, out: str) -> None:
+    """Replaces nothing: what has appeared at ``out`` in the meantime stays."""
     if os.path.isdir(place):
-        shutil.rmtree(place, ignore_errors=True)
-    elif os.path.lexists(place):
-        os.unlink(place)
+        if os.path.lexists(out):
+            raise _is_there(out)
+        os.rename(place, out)  # fails if a file, a link or a folder with files is there
+        return
+    try:
+        os.link(place, out)
+    except FileExistsError:
+        raise _is_there(out) from None
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+            raise
+        os.rename(place, out)  # a file system without hard links
+
+
+def _is_there(out: str) -> ConfigError:
+    return ConfigError(f"{out} is there already: remove it, or name another place")
 
 
 def _told(out: str, error: OSError) -> StorageError:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ckpt.errors import UnsupportedValue
 
-_MARK: Final = object()
+_MOST_BYTES: Final = 1 << 30
 _CONSTANTS: Final = {
     "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
 }  # fmt: skip
@@ -29,6 +29,7 @@ class Inert:
     name: str
     args: tuple[Any, ...] = ()
     state: dict[str, Any] = field(default_factory=dict[str, Any])
+    built: bool = False
 
 
 class _Machine:
@@ -36,12 +37,13 @@ class _Machine:
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
+        self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
         self._do: dict[str, Callable[[Any], None]] = {
             "STACK_GLOBAL": lambda _: self._two(lambda module, name: Inert(f"{module}.{name}")),
             "GLOBAL": lambda arg: self.stack.append(Inert(str(arg).replace(" ", "."))),
-            "REDUCE": lambda _: self._two(lambda call, args: Inert(call.name, tuple(args))),
-            "NEWOBJ": lambda _: self._two(lambda kind, args: Inert(kind.name, tuple(args))),
+            "REDUCE": lambda _: self._two(_called),
+            "NEWOBJ": lambda _: self._two(_called),
             "BUILD": lambda _: self._two(_with_state),
             "TUPLE": lambda _: self.stack.append(tuple(self._marked())),
             "TUPLE1": lambda _: self._pack(1),
@@ -49,7 +51,7 @@ class _Machine:
             "TUPLE3": lambda _: self._pack(3),
             "EMPTY_LIST": lambda _: self.stack.append([]),
             "EMPTY_DICT": lambda _: self.stack.append({}),
-            "MARK": lambda _: self.stack.append(_MARK),
+            "MARK": lambda _: self._marks.append(len(self.stack)),
             "APPEND": lambda _: self._two(lambda items, item: [*items, item], into=True),
             "APPENDS": lambda _: self._extend(self._marked()),
             "SETITEM": lambda _: self._set([self.stack.pop(-2), self.stack.pop()]),
@@ -88,11 +90,14 @@ class _Machine:
         self.stack[-count:] = [items]
 
     def _drop(self) -> None:
-        self.stack.pop()
+        if self._marks and self._marks[-1] == len(self.stack):
+            self._marks.pop()
+        else:
+            self.stack.pop()
 
     def _marked(self) -> list[Any]:
-        at = max(i for i, item in enumerate(self.stack) if item is _MARK)
-        items = self.stack[at + 1 :]
+        at = self._marks.pop()
+        items = self.stack[at:]
         del self.stack[at:]
         return items
 
@@ -100,19 +105,39 @@ class _Machine:
         self.stack[-1].extend(items)
 
     def _set(self, items: list[Any]) -> None:
+        if not all(isinstance(key, _KEYS) for key in items[::2]):
+            raise ValueError("a key that is a container")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def _remember(self, index: int) -> None:
         self._memo[index] = self.stack[-1]
 
 
+_MOST_PARTS: Final = 16
+_KEYS: Final = (str, int, bytes, type(None), Inert)
+"""What hashing takes no long time of; an ``Inert`` is told by its identity."""
+
+
+def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
+    if type(args) is not tuple:
+        raise ValueError("arguments that are no tuple")
+    return Inert(call.name, args)
+
+
 def _with_state(made: Inert, state: Any) -> Inert:
-    """In place: it may be remembered. Classes with slots give a pair."""
-    for part in state if isinstance(state, tuple) else (state,):
-        if isinstance(part, dict):
-            made.state.update(part)
+    """In place: it may be remembered. Classes with slots give a pair, others a few values.
+
+    No dict is copied and nothing is built twice, so it takes the same time however large the state is.
+    """
+    parts = state if isinstance(state, tuple) else (state,)
+    if made.built or len(parts) > _MOST_PARTS:
+        raise ValueError("an object that is built twice, or of too many parts")
+    for part in parts:
+        if isinstance(part, dict) and not (part and made.state):
+            made.state = part or made.state
         elif part is not None:
             made.args = (*made.args, part)
+    made.built = True
     return made
 
 
@@ -123,10 +148,12 @@ def read_inert(data: bytes, name: str) -> Any:
         UnsupportedValue: It is no pickle, or one that needs more than plain objects.
     """
     try:
+        if len(data) > _MOST_BYTES:
+            raise ValueError(f"it has {len(data)} bytes")
         return _Machine().run(data)
     except Exception as error:  # noqa: BLE001 - whatever nonsense it is
         raise UnsupportedValue(
             name,
             "pickle of another kind",
-            f"it is not one that torch.distributed.checkpoint writes ({error!r})",
+            f"it is not one that torch.distributed.checkpoint writes ({repr(error)[:200]})",
         ) from None

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+from ckpt.exchange.bounds import regular
 from ckpt.exchange.safetensors_file import SAME
 from ckpt.model.dtype import DTYPES, DType
 
@@ -33,7 +34,7 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         UnsupportedValue: A tensor is of a type that torch does not have.
     """
     try:
-        with open(path, "rb") as file:
+        with open(regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             whole = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
     except FileNotFoundError:

@@ -8,20 +8,23 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any, Final, Literal
 
 import torch
 
-from ckpt.errors import ConfigError, IntegrityError, OutOfSpace, StorageError, UnsupportedValue
+from ckpt.errors import CkptError, ConfigError, IntegrityError, OutOfSpace, StorageError, UnsupportedValue
 from ckpt.exchange import safetensors_read
+from ckpt.exchange.bounds import check_state, check_torch_file, regular
 from ckpt.exchange.inert import Inert, read_inert
 from ckpt.exchange.sniff import what_is
 from ckpt.exchange.torch_file import Scratch
 from ckpt.model.dtype import DTYPES
+from ckpt.model.validate import MAX_DIMENSIONS
 from ckpt.staging.image import copyable
 
 Kind = Literal["torch", "dcp", "safetensors"]
@@ -30,6 +33,7 @@ State = dict[str, Any]
 _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS: Final = ".safetensors"
 _TABLE: Final = ".metadata"
+_MOST_DEPTH: Final = 100
 _WAY_OUT: Final = "only tensors and plain values are taken: where you trust the file, load it with torch.load(..., weights_only=False) and save the state_dict() of what is in it"
 
 
@@ -91,12 +95,19 @@ def _state(found: Any) -> State:
 def _load(path: str | io.BytesIO, name: str = "") -> Any:
     name = name or str(path)
     try:
+        with open(regular(path), "rb") if isinstance(path, str) else nullcontext(path) as file:
+            check_torch_file(file, name)
+            file.seek(0)
         try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, str))
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, str))
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            return torch.load(path, map_location="cpu", weights_only=True)  # of before torch 1.6
+            found = torch.load(path, map_location="cpu", weights_only=True)  # of before torch 1.6
+        check_state(found, name)
+        return found
+    except CkptError:
+        raise
     except FileNotFoundError:
         raise IntegrityError(f"{name} is missing") from None
     except OSError as error:
@@ -122,7 +133,7 @@ def _indexed(folder: str, suffix: str) -> list[str]:
     if not found:
         return []
     try:
-        with open(os.path.join(folder, found[0]), encoding="utf-8") as file:
+        with open(regular(os.path.join(folder, found[0])), encoding="utf-8") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
     except OSError as error:
         raise ConfigError(f"{os.path.join(folder, found[0])} cannot be read: {error.strerror}") from None
@@ -164,13 +175,14 @@ def _safetensors(source: str) -> State:
 def _dcp(source: str, scratch: str | None) -> State:
     table_path = os.path.join(source, _TABLE)
     try:
-        with open(table_path, "rb") as file:
+        with open(regular(table_path), "rb") as file:
             table = read_inert(file.read(), table_path)
     except OSError as error:
         raise ConfigError(f"{table_path} cannot be read: {error.strerror}") from None
     with _doubted(table_path):
         kinds = {name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()}
         pieces = list(_pieces(source, table))
+        _check_room(source, table, [kind for kind in kinds.values() if kind])
         paths: Mapping[str, Any] = table.state.get("planner_data") or {}
     made = _made(scratch, [(name, *kind) for name, kind in kinds.items() if kind])
     flat: dict[str, Any] = {}
@@ -230,9 +242,31 @@ def _numbers(size: Any) -> tuple[int, ...]:
     """A ``torch.Size`` that was not made."""
     items = size.args[0] if isinstance(size, Inert) and size.args else () if isinstance(size, Inert) else size
     found = tuple(int(n) for n in items)
-    if any(n < 0 for n in found) or prod(n for n in found if n) >= 1 << 63:
-        raise ValueError(f"a tensor of {found}")
+    if len(found) > MAX_DIMENSIONS or any(n < 0 for n in found) or prod(n for n in found if n) >= 1 << 63:
+        raise ValueError(f"a tensor of {len(found)} dimensions: {found[:8]}")
     return found
+
+
+def _check_room(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Each byte of a file is of one entry, and tensors have no more bytes than their entries: so what is made has a size that is there."""
+    places: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for info in table.state["storage_data"].values():
+        start, length = int(info.state["offset"]), int(info.state["length"])
+        places[_inside(source, info.state["relative_path"])].append((start, length))
+    held = 0
+    for name, runs in places.items():
+        at = 0
+        for start, length in sorted(runs):
+            if start < at or length < 0:
+                raise ValueError(f"entries of {name} overlap")
+            at = start + length
+        held += sum(length for _, length in runs)
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and at > os.path.getsize(path):
+            raise ValueError(f"{name} ends before its entries do")
+    wanted = sum(prod(shape) * DTYPES[dtype].itemsize for dtype, shape in kinds)
+    if wanted > held:
+        raise ValueError(f"tensors of {wanted} bytes in entries of {held}")
 
 
 def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Any]]]:
@@ -252,7 +286,7 @@ def _pieces(source: str, table: Inert) -> Iterator[tuple[str, tuple[int, ...], C
 
 def _read(path: str, start: int, length: int, name: str) -> Any:
     try:
-        with open(path, "rb") as file:
+        with open(regular(path), "rb") as file:
             whole = os.fstat(file.fileno()).st_size
             file.seek(max(0, min(start, whole)))
             data = file.read(min(length, whole)) if start >= 0 and length >= 0 else b""
@@ -282,6 +316,8 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         path = paths.get(name) or (name,)
+        if len(path) > _MOST_DEPTH or not all(isinstance(part, str | int) for part in path):
+            raise ValueError(f"the path of {name[:80]!r}")
         at = root
         for part in path[:-1]:
             at = at.setdefault(part, {})

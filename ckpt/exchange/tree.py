@@ -9,15 +9,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import count
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 from ckpt.adapters.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Manifest
-from ckpt.model.values import Node, below, decode, join, unescape
+from ckpt.model.values import Node, below, decode, following, join, parse, unescape
 
 MakeTensor = Callable[[str], Any]
 """Gives what stands for the tensor of that name."""
@@ -64,11 +64,12 @@ class StateTree:
         self.notes = Notes()
 
     def build(self) -> dict[str, Any]:
-        tree = msgspec.json.decode(self._manifest.tree)
+        tree = parse(self._manifest.tree)
         if not isinstance(tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
-        self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
-        built = self._node(tree, "")
+        with following("tree"):
+            self._modules = sorted(_modules(tree, ""), key=len, reverse=True)
+            built = self._node(tree, "")
         return {} if built is _LEFT else built
 
     def _node(self, node: Node, path: str) -> Any:
@@ -146,7 +147,7 @@ class StateTree:
         """A list, one item per rank."""
         values: list[Any] = []
         for rank in range(self._manifest.world_size):
-            tree = msgspec.json.decode(self._manifest.per_rank[str(rank)])
+            tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
             values.append(self._node(tree[path], path))
         kept = self._some(values, path)
         if kept is not _LEFT:
@@ -157,11 +158,13 @@ class StateTree:
 
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
         values: Mapping[str, Node] = node["values"]
-        inside = tuple(f"{path}/{fqn}/" for fqn in values)  # tensors in an extra state
+        inside = {  # tensors in an extra state
+            each for fqn in values for each in below(self._names, f"{path}/{fqn}")
+        }
         found = {
             name[len(path) + 1 :]: self._tensor(name)
             for name in below(self._names, path)
-            if not name.startswith(inside)
+            if name not in inside
         }
         found |= {fqn: self._node(item, f"{path}/{fqn}") for fqn, item in values.items()}
         return self._mapping(found, path)
@@ -170,11 +173,11 @@ class StateTree:
         others: Mapping[str, Node] = node["state"]
         state: dict[Any, Any] = {}
         groups: list[Any] = []
+        numbers, plain = count(), sorted(others)
         for index, group in enumerate(node["groups"]):
-            numbers = range(sum(len(done["params"]) for done in groups), 1 << 62)
             ids: list[Any] = []
             names = [self._parameter(parameter) for parameter in group["params"]]
-            for number, parameter, name in zip(numbers, group["params"], names, strict=False):
+            for parameter, name, number in zip(group["params"], names, numbers, strict=False):
                 ids.append(name if self._by_name else number)
                 prefix = f"{path}/{parameter}"
                 held: dict[str, Any] = {
@@ -184,7 +187,7 @@ class StateTree:
                 }
                 held |= {
                     unescape(full[len(prefix) + 1 :]): self._node(others[full], full)
-                    for full in below(sorted(others), prefix)
+                    for full in below(plain, prefix)
                 }
                 kept = self._mapping(held, path)
                 if kept is not _LEFT and kept:

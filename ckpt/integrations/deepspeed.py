@@ -109,7 +109,7 @@ class ZeroModel(ModuleStandIn):
         }
         found = tuple(
             replace(entry, value=masters.get(id(entry.value)) or self._other(entry))
-            for entry in entries(module)
+            for entry in entries(path, module)
         )
         now = tuple(id(entry.value) for entry in found)
         if self._known is None or self._known[:2] != (now, path):
@@ -120,10 +120,14 @@ class ZeroModel(ModuleStandIn):
                 if isinstance(entry.value, LocalShards)
             }
             # DeepSpeed never makes buffers equal: those of its first rank count, as in its own checkpoints
-            buffers = frozenset(map(id, module.buffers()))
-            items = ModuleItems(
-                entries=found, replicas=ranks, parts=shards, first_only=buffers, is_first=dist.get_rank() == ranks[0]
-            )  # fmt: skip
+            buffers, is_first = set(map(id, module.buffers())), dist.get_rank() == ranks[0]
+            shared = tuple(
+                entry
+                if (is_buffer := id(entry.value) in buffers) and is_first
+                else replace(entry, replicas=ranks, left=is_buffer)
+                for entry in found
+            )
+            items = ModuleItems(entries=shared, parts=shards, holders=dict.fromkeys(shards, ranks))
             self._known = (now, path, items)
         return self._known[2]
 

@@ -17,6 +17,8 @@ from ckpt.model.manifest import REFERENCE_FORMAT
 
 MAX_RECORD_BYTES: Final = 4 << 30
 """No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
+MAX_EXPANSION: Final = 256
+"""A record that would become smaller than a 256th is stored as it is, so that a few bytes never unpack to many."""
 
 _COMPRESS_FROM: Final = 1 << 20
 _COMPRESSED: Final = b"ckpt-zstd "
@@ -48,6 +50,8 @@ def pack(record: msgspec.Struct) -> bytes:
     import zstandard  # only large runs pay for the import
 
     frame = zstandard.ZstdCompressor(level=3).compress(packed)
+    if len(packed) > MAX_EXPANSION * len(frame):
+        return packed
     return _COMPRESSED + checksum(frame).encode() + b"\n" + frame
 
 
@@ -99,6 +103,8 @@ def _decompress(data: bytes, key: str) -> bytes:
         size = zstandard.frame_content_size(frame)
         if not 0 <= size <= MAX_RECORD_BYTES:
             raise ManifestCorrupt(key, f"claims {size} bytes")
+        if size > MAX_EXPANSION * len(frame):
+            raise ManifestCorrupt(key, f"{len(frame)} bytes claim to unpack to {size}")
         reader = zstandard.ZstdDecompressor()
         unpacked = reader.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -11,7 +11,7 @@ from typing import Any, Final, SupportsFloat
 import msgspec
 
 from ckpt.errors import CkptError, ConfigError
-from ckpt.model.values import decode
+from ckpt.model.values import decode, parse
 
 METRICS: Final = "metrics"
 Metrics = Mapping[str, SupportsFloat]
@@ -27,7 +27,7 @@ def as_metrics(given: object) -> dict[str, float]:
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
     """Those in the metadata of a manifest. What is no number there counts as not given."""
     try:
-        found = decode(msgspec.json.decode(metadata), _foreign)[METRICS]
+        found = decode(parse(metadata, "metadata"), _foreign)[METRICS]
         return {name: float(value) for name, value in found.items() if type(value) in (int, float)}
     except (CkptError, msgspec.MsgspecError, LookupError, TypeError, AttributeError, OverflowError):
         return {}

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt.errors import FormatTooNew, ManifestCorrupt
 from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
-from ckpt.model.encoding import decode_body, open_envelope
+from ckpt.model.encoding import MAX_EXPANSION, decode_body, open_envelope
 from ckpt.model.manifest import (
     REFERENCE_FORMAT,
     Chunk,
@@ -33,6 +33,8 @@ from ckpt.model.validate import MAX_DIMENSIONS, check_fragment, check_heading, c
 _CHECKSUM_BYTES: Final = 16
 _MAX_FRAME_BYTES: Final = 1 << 30
 """Unpacked: a rank with a million tensors has a fifth of it."""
+_SMALL_FRAME_BYTES: Final = 1 << 20
+"""A frame may unpack to so much whatever its length; beyond, to ``MAX_EXPANSION`` bytes for each of its own."""
 
 
 class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -264,8 +266,9 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
 
 def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
     """Of each shard. Raises ``ManifestCorrupt`` if a box is not inside its tensor."""
-    found = _numbers(_unpacked(frame, key), key)
-    require(len(found) == len(columns.tensor) * columns.dims, key, "its offsets are not those of its form")
+    count = len(columns.tensor) * columns.dims
+    found = _numbers(_unpacked(frame, key, at_least=8 * count), key)
+    require(len(found) == count, key, "its offsets are not those of its form")
     offsets = (
         found.reshape(-1, columns.dims) if columns.dims else np.zeros((len(columns.tensor), 0), np.int64)
     )
@@ -367,12 +370,15 @@ def _total(numbers: Ints) -> int:
     return sum(numbers.tolist()) if len(numbers) else 0
 
 
-def _unpacked(frame: bytes, key: str) -> bytes:
+def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
+    """``at_least``: what it may unpack to in any case."""
     import zstandard
+
+    most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))
 
     try:
         size = zstandard.frame_content_size(frame)
-        require(0 <= size <= _MAX_FRAME_BYTES, key, f"a frame of {size} bytes")
+        require(0 <= size <= most, key, f"a frame of {size} bytes")
         return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ManifestCorrupt(key, str(error)) from None

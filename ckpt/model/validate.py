@@ -27,6 +27,7 @@ from ckpt.model.manifest import (
     chunk_offsets,
 )
 from ckpt.model.runs import fault_of
+from ckpt.model.values import parse
 
 if TYPE_CHECKING:
     from ckpt.model.packed import Packed
@@ -51,6 +52,7 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     ranks = [fragment.rank for fragment in manifest.fragments]
     whole = len(ranks) == manifest.world_size and sorted(ranks) == list(range(len(ranks)))
     require(whole, key, "not one fragment for each rank")
+    parse(manifest.metadata, key)
     if manifest.by_reference:
         return _check_reference(manifest, key)
     require(not manifest.layouts and not manifest.layout_of, key, "layouts beside shards")

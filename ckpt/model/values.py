@@ -12,7 +12,8 @@ import math
 import re
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -25,11 +26,19 @@ OtherEncoder = Callable[[object, str], Node]
 OtherDecoder = Callable[[str, Mapping[str, Node]], object]
 
 _MAX_DEPTH: Final = 100
+_MAX_JSON_DEPTH: Final = 320
+"""Objects and arrays in each other: a container of a state takes up to three."""
+_NAME_CHARS_PER_BYTE: Final = 256
+"""What all names in a tree may have together, for each byte of it: a long name repeats in all names below it."""
+_MOST_COLLISIONS: Final = 16
+"""Members of a set or keys of a dict with one hash; more would make it quadratic."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
 _SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BYTES: Final[dict[type, str]] = {bytes: "bytes", bytearray: "bytearray"}
 _MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 
+
+_CONTAINERS: Final = frozenset({dict, list})  # of JSON
 
 LARGE: Final = 32
 """Entries from which a dict may be worth looking at as a whole."""
@@ -40,7 +49,7 @@ def join(path: str, part: object) -> str:
     if type(part) is str:
         text = part.replace("~", "~0").replace("/", "~1")
     else:
-        text = f"~2{part!r}"
+        text = f"~2{exact(part)}"
     return f"{path}/{text}" if path else text
 
 
@@ -52,6 +61,79 @@ def unescape(part: str) -> str:
 def below(names: Sequence[str], path: str) -> Sequence[str]:
     """Of sorted names those inside ``path``."""
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
+
+
+def exact(value: object) -> str:
+    """The ``repr`` of a plain value, with large ints in hexadecimal: Python refuses to print them otherwise."""
+    try:
+        return repr(value)
+    except ValueError:
+        pass
+    if isinstance(value, int):
+        return hex(value)
+    if isinstance(value, Mapping):
+        items = (f"{exact(key)}: {exact(item)}" for key, item in value.items())
+        return f"{type(value).__name__}({{{', '.join(items)}}})"
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"{type(value).__name__}({', '.join(map(exact, value))})"
+    return object.__repr__(value)
+
+
+def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
+    """The nodes of a tree that was read; None for one that is empty.
+
+    Raises:
+        ManifestCorrupt: It is no JSON, is nested too deeply, or its names take too much memory.
+    """
+    if not bytes(raw):
+        return None
+    try:
+        node = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ManifestCorrupt(what, str(error)[:200]) from None
+    if fault := _excess(node, len(bytes(raw))):
+        raise ManifestCorrupt(what, fault)
+    return node
+
+
+@contextmanager
+def following(what: str) -> Generator[None]:
+    """Inside, a tree that was read is followed, which may hold any JSON. Raises ``ManifestCorrupt``."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ManifestCorrupt(what, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
+
+
+def _excess(tree: Node, nbytes: int) -> str:
+    """Which bound a tree of so many bytes exceeds, if any. Takes time that grows linearly with it."""
+    level: list[tuple[int, Node]] = [(0, tree)] if type(tree) in _CONTAINERS else []
+    left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
+    for _ in range(_MAX_JSON_DEPTH):
+        if not level:
+            return ""
+        below: list[tuple[int, Node]] = []
+        for chars, node in level:
+            left -= chars * len(node)
+            if _CONTAINERS.isdisjoint(map(type, node.values() if isinstance(node, dict) else node)):
+                continue
+            if isinstance(node, dict):
+                found = ((chars + len(key) + 1, item) for key, item in node.items())
+            else:
+                within = chars + _chars_of_key(node)
+                found = ((within, item) for item in node)
+            below += [pair for pair in found if type(pair[1]) in _CONTAINERS]
+        if left < 0:
+            return f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it has bytes"
+        level = below
+    return "nested too deeply"
+
+
+def _chars_of_key(items: Sequence[Node]) -> int:
+    """What an array adds to the names below it: a number, or the key if it is a pair of a mapping."""
+    if len(items) != 2 or type(items[0]) not in (str, dict, list):
+        return 8
+    return len(items[0]) if type(items[0]) is str else len(msgspec.json.encode(items[0]))
 
 
 def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
@@ -112,20 +194,22 @@ def decode(node: Node, other: OtherDecoder) -> Any:
         if tag is None:
             return {key: decode(item, other) for key, item in node.items()}
         return _decode_tagged(tag, node, other)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ManifestCorrupt("tree", f"node with tag {str(tag)[:40]!r}: {error}") from None
     except RecursionError:
         raise ManifestCorrupt("tree", "nested too deeply") from None
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ManifestCorrupt("tree", f"node with tag {str(tag)[:40]!r}: {str(error)[:200]}") from None
 
 
 def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> Any:
     match tag:
         case "tuple" | "set" | "frozenset":
+            items = [decode(item, other) for item in node["v"]]
             return {"tuple": tuple, "set": set, "frozenset": frozenset}[tag](
-                decode(item, other) for item in node["v"]
+                items if tag == "tuple" else _hashable(items)
             )
         case "dict" | "OrderedDict" | "Counter":
-            pairs = {decode(key, other): decode(item, other) for key, item in node["v"]}
+            keys = _hashable([decode(key, other) for key, _ in node["v"]])
+            pairs = {key: decode(item, other) for key, (_, item) in zip(keys, node["v"], strict=True)}
             return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
         case "bytes" | "bytearray":
             raw = base64.b64decode(node["v"], validate=True)
@@ -144,6 +228,13 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
             return other(tag, node)
 
 
+def _hashable(items: list[Any]) -> list[Any]:
+    """``items``, if few of them have one hash. Whoever chooses large ints freely can give all the same."""
+    if len(items) > _MOST_COLLISIONS and max(Counter(map(hash, items)).values()) > _MOST_COLLISIONS:
+        raise ValueError("too many members of one hash")
+    return items
+
+
 def to_json(name: str, value: object) -> bytes:
     """Canonical JSON of a value made of plain values only. Raises ``UnsupportedValue`` naming the part that is not."""
 
@@ -156,8 +247,11 @@ def to_json(name: str, value: object) -> bytes:
 
 
 def dumps(node: Node, name: str) -> bytes:
-    """The bytes of a node; a dict keeps its order."""
+    """The bytes of a node; a dict keeps its order. Raises ``UnsupportedValue`` for what ``parse`` refuses."""
     try:
-        return msgspec.json.encode(node)
+        data = msgspec.json.encode(node)
     except (UnicodeError, TypeError, RecursionError) as error:  # a lone surrogate, say
         raise UnsupportedValue(name, "value", str(error)) from None
+    if fault := _excess(node, len(data)):
+        raise UnsupportedValue(name, "value", fault)
+    return data

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from itertools import islice
-from typing import Final, ParamSpec, Protocol, Self, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
+
+from ckpt.errors import ThreadLimit
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,10 +25,33 @@ _PR_SET_NAME: Final = 15
 _log = logging.getLogger("ckpt")
 
 
+class _Work:
+    """A call that was submitted, and its future."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._call = call
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._call())
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            self.future.set_exception(error)
+            del self  # else the error's traceback would hold the future that holds the error
+
+
+_Queue = SimpleQueue[_Work | None]
+
+
 class Workers:
     """A few threads that run what is submitted, first come first served.
 
-    Threads: ``submit`` from any thread; ``close`` from the owner, once. Threads start with the first work and are joined by ``close``.
+    Threads start with the first work, or with ``start``, and are joined by ``close``. They do not hold up the end of the process:
+    an owner whose work must be finished closes the group before (see ``close_at_exit``).
+
+    Threads: ``submit`` from any thread; ``close`` from the owner.
 
     Args:
         name: Shown by ``ps -eT`` and in stack dumps, at most 12 characters.
@@ -34,24 +62,62 @@ class Workers:
 
     def __init__(self, name: str, count: int, *, nice: int = 0, cpus: Iterable[int] | None = None) -> None:
         self.name, self.count = name, count
-        self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
-        self._pool = ThreadPoolExecutor(count, thread_name_prefix=f"ckpt-{name}", initializer=self._settle)
+        self._settle = partial(_settle, name, nice, frozenset(cpus) if cpus is not None else None)
+        self._queue: _Queue = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        weakref.finalize(self, self._queue.put, None)  # ends the threads of a group that was not closed
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Queue ``work``; its result or error is in the future."""
-        return self._pool.submit(work, *args, **kwargs)
+        """Queue ``work``; its result or error is in the future.
+
+        Raises:
+            ThreadLimit: There is no thread for it, and none can be started. It is not queued.
+        """
+        task = _Work(partial(work, *args, **kwargs))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the threads of {self.name!r} are closed")
+            if not self._idle.acquire(blocking=False):
+                self._start_one()
+            self._queue.put(task)
+        return task.future
 
     def start(self) -> None:
-        """Make the first thread now, which takes a millisecond, rather than with the first work."""
-        self._pool.submit(int)
+        """Make the first thread now, which takes a millisecond, rather than with the first work. Raises ``ThreadLimit``."""
+        with self._lock:
+            if not self._threads and not self._closed:
+                self._start_one()
+                self._idle.release()
+
+    def _start_one(self) -> None:
+        """One more thread, if there may be one. Where the system has no more, those that there are must do. Holds the lock."""
+        if len(self._threads) >= self.count:
+            return
+        name = f"ckpt-{self.name}_{len(self._threads)}"
+        thread = threading.Thread(
+            target=_run, args=(self._queue, self._idle, self._settle), name=name, daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:
+                raise ThreadLimit(self.name, str(error)) from None
+        else:
+            self._threads.append(thread)
 
     def run_all(self, work: Iterable[Callable[[], T]]) -> list[T]:
         """Run all of it here and return the results in order. The first error cancels what has not begun, waits for what has, and is raised."""
-        futures = [self._pool.submit(item) for item in work]
-        _, pending = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in pending:
-            future.cancel()
-        wait(futures)
+        futures: list[Future[T]] = []
+        try:
+            futures.extend(map(self.submit, work))
+            wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
         for future in futures:  # the first true error, not a cancellation that it caused
             if not future.cancelled() and (error := future.exception()) is not None:
                 raise error
@@ -63,7 +129,7 @@ class Workers:
         items = iter(work)
         try:
             while True:
-                ahead.extend(self._pool.submit(item) for item in islice(items, 4 * self.count - len(ahead)))
+                ahead.extend(self.submit(item) for item in islice(items, 4 * self.count - len(ahead)))
                 if not ahead:
                     return
                 yield ahead.popleft().result()
@@ -73,7 +139,16 @@ class Workers:
 
     def close(self, *, cancel: bool = False) -> None:
         """Finish what was submitted (or, with ``cancel``, only what has begun) and join the threads."""
-        self._pool.shutdown(wait=True, cancel_futures=cancel)
+        with self._lock:
+            self._closed = True
+        if cancel:
+            with contextlib.suppress(Empty):
+                while True:
+                    if (task := self._queue.get_nowait()) is not None and task.future.cancel():
+                        task.future.set_running_or_notify_cancel()  # wakes the threads that wait for it
+        self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -81,17 +156,28 @@ class Workers:
     def __exit__(self, *exc: object) -> None:
         self.close(cancel=exc[0] is not None)
 
-    def _settle(self) -> None:
-        """Runs in each new thread. Failing to be nice is no reason to fail."""
-        name = threading.current_thread().name
-        _set_os_name(f"{self.name}-{name.rsplit('_', 1)[-1]}")
-        thread = threading.get_native_id()
-        if self._nice:
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + self._nice)
-        if self._cpus is not None and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, self._cpus)
+
+def _run(queue: _Queue, idle: threading.Semaphore, settle: Callable[[], None]) -> None:
+    """A thread: it knows the queue and not the group, which may end before it."""
+    settle()
+    while (task := queue.get()) is not None:
+        task.run()
+        del task
+        idle.release()
+    queue.put(None)  # for the next thread
+
+
+def _settle(group: str, nice: int, cpus: frozenset[int] | None) -> None:
+    """Runs in each new thread. Failing to be nice is no reason to fail."""
+    name = threading.current_thread().name
+    _set_os_name(f"{group}-{name.rsplit('_', 1)[-1]}")
+    thread = threading.get_native_id()
+    if nice:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + nice)
+    if cpus is not None and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, cpus)
 
 
 def _set_os_name(name: str) -> None:
@@ -101,10 +187,28 @@ def _set_os_name(name: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"ckpt-{name}"[:15].encode(), 0, 0, 0)
 
 
+class Once:
+    """A call that happens at most once: either it begins, or ``revoke`` came before. Threads: any."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self._taken = call, threading.Lock()
+
+    def __call__(self) -> None:
+        """Does nothing if it was revoked, or has begun."""
+        if self._taken.acquire(blocking=False):
+            self._call()
+
+    def revoke(self) -> bool:
+        """Whether it has not begun: then it never does."""
+        return self._taken.acquire(blocking=False)
+
+
 class Closes(Protocol):
     """Something that owns threads, and ends their work properly."""
 
-    def close(self) -> None: ...
+    def close_after(self, error: BaseException | None) -> None:
+        """The script ends, by ``error`` if that is not None."""
+        ...
 
 
 def close_at_exit(owner: Closes) -> None:
@@ -117,8 +221,15 @@ def close_at_exit(owner: Closes) -> None:
     def close() -> None:
         if (found := alive()) is not None:
             try:
-                found.close()
+                found.close_after(_unhandled())
             except Exception as error:  # noqa: BLE001 - see above
                 _log.error("ckpt: %s", error)
 
     threading._register_atexit(close)  # type: ignore[attr-defined]  # as concurrent.futures does, for the same end
+
+
+def _unhandled() -> BaseException | None:
+    """The exception that ends the script, as far as the interpreter tells: not that of an earlier line of a session."""
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # last_exc: Python 3.12

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Final
 
 from ckpt.model.manifest import Manifest, stored_lengths
+from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead, RestorePlan
 
 _FARTHEST: Final = 2
@@ -60,6 +61,15 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
     counts = Counter(node_of[other] for other in replicas)
     mates = tuple(other for other in replicas if node_of[other] == node_of[rank])
     return mates if len(set(counts.values())) == 1 and len(mates) > 1 else ()
+
+
+def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:
+    """``leaf`` on a rank that leaves it to the first of ``ranks``: a name without elements, or if nodes are told, a spare on the lowest rank of each node.
+
+    If no rank had any elements, the merge would refuse the tensor: the name makes a loss an error.
+    """
+    lowest = min((other for other in ranks if node_of and node_of[other] == node_of[rank]), default=None)
+    return replace(leaf, spare=True) if rank == lowest else replace(leaf, boxes=())
 
 
 def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:

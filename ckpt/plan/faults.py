@@ -11,7 +11,10 @@ from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, join
 
 _MOST_TOLD: Final = 6
-_CAUSE: Final = "a mesh that changed, or a layout that differs between ranks? All must save the same state under the same mesh"
+_CAUSE: Final = (
+    "a mesh that changed, or a layout that differs between ranks? All must save the same state under the same mesh. A module that only some "
+    "ranks have, such as an expert, needs a wrapper of its own: fully_shard(expert, mesh=...)"
+)
 
 
 def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:

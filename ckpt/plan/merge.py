@@ -17,7 +17,7 @@ from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import FORMAT, Fragment, FragmentRef, Manifest, Shard, Tensor, chunk_offsets
 from ckpt.model.packed import Packed, Part
-from ckpt.model.values import Node, join
+from ckpt.model.values import Node, join, parse
 from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
 from ckpt.plan.faults import forms_told, kind_of, mixed, ranks_told
 from ckpt.plan.marks import check_frames, check_replicas
@@ -151,7 +151,7 @@ def _check_kinds(trees: Iterable[tuple[int, bytes]], tensors: Callable[[], Mappi
     for rank, tree in trees:
         unique.setdefault(tree, rank)
     if len(unique) > 1 and (
-        found := mixed([(rank, msgspec.json.decode(tree)) for tree, rank in unique.items()], tensors())
+        found := mixed([(rank, parse(msgspec.Raw(tree))) for tree, rank in unique.items()], tensors())
     ):
         name, one, two = found
         raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
@@ -225,7 +225,7 @@ def _merge_raw(path: str, parts: Sequence[tuple[int, msgspec.Raw]]) -> msgspec.R
         unique.setdefault(bytes(raw), rank)
     if len(unique) == 1:
         return msgspec.Raw(next(iter(unique)))
-    nodes = [(rank, msgspec.json.decode(raw)) for raw, rank in unique.items()]
+    nodes = [(rank, parse(msgspec.Raw(raw))) for raw, rank in unique.items()]
     merged, holder = nodes[0][1], nodes[0][0]
     for rank, node in nodes[1:]:
         merged = _union(path, merged, node, (holder, rank))

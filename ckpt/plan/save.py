@@ -137,5 +137,7 @@ def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int)
 def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> tuple[Tensor, ...]:
     shards: dict[int, list[Shard]] = defaultdict(list)
     for item in items:
+        if leaves[item.leaf].spare:
+            continue
         shards[item.leaf].append(Shard(rank, item.offset, item.box.offsets, item.box.shape))
     return tuple(Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[i])) for i, leaf in enumerate(leaves))

@@ -10,6 +10,7 @@ from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
     IntegrityError,
+    LinkRefused,
     ObjectNotFound,
     StorageError,
     TransientStorageError,
@@ -46,7 +47,7 @@ def reach_of(error: Exception) -> Reach | None:
 def is_damage(error: Exception) -> bool:
     """Whether the data is bad or gone. A store that forbids or does not answer, or a later format, says nothing about the data: going back in history would hide it."""
     if isinstance(error, AccessDenied | TransientStorageError):
-        return False
+        return isinstance(error, LinkRefused)
     if isinstance(error, IntegrityError):
         return not isinstance(error, FormatTooNew)
     return isinstance(error, ObjectNotFound) or type(error) is StorageError

@@ -1,12 +1,14 @@
-"""Moving tensors to their places in an image: few large calls on the CPU, a side stream per device on CUDA."""
+"""Moving tensors to their places in an image: few large calls on the CPU, a side stream for each accelerator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple, Self
 
 import torch
+
+from ckpt.staging.device import background, on, side_stream
 
 PIECE_BYTES: Final = 32 << 20
 """Copies are cut to this size, and issued in groups of it: what has been copied can be written, and none holds up a shutdown for long."""
@@ -60,64 +62,108 @@ def groups(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
         yield group
 
 
-def run(copies: Sequence[Copy], cuda: CudaCopies | None) -> None:
-    """Make the copies; those from CUDA are only launched."""
-    here = copies if cuda is None else [copy for copy in copies if not copy.source.is_cuda]
+Events = Mapping[torch.device, torch.Event]
+"""For each device with copies under way, one behind them."""
+
+
+def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> None:
+    """Copy while the caller waits. From ``devices`` on its current streams, so after all that it has queued there."""
+    streams = {
+        device: torch.accelerator.current_stream(device)
+        for device in devices
+        if side_stream(device) is not None
+    }
+    try:
+        _copy(copies, streams)
+    finally:  # also when it fails: the slot is another's then
+        _wait(streams.values())
+
+
+def devices_of(copies: Iterable[Copy]) -> frozenset[torch.device]:
+    """The devices of the sources that are not in host memory."""
+    return frozenset({copy.source.device for copy in copies if not copy.source.is_cpu})
+
+
+class Late:
+    """Copies beside the training: of host memory at once, from each ordered device on its side stream.
+
+    The side streams come after what the *current* streams of the thread that builds this hold by then.
+
+    Threads: built and ``hold_current_streams`` by the training thread; the rest by the one that copies.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        found = {device: side_stream(device) for device in sorted(devices, key=str)}
+        self._streams = {device: stream for device, stream in found.items() if stream is not None}
+        self._begin = {
+            device: torch.accelerator.current_stream(device).record_event() for device in self._streams
+        }
+        self._done: Events = {}
+
+    @classmethod
+    def of(cls, devices: Iterable[torch.device]) -> Self | None:
+        """None if none of the ``devices`` has a stream: then every copy is over when its call returns."""
+        late = cls(devices)
+        return late if late._streams else None
+
+    def thread(self) -> AbstractContextManager[None]:
+        """For the whole of a background thread's work here."""
+        return background(next(iter(self._streams)))
+
+    def begin(self) -> None:
+        """Let the side streams wait for what the training had queued."""
+        for device, stream in self._streams.items():
+            stream.wait_event(self._begin[device])
+
+    def run(self, copies: Sequence[Copy]) -> None:
+        """Make the copies; those of the side streams are only launched."""
+        _copy(copies, self._streams)
+
+    def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
+        """The side stream of a tensor's device, for work that must see what the copies see."""
+        return on(self._streams.get(tensor.device))
+
+    def events(self) -> Events:
+        """Events behind all that was launched so far."""
+        return {device: stream.record_event() for device, stream in self._streams.items()}
+
+    def mark_launched(self) -> None:
+        """All that there is has been launched."""
+        self._done = self.events()
+
+    def hold_current_streams(self) -> None:
+        """Let the current streams of the calling thread wait until the sources have been read."""
+        for device, event in self._done.items():
+            torch.accelerator.current_stream(device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Return when nothing of it is under way any more."""
+        _wait(self._streams.values())
+
+
+def _wait(streams: Iterable[torch.Stream]) -> None:
+    for stream in streams:
+        stream.synchronize()
+
+
+def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) -> None:
+    """One call for each device: the loop over thousands of tensors is torch's own, without the interpreter."""
     with torch.no_grad():
-        if here:
+        if here := [copy for copy in copies if copy.source.device not in streams] if streams else copies:
             torch._foreach_copy_(
                 [copy.target for copy in here],
                 [copy.source if copy.part is None else copy.elements for copy in here],
             )
-        if cuda and len(here) < len(copies):
-            cuda.launch([copy for copy in copies if copy.source.is_cuda])
-
-
-class CudaCopies:
-    """Device to host on one side stream per device, after what the compute stream held when the snapshot was made."""
-
-    def __init__(self, copies: Sequence[Copy]) -> None:
-        devices = sorted({copy.source.device.index for copy in copies if copy.source.is_cuda})
-        self._streams = {index: _stream(index) for index in devices}
-        self._done: Mapping[int, Any] = {}
-        for index, stream in self._streams.items():
-            stream.wait_event(torch.cuda.current_stream(index).record_event())
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self._streams)
-
-    def launch(self, copies: Sequence[Copy]) -> None:
-        """One call per device: the loop over thousands of tensors is torch's own, without the interpreter."""
-        for index, stream in self._streams.items():
-            there = [copy for copy in copies if copy.source.device.index == index]
-            if there:
-                with torch.cuda.device(index), torch.cuda.stream(stream):
+        for device, stream in streams.items():
+            if there := [copy for copy in copies if copy.source.device == device]:
+                with on(stream):
                     torch._foreach_copy_(
                         [copy.target for copy in there],
-                        [copy.elements for copy in there],
+                        [_resolved(copy.elements) for copy in there],
                         non_blocking=True,
                     )
 
-    def beside(self, tensor: torch.Tensor) -> AbstractContextManager[None]:
-        """The side stream of a tensor's device, for work that must see what the copies see."""
-        return torch.cuda.stream(self._streams.get(tensor.device.index)) if tensor.is_cuda else nullcontext()
 
-    def events(self) -> dict[int, Any]:
-        """One event per device, behind all that was launched so far."""
-        return {index: stream.record_event() for index, stream in self._streams.items()}
-
-    def mark_launched(self) -> None:
-        self._done = self.events()
-
-    def hold_current_stream(self) -> None:
-        for index, event in self._done.items():
-            torch.cuda.current_stream(index).wait_event(event)
-
-    def synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
-
-
-def _stream(device: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _resolved(source: torch.Tensor) -> torch.Tensor:
+    """Without a lazy conjugation or negation: torch would resolve it in the target, before an asynchronous copy has filled that."""
+    return source.resolve_conj().resolve_neg()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ckpt.errors import StagingError, TensorChanged
+from ckpt.staging.device import is_capturing
 from ckpt.staging.snapshot import Snapshot
 
 
@@ -30,14 +36,27 @@ class Fence:
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self.captured = False
-        """Whether a step was captured in a CUDA graph, whose replays no hook will see."""
+        self._stop_listening: Callable[[], object] = bool
+        self.captured = weakref.WeakSet[torch.optim.Optimizer]()
+        """Optimizers of which a step was captured in a graph, whose replays no hook will see."""
+
+    def listen(self) -> None:
+        """Notice captures by any optimizer of the process from now on, also before it is guarded. ``remove`` ends it."""
+        fence = weakref.ref(self)
+
+        def hear(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (listening := fence()) is not None:
+                listening._hear(optimizer)
+
+        handle = register_optimizer_step_pre_hook(_untraced(hear))
+        self._stop_listening = weakref.finalize(self, handle.remove)
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Hook these optimizers, once each.
 
         Raises:
-            StagingError: Another thread is in the midst of a step: the state is of no step at all.
+            StagingError: Another thread, or the code that a signal handler has interrupted, is in the midst of a step: the state
+                is of no step at all.
         """
         for optimizer in optimizers:
             if optimizer not in self._hooks:
@@ -53,6 +72,11 @@ class Fence:
             }:
                 kind = type(optimizer).__name__
                 raise StagingError(f"another thread is in the midst of {kind}.step(): save between two steps")
+            if _is_interrupted(optimizer):
+                kind = type(optimizer).__name__
+                raise StagingError(
+                    f"a signal handler that interrupts {kind}.step() cannot save: let manager.on_signals() hear the signal"
+                )
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold steps until ``snapshot`` has landed."""
@@ -73,6 +97,7 @@ class Fence:
 
     def remove(self) -> None:
         """Take the hooks off, and let go of the snapshots: their windows keep slots alive."""
+        self._stop_listening()
         for handles in self._hooks.values():
             for handle in handles:
                 handle.remove()
@@ -80,17 +105,22 @@ class Fence:
         with self._lock:
             self._in_flight = []
 
+    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
+        # a fork does not save, and must not use a device
+        if os.getpid() == self._pid and _is_captured(optimizer):
+            self.captured.add(optimizer)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._let_pass()
+        self._let_pass(optimizer)
         self._stepping[optimizer] = threading.get_ident()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._stepping.pop(optimizer, None)
 
-    def _let_pass(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            # the replayed graph runs no hook and moves no version counter: from now on nothing may be copied late
-            self.captured = True
+    def _let_pass(self, optimizer: torch.optim.Optimizer) -> None:
+        if _is_captured(optimizer):
+            # the replayed graph runs no hook and moves no version counter: from now on nothing of it may be copied late
+            self.captured.add(optimizer)
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
                 _settle(snapshot)  # capturing moves the counters
@@ -103,6 +133,33 @@ class Fence:
         for snapshot in landed:
             _settle(snapshot)
         self._in_flight = [snapshot for snapshot in self._in_flight if snapshot not in landed]
+
+
+def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the calling thread is in the midst of ``step()``, as a signal handler may be. A closure that the step calls may save."""
+    steps = _step_codes(cast("Any", type(optimizer)))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in steps:
+            values = frame.f_locals
+            if values.get(frame.f_code.co_varnames[0]) is optimizer and values.get("closure") is None:
+                return True
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _step_codes(kind: type) -> frozenset[CodeType]:
+    """The code of each ``step()`` that an optimizer of the class may run."""
+    found = (inspect.unwrap(vars(each)["step"]) for each in kind.__mro__ if "step" in vars(each))
+    return frozenset(step.__code__ for step in found if inspect.isfunction(step))
+
+
+def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this step becomes a part of a graph. The first parameter is asked: a state in host memory touches no device."""
+    groups = optimizer.param_groups
+    first = next((parameter for group in groups for parameter in group["params"]), None)
+    return first is not None and is_capturing(first.device)
 
 
 def _untraced(hook: Callable[..., None]) -> Any:

@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final
 
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging.budget import Budget, Room, decide, measure
-from ckpt.staging.slot import NotWanted, Slot
+from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
 
 _SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; files are 0600 and their names hold our pid
 _PREFIX: Final = "ckpt-slot"
@@ -35,7 +37,7 @@ class SlotPool:
     Args:
         ranks: Ranks of this job on this node, which all ask for as much.
         limit: Bytes to stay below, beside what the machine has.
-        on_drop: Told the file of a slot that is let go for another.
+        on_drop: Told the file of a slot that is let go, or is filled again.
         keeps: The step that is kept in a slot's file, -1 if none is: the slot with the least is taken.
     """
 
@@ -55,6 +57,8 @@ class SlotPool:
         self._making = 0
         self._budget: Budget | None = None
         self._closed = False
+        self._displaced = False
+        """Whether /dev/shm had no room for a slot that belongs there. One log line says so, until there is room again."""
         self._changed = threading.Condition()
         self._serial = 0
         _remove_orphans()
@@ -89,31 +93,29 @@ class SlotPool:
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
         """A free slot for an image of ``nbytes`` (smaller than that if the budget says waves); with ``wait`` until one is free, else None if none is.
 
-        The first slot is waited for in any case.
+        The first slot is waited for in any case. A slot whose file has vanished, or cannot grow back to its length, is replaced by another.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
         """
         with self._changed:
-            while True:
-                if slot := self._take(nbytes):
-                    return slot
+            while (slot := self._take(nbytes)) is None:
                 if self._may_make(nbytes):
                     self._making += 1
                     break
                 if not wait and (self._made or not self._making):
                     return None
                 self._changed.wait()
-        return self._make(nbytes, free=False)
+        return self._make(nbytes, free=False) if slot is None else self._renew(slot, nbytes)
 
-    def release(self, slot: Slot) -> None:
-        """The image in it is no longer needed."""
+    def release(self, slot: Slot) -> bool:
+        """The image in it is no longer needed. Returns whether there is room in /dev/shm again for slots that had to be elsewhere: ``reserve`` makes them."""
         with self._changed:
-            if self._budget and not _is_good(slot, self._budget):
-                self._drop(slot)
-            else:
-                self._free.append(slot)
+            self._free.append(slot)
             self._changed.notify_all()
+            if self._budget and slot.capacity < self._budget.slot_bytes:
+                self._let_go(slot)
+            return not slot.shared and self._return()
 
     def stop(self) -> None:
         """Make no more slots; one that is being made ahead is given up."""
@@ -128,22 +130,49 @@ class SlotPool:
                 self._drop(slot)
             self._free.clear()
 
-    def reconsider(self) -> None:
-        """There may be room in /dev/shm now that was not there when the budget was made: decide again, if slots are elsewhere."""
+    def reconsider(self) -> bool:
+        """There may be room in /dev/shm now that was not there before: decide again, if slots are elsewhere. Returns whether there is."""
         with self._changed:
-            known = self._budget
-            if known and not known.shared and known.slot_bytes >= known.nbytes:
-                room = self._room()
-                if known.nbytes <= room.shared:  # else not even what there is may fit beside itself
-                    self._budget = decide(known.nbytes, wanted=self._count, room=room)
-                    _log.info("ckpt: %s", self._budget.sentence)
-                    for slot in list(self._free):
-                        self._free.remove(slot)
-                        self._drop(slot)
+            return self._return()
+
+    def _return(self) -> bool:
+        """Go back to /dev/shm if slots are elsewhere and there is room again. Holds the lock."""
+        known = self._budget
+        elsewhere = [slot for slot in self._made if not slot.shared]
+        if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
+            return False
+        room = self._room()
+        if capacity_of(known.nbytes) > room.shared:  # else not even what there is may fit beside itself
+            return False
+        own = sum(slot.capacity for slot in self._made)
+        in_shm = sum(slot.capacity for slot in self._made if slot.shared)
+        room = replace(room, memory=room.memory + own, shared=room.shared + in_shm)
+        self._budget = decide(known.nbytes, wanted=self._count, room=room)
+        self._displaced = False
+        _log.info("ckpt: %s", self._budget.sentence)
+        for slot in [slot for slot in self._free if not slot.shared]:
+            self._let_go(slot)
+        return True
 
     def _room(self) -> Room:
         held = _held_by_siblings() if self._ranks > 1 else 0
         return measure(_SHM, ranks=self._ranks, limit=self._limit, held=held)
+
+    def _renew(self, slot: Slot, nbytes: int) -> Slot:
+        """``slot``, ready to be filled; or another in its place, if its file or what was cut off it is gone."""
+        try:
+            if slot.path:
+                self._on_drop(slot.path)
+            slot.regrow()
+            return slot
+        except (SlotLost, HostMemoryExhausted):
+            with self._changed:
+                self._drop(slot)
+                self._making += 1
+        except BaseException:
+            self.release(slot)
+            raise
+        return self._make(nbytes, free=False)
 
     def _take(self, nbytes: int) -> Slot | None:
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
@@ -156,8 +185,7 @@ class SlotPool:
     def _may_make(self, nbytes: int) -> bool:
         """Whether one more slot of this size is due; frees those that are too small first. Holds the lock."""
         for slot in [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]:
-            self._free.remove(slot)
-            self._drop(slot)
+            self._let_go(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
             self._budget = decide(nbytes, wanted=self._count, room=self._room())
             _log.log(
@@ -200,10 +228,12 @@ class SlotPool:
             try:
                 return Slot(nbytes, path, self._is_open)
             except OSError as error:  # filled up since it was measured
-                _log.warning(
+                _log.log(
+                    logging.DEBUG if self._displaced else logging.WARNING,
                     "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but lost with the process",
                     os.strerror(error.errno or 0), nbytes >> 20, _SHM,
                 )  # fmt: skip
+                self._displaced = True
         if nbytes > (left := measure(_SHM, ranks=1).memory):  # what took the place may have taken this too
             raise HostMemoryExhausted(nbytes, f"{left >> 20} MiB are left since the budget was made")
         return Slot(nbytes, None, self._is_open)
@@ -211,17 +241,20 @@ class SlotPool:
     def _is_open(self) -> bool:
         return not self._closed
 
+    def _let_go(self, slot: Slot) -> None:
+        """Drop a free one. Holds the lock."""
+        self._free.remove(slot)
+        self._drop(slot)
+
     def _drop(self, slot: Slot) -> None:
+        """Holds the lock. Those who wait may make one in its place, also if the step in it cannot be taken off."""
         self._made.remove(slot)
+        self._changed.notify_all()
         try:
             if slot.path and not self._closed:
                 self._on_drop(slot.path)
         finally:
             slot.close()
-
-
-def _is_good(slot: Slot, budget: Budget) -> bool:
-    return slot.capacity >= budget.slot_bytes and (slot.shared or not budget.shared)
 
 
 def _remove_orphans() -> None:
@@ -232,17 +265,22 @@ def _remove_orphans() -> None:
 
 
 def _slot_files() -> Iterator[tuple[str, int, int]]:
+    """Slots of this user: name, process, and its start. What another user calls so is none of ours."""
     try:
-        names = os.listdir(_SHM)
+        with os.scandir(_SHM) as entries:
+            found = list(entries)
     except OSError:
         return
-    for name in names:
-        parts = name.split("-")
+    for entry in found:
+        name, parts = entry.name, entry.name.split("-")
         ours = (
             name.startswith(f"{_PREFIX}-") and len(parts) == 6 and parts[2].isdigit() and parts[3].isdigit()
         )
         if ours and ("." not in parts[5] or parts[5].partition(".")[0] == _namespace()):
-            yield name, int(parts[2]), int(parts[3])
+            with contextlib.suppress(OSError):  # removed since
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                    yield name, int(parts[2]), int(parts[3])
 
 
 def _namespace() -> str:

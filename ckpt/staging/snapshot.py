@@ -2,11 +2,13 @@
 
 *Eager* sources are copied by ``copy_eager`` on the caller's thread. *Late* ones belong to an optimizer whose step is fenced: ``copy_late`` copies them on a
 background thread, and ``fence`` holds that optimizer's step until it is done. Version counters of late sources are compared after the copy: one that
-moved was changed behind our back, and the snapshot fails with its name instead of being torn.
+moved was changed behind our back, and the snapshot fails with its name instead of being torn. A witness (see ``witness``) compares what the
+sources held at the call with the image: that shows changes that move no counter.
 
 Copies are made in the order of the file, and the window is told how far they have come, so that writing need not wait for all of them.
 
-On CUDA the copies run on a side stream that waits for an event of the compute stream; the fence makes the compute *stream* wait, not the CPU.
+Late copies from an accelerator run on a side stream that waits for an event of the caller's stream; the fence makes the current *stream* wait, not the CPU.
+Eager ones run on the caller's stream, and the call waits for them. A device without streams is copied eagerly altogether (see ``device``).
 """
 
 from __future__ import annotations
@@ -14,17 +16,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 import torch
 
+from ckpt.config import CheckMode
 from ckpt.errors import CkptError, StagingError, TensorChanged
-from ckpt.staging.copies import Copy, CudaCopies, groups, run
+from ckpt.staging.copies import Copy, Events, Late, copy_now, devices_of, groups
 from ckpt.staging.digest import digest
 from ckpt.staging.window import Window
+from ckpt.staging.witness import Full, Sample, Sampled, Witness
 
 SPARE: Final = 4
 """What must be copied at once into a ring is set aside if it is at most this part of it."""
@@ -42,21 +46,49 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """Copies that belong together, and may be used again for another image in the same slot."""
+    """Copies that belong together, and may be used again for another image in the same slot.
+
+    Attributes:
+        wrappers: Names and tensors whose versions are watched besides those of the late sources: an operation on a DTensor
+            counts in the DTensor, and not in its local tensor.
+    """
 
     eager: tuple[Copy, ...]
     late: tuple[Copy, ...]
     checks: tuple[Check, ...]
+    wrappers: tuple[tuple[str, torch.Tensor], ...] = ()
     guarded: tuple[torch.Tensor, ...] = field(init=False)
     names: tuple[str, ...] = field(init=False)
+    sample: Sample = field(init=False)
+    eager_devices: frozenset[torch.device] = field(init=False)
+    late_devices: frozenset[torch.device] = field(init=False)
 
     def __post_init__(self) -> None:
-        watched = {id(copy.guarded): copy for copy in self.late}
-        object.__setattr__(self, "guarded", tuple(copy.guarded for copy in watched.values()))
-        object.__setattr__(self, "names", tuple(copy.name for copy in watched.values()))
+        watched = {id(copy.guarded): (copy.name, copy.guarded) for copy in self.late}
+        pairs = (*watched.values(), *self.wrappers)
+        object.__setattr__(self, "names", tuple(name for name, _ in pairs))
+        object.__setattr__(self, "guarded", tuple(tensor for _, tensor in pairs))
+        object.__setattr__(self, "sample", Sample(self.late))
+        object.__setattr__(self, "eager_devices", devices_of(self.eager))
+        object.__setattr__(self, "late_devices", devices_of(self.late))
 
 
 _version = attrgetter("_version")
+
+
+def _witness(check: CheckMode, batches: Sequence[Batch]) -> Witness | None:
+    late = [batch for batch in batches if batch.late]
+    if not late or check == "off":
+        return None
+    if check == "full":
+        return Full(copy for batch in late for copy in batch.late)
+    for batch in late:
+        batch.sample.build()
+    return Sampled(batch.sample for batch in late)
+
+
+def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Snapshot:
@@ -72,7 +104,14 @@ class Snapshot:
         held_seconds: What the fence has cost so far, wait by wait.
     """
 
-    def __init__(self, step: int, batches: Sequence[Batch], window: Window | None = None) -> None:
+    def __init__(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        window: Window | None = None,
+        *,
+        check: CheckMode = "sampled",
+    ) -> None:
         self.step = step
         self.window = window or Window(memoryview(b""), 0)
         self.digests: dict[str, str] = {}
@@ -83,10 +122,16 @@ class Snapshot:
         self._checks = [check for batch in batches for check in batch.checks]
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
         self._settling = threading.Lock()
+        self._begun = threading.Lock()
         self._landed = threading.Event()
         self._launched = threading.Event()
+        self._compared = threading.Event()
         self._error: CkptError | None = None
-        self._cuda = CudaCopies([*self._eager, *self._late]) if torch.cuda.is_available() else None
+        self._eager_devices = frozenset[torch.device]().union(*(batch.eager_devices for batch in batches))
+        self._witness = _witness(
+            check, batches
+        )  # before the side streams, which come after what is queued by now
+        self._device = Late.of(frozenset[torch.device]().union(*(batch.late_devices for batch in batches)))
 
     @property
     def landed(self) -> bool:
@@ -95,36 +140,23 @@ class Snapshot:
 
     def copy_eager(self) -> None:
         """Copy what may not wait. On return the eager sources may change, unless it says ``foreground``."""
-        try:
-            if self.window.whole:
-                run(self._eager, self._cuda)
-            else:
-                self._set_aside()
-            self._digest(late=False)
-        finally:  # also when it fails: the slot is another's then
-            if self._cuda:
-                self._cuda.synchronize()
+        if self.window.whole:
+            copy_now(self._eager, self._eager_devices)
+        else:
+            self._set_aside()
+        self._digest(late=False)
         if not self._late and not any(check.late for check in self._checks):
             self._finish(None)
+            self._compared.set()
 
     def copy_late(self) -> None:
-        """Copy the rest and compare versions. Errors are kept for ``wait_landed``."""
-        if self._landed.is_set():
+        """Copy the rest, compare versions, and ask the witness. Errors are kept for ``wait_landed`` and ``confirm``."""
+        if self._landed.is_set() or not self._begun.acquire(blocking=False):
             return
         try:
-            launched = self._copy_in_order()
-            self._digest(late=True)
-            if self._cuda:
-                self._cuda.mark_launched()
-            self._launched.set()
-            for events, end in launched:
-                for event in events.values():
-                    event.synchronize()
-                self.window.land(end)
-            with (
-                self._settling
-            ):  # a fence that settles lets the optimizer go on: then nothing is compared any more
-                self._finish(self._changed())
+            with self._device.thread() if self._device else nullcontext():
+                self._copy_late()
+                self._compare()
         except Exception as error:  # noqa: BLE001 - a source freed or moved under the copy; the waiter gets it
             self._finish(
                 error
@@ -134,14 +166,38 @@ class Snapshot:
         except BaseException:
             self._finish(StagingError(f"the copying of step {self.step} was interrupted"))
             raise
+        finally:
+            self._compared.set()
+
+    def give_up(self, error: CkptError) -> None:
+        """Fail with ``error``, since no thread will call ``copy_late``. Does nothing if the copying has begun. May be called from any thread."""
+        if self._begun.acquire(blocking=False):
+            self._finish(error)
+            self._compared.set()
+
+    def _copy_late(self) -> None:
+        launched = self._copy_in_order()
+        self._digest(late=True)
+        if self._device:
+            self._device.mark_launched()
+        self._launched.set()
+        for group, events, end in launched:
+            for event in events.values():
+                event.synchronize()
+            self._check_there(group)
+            self.window.land(end)
+        with (
+            self._settling
+        ):  # a fence that settles lets the optimizer go on: then nothing is compared any more
+            self._finish(self._changed())
 
     def fence(self) -> None:
-        """Return when late sources may change: the copy is done, or (CUDA) the current stream will wait for it."""
+        """Return when late sources may change: the copy is done, or (on an accelerator) the current stream waits for it."""
         began = time.perf_counter()
-        if self._cuda and self._cuda.has_work and not self._landed.is_set():
+        if self._device and not self._landed.is_set():
             self._launched.wait()
             if not self._landed.is_set():
-                self._cuda.hold_current_stream()
+                self._device.hold_current_streams()
         else:
             self._landed.wait()
         with suppress(TensorChanged):
@@ -162,9 +218,19 @@ class Snapshot:
         if isinstance(self._error, TensorChanged):
             raise self._error
 
+    def confirm(self) -> None:
+        """Return when the image is known to hold what the sources held at the call, as far as versions and the witness tell.
+
+        Raises:
+            TensorChanged: It does not.
+        """
+        self._compared.wait()
+        self.settle()
+
     def wait_ended(self) -> None:
-        """Return when the image is complete or lost; raises nothing, and uses no stream."""
+        """Return when the image is complete or lost, and not read here any more; raises nothing, and uses no stream."""
         self._landed.wait()
+        self._compared.wait()
 
     def wait_landed(self, timeout: float | None = None) -> None:
         """Return when the image is complete. Raises what went wrong, or ``TimeoutError``."""
@@ -178,25 +244,51 @@ class Snapshot:
         self.wait_landed()
         return self.digests
 
-    def _copy_in_order(self) -> list[tuple[dict[int, Any], int]]:
-        """Late copies, each group told to the window when it is there. Returns what is only launched: events, and what has landed with them."""
-        launched: list[tuple[dict[int, Any], int]] = []
+    def _copy_in_order(self) -> list[tuple[list[Copy], Events, int]]:
+        """Late copies, each group told to the window when it is there. Returns what is only launched: a group, its events, and what has landed with them."""
+        launched: list[tuple[list[Copy], Events, int]] = []
+        if self._device:
+            self._device.begin()
         waiting = list(groups(sorted(self._late, key=attrgetter("end"))))
         ends = [group[0].start for group in waiting[1:]]
         for group, end in zip(waiting, [*ends, self.window.size], strict=False):
             if not self.window.whole:
                 self.window.wait_room(group[-1].end)
             self._check_there(group)
-            run(group, self._cuda)
-            self._check_there(group)
-            if not self._cuda:
-                self.window.land(end)
-            elif self.window.whole:
-                launched.append((self._cuda.events(), end))
+            if self._device and self.window.whole:
+                self._device.run(group)
+                launched.append((group, self._device.events(), end))
+                continue
+            if self._device:
+                self._device.run(group)
+                self._device.synchronize()
             else:
-                self._cuda.synchronize()
-                self.window.land(end)
+                copy_now(group)
+            self._check_there(group)
+            if not self.window.whole:  # once it is written, other bytes take its place
+                self._ask_witness(group)
+            self.window.land(end)
         return launched
+
+    def _compare(self) -> None:
+        """Ask the witness about an image that has landed. The fence does not wait for that: the sources are not read."""
+        if self._error is None and self.window.whole:
+            try:
+                self._ask_witness(None)
+            except Exception as error:  # noqa: BLE001 - those who wait for the save get it
+                with self._settling:
+                    self._error = (
+                        error
+                        if isinstance(error, CkptError)
+                        else StagingError(f"step {self.step} could not be compared with its sources: {error}")
+                    )
+        self._witness = None  # it holds the copies
+
+    def _ask_witness(self, copies: Sequence[Copy] | None) -> None:
+        if self._witness is not None:
+            beside = self._device.beside if self._device else _beside_nothing
+            if (name := self._witness.changed(copies, beside)) is not None:
+                raise TensorChanged(name, self.step)
 
     def _check_there(self, group: Sequence[Copy]) -> None:
         if moved := next((copy.name for copy in group if copy.moved), None):
@@ -216,7 +308,8 @@ class Snapshot:
     def _digest(self, *, late: bool) -> None:
         for check in self._checks:
             if check.late is late:
-                with torch.no_grad(), self._cuda.beside(check.sources[0]) if self._cuda else nullcontext():
+                beside = self._device.beside(check.sources[0]) if late and self._device else nullcontext()
+                with torch.no_grad(), beside:
                     told = "".join(map(digest, check.sources))
                 self.digests[check.name] = f"{check.boxes}={told}"
 
@@ -230,9 +323,9 @@ class Snapshot:
 
     def _finish(self, error: CkptError | None) -> None:
         self._error = self._error or error
-        if self._error and self._cuda:
+        if self._error and self._device:
             with suppress(RuntimeError):
-                self._cuda.synchronize()  # what was launched is still written to the slot, which is another's next
+                self._device.synchronize()  # what was launched is still written to the slot, which is another's next
         self._eager, self._late, self._checks = [], [], []  # sources may be freed
         if self._error:
             self.window.fail(self._error)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ObjectNotFound, StorageError
+from ckpt.errors import LinkRefused, ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
@@ -37,6 +37,25 @@ class ObjectInfo:
     key: str
     size: int
     modified: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfinished:
+    """A write that was begun and is neither finished nor aborted. It takes room and is in no listing.
+
+    Attributes:
+        key: The object that was to be written.
+        name: What the store calls the write.
+        size: Bytes that it takes; 0 where the store does not tell.
+        modified: When it was begun or written to last, in seconds since 1970.
+        abandoned: Whether it is so old that no process can still be at it.
+    """
+
+    key: str
+    name: str
+    size: int
+    modified: float
+    abandoned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +186,23 @@ class Rooted(Protocol):
         """
         ...
 
+    def is_replaced(self) -> bool:
+        """Whether the root is gone, or is another folder than when this was opened or made it. Its disk may have been unmounted."""
+        ...
+
+
+@runtime_checkable
+class KeepsUnfinished(Protocol):
+    """A store that keeps what a process had written before it was killed: temporary files, or the parts of an upload."""
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """Unfinished writes to keys that start with ``prefix`` (empty, or ending in '/'), of any process, in no order."""
+        ...
+
+    def discard(self, found: Unfinished) -> None:
+        """Free what an unfinished write takes; no error if there is none any more. The process that is at it, if any, gets an error."""
+        ...
+
 
 @runtime_checkable
 class ScatterReads(Protocol):
@@ -254,11 +290,13 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def is_there(backend: StorageBackend, key: str) -> bool:
-    """Whether the store has an object of that name."""
+    """Whether the store has an object of that name. One that cannot be followed to its bytes is there too."""
     try:
         backend.head(key)
     except ObjectNotFound:
         return False
+    except LinkRefused:
+        return True
     return True
 
 

@@ -67,12 +67,20 @@ def as_tiers(
     given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
 ) -> tuple[Tier, ...]:
     """What a user gave, as tiers. Raises ``ConfigError`` for what is none."""
-    if not isinstance(given, str | os.PathLike | Tier | Sequence):
-        raise ConfigError(
-            f"{given!r} is no place for checkpoints: give a folder, a URL, a Tier, or a list of these"
-        )
-    items = [given] if isinstance(given, str | os.PathLike | Tier) else list(given)
-    return tuple(item if isinstance(item, Tier) else Tier(os.fspath(item)) for item in items)
+    items: list[object] = (
+        list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
+    )
+    return tuple(_as_tier(item) for item in items)
+
+
+def _as_tier(given: object) -> Tier:
+    if isinstance(given, str | os.PathLike):
+        return Tier(os.fspath(given))
+    if isinstance(given, Tier):
+        return given
+    raise ConfigError(  # its type alone: a dict may hold secrets
+        f"a {type(given).__name__} is no place for checkpoints: give a folder, a URL, a Tier, or a list of these"
+    )
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:

@@ -37,13 +37,18 @@ run() {
 echo "all states of three ranks:"
 run "nobody dies, the store goes, someone finishes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=1
 run "one dies at any step" 0 "" -DCOLLAPSE -DCRASHES=1 -DFINISHERS=0
-echo "as many states as a minute has, of three ranks, two attempts, two tiers, three deaths, two finishers, a pruner:"
-run "all of it" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=2 -DPRUNER -DSTORE_GOES
+run "another job restores, or takes the root, and evicts" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=0 -DOTHERS=1
+echo "as many states as a minute has, of three ranks, two attempts, two tiers, three deaths:"
+run "two finishers, a pruner" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=2 -DPRUNER -DSTORE_GOES
+run "two other jobs" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=0 -DOTHERS=2 -DSTORE_GOES
 echo "broken on purpose:"
 for bug in REFUSE_WITHOUT_CAS TAKE_WITHOUT_CAS; do
     run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=0
 done
 for bug in CLEAR_WITHOUT_MARK UNMARK_EARLY FINISH_WITHOUT_MARK FINISH_WITHOUT_LOOK; do
     run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=1
+done
+for bug in CONFIRM_ONCE UNKNOWN_IS_DEAD EVICT_BEGUN; do
+    run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=0 -DOTHERS=1
 done
 echo "the protocol holds, and the model tells when it does not"

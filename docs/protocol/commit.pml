@@ -3,7 +3,10 @@
    Time is not modelled: whoever waits may lose its patience at any moment, which covers every delay, every stop and every clock. A crash may come before every step (CRASHES of them in
    all), what a process was putting may arrive after its death, or arrive though the answer was lost, or be put twice.
 
-   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DPRUNER; each -DBUG_... breaks one rule on purpose.  */
+   Another job may come (OTHERS of them). It takes the root over and evicts, or it only restores and evicts. It evicts a step when nothing of that step is on its way and no rank is between its
+   last look at the owner and its put: that is what the protocol rests on (see "What it rests on" in docs/protocol.md).
+
+   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER; each -DBUG_... breaks one rule on purpose.  */
 
 #ifndef ATTEMPTS
 #define ATTEMPTS 1
@@ -16,6 +19,9 @@
 #endif
 #ifndef FINISHERS
 #define FINISHERS 1
+#endif
+#ifndef OTHERS
+#define OTHERS 0
 #endif
 #define RANKS 3
 #define ALL 7
@@ -40,6 +46,9 @@
 #define BY_JOB 1
 #define BY_FINISHER 2
 
+/* the owner of a root, if it is neither attempt */
+#define ANOTHER 2
+
 /* the job's store of each attempt: gone with it when it dies */
 byte word[12], intent[SAVES], turn[SAVES], outcome[SAVES];
 bool gone[2];
@@ -52,7 +61,8 @@ byte late_fragment[SAVES];
 bool late_manifest[SAVES];
 /* for the claims below */
 byte crashes, ended[2];
-bool finisher_put[SAVES];
+bool finisher_put[SAVES], evicted[SAVES];
+byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
 
 #define WORD(r) word[(S) * 3 + (r)]
 #define ALL_DURABLE (WORD(0) == DURABLE && WORD(1) == DURABLE && WORD(2) == DURABLE)
@@ -65,7 +75,7 @@ bool finisher_put[SAVES];
 #define MAY_DELETE(s) assert(!manifest[s])
 
 #define CLAIM owner[t] = (r == 0 -> a : owner[t])
-#ifdef PRUNER
+#if defined(PRUNER) || OTHERS > 0
 #define ENDED(a) ended[a]++
 #else
 #define ENDED(a) skip
@@ -76,7 +86,7 @@ bool finisher_put[SAVES];
 proctype Rank(byte a; byte r)
 {
   byte t = 0;
-  bool failed, seen, exclusive, spoiled; /* seen: that the intent is to commit */
+  bool failed, seen, exclusive, spoiled, unanswered; /* seen: that the intent is to commit */
 
 save:
   if /* the leader takes the root over, as it thinks the other attempt dead; its file and its fragment */
@@ -150,15 +160,31 @@ take:
 #endif
   fi;
 
-put: /* if absent, and content with what is there already: it is the same */
+put: /* each try looks whose the root is */
   if
   MAY_CRASH
-  :: atomic { crashes < CRASHES -> crashes++; late_manifest[S] = true; goto dead }
-  :: atomic { APPEAR(S); goto conclude_committed }
-  :: atomic { !manifest[S] && exclusive -> goto withdraw } /* the store said no */
-  :: atomic { late_manifest[S] = true; if :: exclusive -> goto conclude_unknown :: else -> spoiled = true; goto wait fi }
-  :: atomic { APPEAR(S); if :: exclusive -> goto conclude_unknown :: else -> spoiled = true; goto wait fi }
+#ifdef BUG_CONFIRM_ONCE
+  :: atomic { putting[S]++ }
+#else
+  :: atomic { owner[t] == a -> putting[S]++ }
+  :: atomic { owner[t] != a && exclusive && !unanswered && !manifest[S] -> goto withdraw }
+  :: atomic { owner[t] != a && !(exclusive && !unanswered && !manifest[S]) -> goto put_failed }
+#endif
   fi;
+  if /* if absent, and content with what is there already: it is the same */
+  :: atomic { crashes < CRASHES -> crashes++; putting[S]--; goto dead }
+  :: atomic { crashes < CRASHES -> crashes++; putting[S]--; late_manifest[S] = true; goto dead }
+  :: atomic { putting[S]--; APPEAR(S); goto conclude_committed }
+  :: atomic { !manifest[S] && exclusive && !unanswered -> putting[S]--; goto withdraw } /* the store said no */
+  :: atomic { putting[S]--; unanswered = true; late_manifest[S] = true }
+  :: atomic { putting[S]--; unanswered = true; APPEAR(S) }
+  fi;
+  if
+  :: goto put /* again */
+  :: goto put_failed
+  fi;
+put_failed:
+  atomic { if :: exclusive -> goto conclude_unknown :: else -> spoiled = true; goto wait fi };
 
 withdraw:
   if
@@ -189,10 +215,10 @@ conclude_unknown:
 
 done:
   atomic {
-    assert(outcome[S] != COMMITTED || manifest[S]);
+    assert(outcome[S] != COMMITTED || manifest[S] || evicted[S]);
     assert(outcome[S] != REFUSED || !manifest[S] || finisher_put[S]);
     WORD(r) = NONE; /* forgotten */
-    seen = false; exclusive = false; spoiled = false;
+    seen = false; exclusive = false; spoiled = false; unanswered = false;
     if
     :: outcome[S] == REFUSED || failed -> goto clear_away
     :: else -> goto next
@@ -250,7 +276,7 @@ next:
 
 dead:
 over:
-  atomic { seen = false; exclusive = false; spoiled = false; failed = false; t = 0; ENDED(a) }
+  atomic { seen = false; exclusive = false; spoiled = false; failed = false; unanswered = false; t = 0; ENDED(a) }
 }
 
 /* `ckpt finalize --job-is-dead`, or the restore of a later job: at any moment, also while the job lives. */
@@ -281,6 +307,53 @@ proctype Finisher()
 over:
   skip
 }
+
+#if OTHERS > 0
+/* Another job, which sees the tier too: it takes the root over to save there, or it only restores. Then it needs room. */
+proctype Other()
+{
+  byte a = 0, t = 0;
+  bool takes, there;
+  if :: true :: TIERS == 2 -> t = 1 fi;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+  if
+  :: atomic { takes = true; owner[t] = ANOTHER }
+  :: takes = false
+  fi;
+  there = manifest[S]; /* what is a checkpoint now; what becomes one later is another's */
+  if
+  :: takes
+#ifdef BUG_UNKNOWN_IS_DEAD
+  :: !takes
+#else
+  :: atomic { !takes && ended[a] == RANKS }
+  :: atomic { !takes && ended[a] < RANKS -> goto over }
+#endif
+  fi;
+  if
+  :: !there -> goto begun
+  :: atomic { there && takes && owner[t] != ANOTHER -> goto over } /* looks again before each removal */
+  :: atomic {
+      there && (!takes || owner[t] == ANOTHER) && !late_manifest[S] && putting[S] == 0 ->
+      assert(owner[t] != a || ended[a] == RANKS); /* of a job that lives, and has the root */
+      manifest[S] = false; evicted[S] = true
+    }
+  fi;
+  atomic { MAY_DELETE(S); fragment[S] = 0 };
+  atomic { MAY_DELETE(S); data[S] = 0 };
+  goto over;
+begun:
+#ifdef BUG_EVICT_BEGUN
+  if :: atomic { mark[S] != BY_FINISHER -> mark[S] = BY_JOB } :: goto over fi;
+  if :: atomic { manifest[S] -> mark[S] = NONE; goto over } :: !manifest[S] fi;
+  atomic { MAY_DELETE(S); fragment[S] = 0 };
+  atomic { MAY_DELETE(S); data[S] = 0 };
+  atomic { mark[S] = NONE };
+#endif
+over:
+  skip
+}
+#endif
 
 /* What is on its way arrives at some time, once or twice. */
 proctype Network()
@@ -331,6 +404,12 @@ init {
     run Rank(1, 0); run Rank(1, 1); run Rank(1, 2);
 #endif
     run Network();
+#if OTHERS > 0
+    run Other();
+#endif
+#if OTHERS > 1
+    run Other();
+#endif
 #if FINISHERS > 0
     run Finisher();
 #endif

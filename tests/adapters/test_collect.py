@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import re
 import warnings
 import weakref
 from pathlib import Path
@@ -368,6 +369,37 @@ def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, pat
         assert refused.value.name == path
         assert manager.steps() == []
         manager.save({"v": 1}, 0)  # nothing of the refusal is left
+
+
+class Failing:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("cursor")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError(state)
+
+
+class FailingModule(nn.Linear):
+    def get_extra_state(self) -> object:
+        raise RuntimeError("no extra state")
+
+
+@pytest.mark.parametrize(
+    ("state", "path", "words"),
+    [
+        ({"loader": Failing()}, "loader", "Failing whose state_dict() raises KeyError"),
+        ({"a": [1, {"b": Failing()}]}, "a/1/b", "'cursor'"),
+        ({"rank": PerRank(Failing())}, "rank", "leave the object out"),
+        ({"net": FailingModule(2, 2)}, "net", "FailingModule whose state_dict() raises RuntimeError"),
+    ],
+)
+def test_an_object_whose_state_dict_fails_is_named(state: Any, path: str, words: str) -> None:
+    with CheckpointManager(new_root()) as manager:
+        with pytest.raises(UnsupportedValue, match=re.escape(words)) as refused:
+            manager.save_async(state, 0)
+        assert refused.value.name == path
+        assert refused.value.__cause__ is not None
+        manager.save({"v": 1}, 0)
 
 
 @pytest.mark.parametrize("state", [{"": 1}, {1: 2}, {"$a": 1}, [1], None, "x"])

@@ -53,6 +53,14 @@ def test_words_that_have_come_are_heard_and_others_are_not_waited_for(
     assert coordinator.hear("x", {0, 1}, timeout=0.1) == {}
 
 
+def test_a_wait_in_vain_prints_nothing(
+    coordinator: TorchStoreCoordinator, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert coordinator.verdict("y", timeout=0.2) is None
+    assert coordinator.hear("y", {0, 1}, timeout=0.2) == {}
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("gone", [1, 2])
 def test_a_word_forgotten_between_two_requests_holds_nobody_up(
     coordinator: TorchStoreCoordinator, gone: int

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, OutOfSpace, StorageError
+from ckpt.storage.api import KeepsUnfinished
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, page_aligned, payload, send, store
 from ckpt_backends import direct_io
@@ -241,11 +242,21 @@ def test_a_long_name_leaves_room_for_the_temporary_one(backend):
 def test_delete_takes_abandoned_temporary_files_along_but_no_others(backend, tmp_path):
     for folder, age in (("old", 7200), ("young", 10)):
         backend.put(f"{folder}/x", [b"x"])
-        half = tmp_path / "root" / folder / ".y.1.tmp"
+        half = tmp_path / "root" / folder / ".y.0123456789ab.tmp"
         half.write_bytes(b"half")
         os.utime(half, (time.time() - age, time.time() - age))
         backend.delete(f"{folder}/x")
-    assert leftovers(tmp_path / "root") == [str(tmp_path / "root/young/.y.1.tmp")]
+    assert leftovers(tmp_path / "root") == [str(tmp_path / "root/young/.y.0123456789ab.tmp")]
+
+
+@pytest.mark.parametrize("name", [".x.tmp", ".y.1.tmp", ".notes.0123456789xy.tmp", "y.0123456789ab.tmp"])
+def test_delete_leaves_temporary_files_of_others_however_old_they_are(backend, tmp_path, name):
+    backend.put("step/x", [b"x"])
+    theirs = tmp_path / "root/step" / name
+    theirs.write_bytes(b"theirs")
+    os.utime(theirs, (1, 1))
+    backend.delete("step/x")
+    assert theirs.read_bytes() == b"theirs"
 
 
 def test_delete_leaves_what_is_not_ours(backend, tmp_path):
@@ -537,3 +548,29 @@ def test_two_hundred_objects_leave_no_descriptor_open(backend):
         fetch(backend, f"large/{number}")
         backend.upload("never", 5000).abort()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_writes_that_were_cut_off_are_told_and_can_be_discarded(backend, tmp_path):
+    assert isinstance(backend, KeepsUnfinished)
+    backend.put("step/other", [b"x"])
+    upload = backend.upload("step/image", 20 << 20)
+    upload.write(0, memoryview(bytes(8 << 20)))
+    (tmp_path / "root/step/.theirs.tmp").write_bytes(b"theirs")
+    [found] = backend.unfinished("step/")
+    assert found == next(iter(backend.unfinished("")))
+    assert found.key == "step/image"
+    assert found.size >= 8 << 20
+    assert not found.abandoned
+    os.utime(tmp_path / "root" / found.name, (1, 1))
+    assert next(backend.unfinished("step/")).abandoned
+    backend.discard(found)
+    backend.discard(found)
+    assert list(backend.unfinished("")) == []
+    assert sorted(os.listdir(tmp_path / "root/step")) == [".theirs.tmp", "other"]
+    with pytest.raises(StorageError):
+        upload.finish()
+    backend.delete("step/other")
+    (tmp_path / "root/step/.theirs.tmp").unlink()
+    backend.upload("step/image", 1)
+    backend.discard(next(backend.unfinished("")))
+    assert os.listdir(tmp_path / "root") == []

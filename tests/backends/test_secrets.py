@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ckpt import CheckpointManager, Tier
 from ckpt.cli.main import app
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ConfigError
 from ckpt.storage.registry import open_backend
 from ckpt_backends.foreign_errors import clean
 from tests.servers import KEY, SECRET, free_port
@@ -105,3 +105,68 @@ def test_a_checkpoint_and_its_listing_hold_no_credentials(rclone_s3, monkeypatch
         assert done.exit_code == 0, done.output
         assert "1" in done.output
         assert not any(secret in done.output for secret in (KEY, SECRET))
+
+
+HUNTER = "hunter2"
+
+
+@pytest.mark.parametrize("name", ["secret", "shared", "direct", "put_if_absent", "stripe_count"])
+@pytest.mark.parametrize("url", ["runs", "file:///tmp/runs", "local:///tmp/runs", "memory://x", "shm://x"])
+def test_an_option_that_is_refused_is_told_by_its_name(url, name):
+    with pytest.raises(ConfigError) as caught:
+        open_backend(url, {name: HUNTER})
+    assert HUNTER not in said(caught.value)
+    assert name in str(caught.value) or url.startswith("shm")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"url": "runs", "secret": HUNTER},
+        [{"url": "runs", "secret": HUNTER}],
+        [("runs", {"secret": HUNTER})],
+        HUNTER.encode(),
+    ],
+)
+def test_what_is_no_tier_is_told_by_its_type(given):
+    with pytest.raises(ConfigError, match="is no place for checkpoints") as caught:
+        CheckpointManager(given)
+    assert HUNTER not in said(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["every", "keep_last", "keep_best", "capacity", "required", "codec", "local", "url", "options"]
+)
+def test_a_dict_in_the_place_of_a_setting_is_told_by_its_type(name):
+    fields = {"url": "runs", "keep_last": 3, name: [{"secret": HUNTER}]}
+    with pytest.raises(ConfigError, match="list") as caught:
+        Tier(**fields)
+    assert HUNTER not in said(caught.value)
+
+
+@pytest.mark.parametrize("url", ["file://user:hunter2@host/x", "nope://user:hunter2@host", "s3://u:hunter2@"])
+def test_a_url_loses_its_password_in_every_message(url):
+    assert HUNTER not in repr(Tier(url))
+    with pytest.raises(ConfigError) as caught:
+        open_backend(url)
+    assert HUNTER not in said(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["show", "ls", "verify", "restore"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        'url = "runs"\noptions = { secret = "hunter2" }',
+        'url = "memory://z"\noptions = { secret = "hunter2" }',
+        'url = "file://user:hunter2@host/x"',
+        'url = { secret = "hunter2" }',
+        'url = "runs"\nevery = { secret = "hunter2" }',
+    ],
+)
+def test_the_command_line_tells_no_secret_of_a_config(tmp_path, table, verb):
+    path = tmp_path / "ckpt.toml"
+    path.write_text(f"[[tiers]]\n{table}\n")
+    for words in ([], ["--json"]):
+        done = CliRunner().invoke(app, [verb, "--config", str(path), *words])
+        assert done.exit_code != 0
+        assert HUNTER not in done.output + said(done.exception or ConfigError("none"))

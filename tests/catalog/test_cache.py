@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -46,7 +47,14 @@ class Node:
         self.tiers = [OpenTier(index, Tier(url), store) for index, (url, store) in enumerate(stores)]
 
     def rank(
-        self, ref: StepRef, coordinator: Coordinator, box: Box, *, subject: str = "r", patience: float = 5
+        self,
+        ref: StepRef,
+        coordinator: Coordinator,
+        box: Box,
+        *,
+        subject: str = "r",
+        patience: float = 5,
+        together: threading.Barrier | None = None,
     ) -> tuple[np.ndarray[Any, Any], ReadThrough, RestorePlan, Sequence[RestorePlan]]:
         """What a rank that wants ``box`` gets: its array, its cache, what was left to read and which store gave it."""
         wanted = [Leaf("x", "float64", ARRAY.shape, (box,))]
@@ -66,6 +74,8 @@ class Node:
                 retry=IMPATIENT,
             )
             cache.look(plan)
+            if together is not None:
+                together.wait(30)  # none mends a file before all have looked at it
             left = cache.fill(plan, sink)
             given = origin.read(left, sink, workers=workers)
             cache.mend()
@@ -280,7 +290,8 @@ def test_replicas_mend_a_damaged_file_once(tmp_path: Path, far: FaultyBackend, w
     key = written.ref.key(written.manifest.files[1].name)
     flip_byte(near, key, -9)
     uploads = len([call for call in near.calls if call.verb == "upload"])
-    outcomes = World(3, patience=5).run(lambda mine: node.rank(written.ref, mine, ALL))
+    together = threading.Barrier(3)
+    outcomes = World(3, patience=5).run(lambda mine: node.rank(written.ref, mine, ALL, together=together))
     for array, cache, _, _ in outcomes.values():
         assert np.array_equal(array, ARRAY)
         assert [(repair.key, repair.mended) for repair in cache.origin.repairs] == [(key, True)]

@@ -45,3 +45,10 @@ def test_what_it_held_is_had_from_the_next_store(workers: Workers) -> None:
     far, written = store("aaaaaa")
     (found,) = candidates([unreadable(near), far], None, workers=workers)
     assert (found.ref, found.nearest, found.answering) == (written["aaaaaa"].ref, 1, (1,))
+
+
+def test_a_store_that_fails_while_the_others_hold_nothing_leads_out(workers: Workers) -> None:
+    near, far = open_backend(f"memory://{uuid.uuid4().hex}"), open_backend(f"memory://{uuid.uuid4().hex}")
+    down = FaultyBackend(far, [Rule(verb="folders", fault=Raise(AccessDenied))])
+    with pytest.raises(AccessDenied, match=r"no other tier has a step.*take that tier out to start afresh"):
+        list(candidates([near, down], None, workers=workers))

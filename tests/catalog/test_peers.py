@@ -140,6 +140,7 @@ def test_those_who_connect_and_say_little_do_not_keep_others_waiting(
     began = time.monotonic()
     assert read(node.store, KEY, 3, 5) == DATA[3:8]
     assert time.monotonic() - began < 10
+    assert all(is_closed(connection) for connection in slow)
     for connection in slow:
         connection.close()
 
@@ -189,16 +190,105 @@ class Full:
 
     asked = 0
 
-    def accept(self) -> None:
+    def __call__(self, listening: socket.socket) -> None:
         self.asked += 1
         raise OSError(errno.EMFILE, "too many open files")
 
 
-def test_a_process_with_too_many_files_open_does_not_spin(node: Node) -> None:
-    real, full = node.server._socket, Full()
-    node.server._socket = full  # type: ignore[assignment]
-    socket.create_connection(("127.0.0.1", node.server.port), 5).close()  # ends the wait in the real one
-    time.sleep(0.5)
-    node.server._socket = real
+def test_a_process_with_too_many_files_open_does_not_spin(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Full()
+    with monkeypatch.context() as patch:
+        patch.setattr(node.server, "_accept", full)
+        socket.create_connection(("127.0.0.1", node.server.port), 5).close()
+        time.sleep(0.5)
     assert 1 <= full.asked <= 10
     assert read(node.store, KEY, 0, 5) == DATA[:5]
+
+
+# -- callers that are none of ours ------------------------------------------------------------------------------------
+
+
+def connect(node: Node) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", node.server.port), 5)
+    connection.settimeout(10)
+    return connection
+
+
+def is_closed(connection: socket.socket, seconds: float = 5) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_four_hundred_silent_connections_shut_nobody_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited in line for eight places of five seconds each."""
+    monkeypatch.setattr(ckpt.catalog.peers, "_REQUEST_SECONDS", 600.0)
+    silent = [connect(node) for _ in range(400)]
+    began = time.monotonic()
+    for offset in range(20):
+        assert read(node.store, KEY, offset, 5) == DATA[offset : offset + 5]
+    assert time.monotonic() - began < 10
+    assert len(node.server._waiting) <= ckpt.catalog.peers._WAITING_PER_ADDRESS
+    assert is_closed(silent[0])
+    assert not is_closed(silent[-1], 0.2)
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"G", b"ckp2", b"c\0", _MAGIC + bytes(_REQUEST.size - 4)])
+def test_a_wrong_byte_ends_the_connection(node: Node, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(ckpt.catalog.peers, "_REQUEST_SECONDS", 600.0)
+    with connect(node) as connection:
+        connection.sendall(sent)
+        assert is_closed(connection)
+
+
+def test_a_part_of_the_token_tells_nothing(node: Node) -> None:
+    """Whether its first bytes are right or wrong, the connection stays until all of it is there."""
+    for token in (node.server.token, bytes(32)):
+        with connect(node) as connection:
+            connection.sendall(_MAGIC + token[:31])
+            assert not is_closed(connection, 0.2)
+
+
+def test_a_request_in_single_bytes_is_answered(node: Node) -> None:
+    name = KEY.encode()
+    with connect(node) as connection:
+        for byte in _REQUEST.pack(_MAGIC, node.server.token, 1, 7, 4, len(name)) + name:
+            connection.sendall(bytes([byte]))
+        got = b""
+        while piece := connection.recv(1 << 16):
+            got += piece
+    assert got[_ANSWER.size :] == DATA[7:11]
+
+
+def test_a_key_that_is_too_long_is_not_waited_for(node: Node) -> None:
+    with connect(node) as connection:
+        connection.sendall(_REQUEST.pack(_MAGIC, node.server.token, 1, 0, 4, 65_535))
+        assert is_closed(connection, 4)
+
+
+@pytest.mark.parametrize("leader", [None, ("127.0.0.1", 29500), ("192.0.2.1", 29500)])
+def test_it_listens_only_where_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leader: tuple[str, int] | None
+) -> None:
+    """Not at every interface of the machine."""
+    monkeypatch.setattr(ckpt.catalog.peers, "job_address", lambda: leader)
+    server = PeerServer({0: open_backend(str(tmp_path))})
+    try:
+        assert server.addresses
+        assert not {"", "0.0.0.0", "::"} & set(server.addresses)
+        assert set(server.addresses) <= set(ckpt.catalog.peers.interfaces())
+        for address in server.addresses:
+            socket.create_connection((address, server.port), 5).close()
+        if "127.0.0.1" not in server.addresses:
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.1", server.port), 5)
+    finally:
+        server.close()

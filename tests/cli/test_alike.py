@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,52 @@ def test_the_place_is_an_option_or_that_of_a_file(
         ran = cli(verb, *place, *extra)
         assert ran.code == 0, (place, ran.err)
         assert "nowhere" not in ran.out + ran.err
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["ls", "show", "verify", "restore", "finalize", "prune --keep-last 9", "copy there", "export out.pt", "diff --step 100 --step 200", "import gpt.pt --step 400"],
+)  # fmt: skip
+def test_every_command_takes_the_place_as_an_argument_or_as_an_option(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    import torch
+
+    torch.save({"model": {"w": torch.ones(2)}}, "gpt.pt")
+    verb, *rest = call.split()
+    root = Path("runs").absolute()
+    argument = [*rest[:1], root, *rest[1:]] if verb == "import" else [root, *rest]
+    monkeypatch.setenv("CKPT_ROOT", "nowhere")
+    for words in (argument, ["--root", root, *rest]):
+        ran = cli(verb, *words)
+        assert ran.code in ((0, 1) if verb == "diff" else (0,)), (words, ran.err)
+        assert not Path("nowhere").exists()
+        Path("out.pt").unlink(missing_ok=True)
+        if verb == "import":
+            shutil.rmtree(next(Path("runs").glob("step-000000400*")))
+    if verb != "diff":  # it compares two places
+        twice = cli(verb, *argument, "--root", "runs")
+        assert (twice.code, "two places" in twice.err) == (2, True)
+    monkeypatch.delenv("CKPT_ROOT")
+    missing = cli(verb, *rest)
+    assert missing.code == 2
+    assert all(way in missing.err for way in ("--root", "CKPT_ROOT", "ckpt.toml"))
+
+
+@pytest.mark.parametrize("verb", ["show", "verify", "restore"])
+def test_latest_is_a_step(cli: Cli, steps: dict[int, Written], verb: str) -> None:
+    for words in (["latest"], ["runs", "latest"], ["latest", "--root", "runs"]):
+        ran = cli(verb, *words)
+        assert ran.code == 0
+        assert "step 300" in ran.out
+    assert cli(verb, "latest", "--step", 100).code == 2
+    assert cli(verb, "100", "200").code == 2
+
+
+def test_a_folder_that_looks_like_a_step_is_given_with_a_dot(cli: Cli, steps: dict[int, Written]) -> None:
+    os.rename("runs", "100")
+    assert "step 200" in cli("show", "./100", "200").out
+    assert cli("show", "100").code == 7  # step 100 of the folder that CKPT_ROOT names
 
 
 def test_finalize_takes_a_folder_as_before(cli: Cli, steps: dict[int, Written]) -> None:

@@ -102,7 +102,7 @@ def test_damage_is_told(cli: Cli, steps: dict[int, Written]) -> None:
         (["runs"], 2, "compare with what?"),
         (["runs", "nowhere"], 7, "empty, or does not exist"),
         (["runs", "--step", 100, "--step", 7], 7, "step 7 is not there"),
-        (["runs", "runs", "--step", 1, "--step", 2, "--step", 3], 2, "once for both, or twice"),
+        (["runs", "runs", "--step", 1, "--step", 2, "--step", 3], 2, "one step is for both"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ckpt import CheckpointManager
 from ckpt.catalog.reading import StepReader
+from ckpt.exchange import export as module
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import write_checkpoint
@@ -268,15 +269,50 @@ def test_damage_leaves_nothing_behind(cli: Cli, saved: Path, out: str, kind: str
 
 @pytest.mark.parametrize(("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")])
 def test_an_export_that_was_cut_runs_again(cli: Cli, saved: Path, out: str, kind: str) -> None:
-    """What a killed export leaves is a file, or a folder, of the name that the next one builds in."""
-    left = Path(f".{out}.ckpt-partial")
-    if kind == "dcp":
+    """What it has left under the name that older releases built in, or its own, is not touched."""
+    for left in (Path(f".{out}.ckpt-partial"), Path(f".{out}.ckpt-partial-cut")):
         left.mkdir()
-        (left / "__0_0.distcp").write_text("half")
-    else:
-        left.write_text("half")
+        (left / "out").write_text("half")
     assert cli("export", saved, out, "--format", kind).code == 0
-    assert os.listdir() == [out]
+    assert sorted(os.listdir()) == sorted([out, f".{out}.ckpt-partial", f".{out}.ckpt-partial-cut"])
+    assert (left / "out").read_text() == "half"
+
+
+KINDS = [("x.safetensors", "safetensors"), ("y", "safetensors"), ("x.pt", "torch"), ("x", "dcp")]
+
+
+@pytest.mark.parametrize(("out", "kind"), KINDS)
+def test_an_export_follows_no_link_that_was_planted(cli: Cli, saved: Path, out: str, kind: str) -> None:
+    """Another user of a shared folder knows the name of the output, and overwrote files behind a link."""
+    victim = Path("victim")
+    victim.mkdir()
+    for name in ("__0_0.distcp", ".metadata", "model.safetensors"):
+        (victim / name).write_text("mine")
+    before = {path: path.read_text() for path in victim.iterdir()}
+    Path("file").write_text("mine")
+    Path(f".{out}.ckpt-partial").symlink_to(victim if "." not in out else "file")
+    assert cli("export", saved, out, "--format", kind).code == 0
+    assert {path: path.read_text() for path in victim.iterdir()} == before
+    assert Path("file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("out", "kind"), KINDS)
+def test_what_appears_during_an_export_stays(
+    cli: Cli, saved: Path, out: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("victim").write_text("mine")
+    real = module._move
+
+    def late(place: str, to: str) -> None:
+        os.symlink("victim", to)
+        real(place, to)
+
+    monkeypatch.setattr(module, "_move", late)
+    ran = cli("export", saved, out, "--format", kind)
+    assert ran.code == 2, ran.err
+    assert "is there already" in ran.err
+    assert Path("victim").read_text() == "mine"
+    assert sorted(os.listdir()) == sorted([out, "victim"])
 
 
 def test_a_full_disk_is_told(cli: Cli, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

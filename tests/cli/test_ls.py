@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ckpt.config import load_config
 from ckpt.model.layout import StepRef
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Delay, FaultyBackend, Rule
 from ckpt.storage.tiers import urls_of
 from ckpt_backends import shm
 from tests.checkpoints import Written, write_checkpoint
@@ -31,7 +33,7 @@ def test_steps_are_listed_newest_first(cli: Cli, steps: dict[int, Written]) -> N
         "state",
         "metadata",
     ]
-    assert [row.split()[0] for row in rows] == ["300", "200", "100"]
+    assert [row.split()[0] for row in rows] == ["100", "200", "300"]
     assert all("committed" in row and "8.62 kB" in row and row.endswith("team=speech") for row in rows)
     assert ran.err == ""
 
@@ -51,7 +53,7 @@ def test_incomplete_and_damaged_steps_are_told_apart(
 def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) -> None:
     ran = cli("ls", "--json")
     assert ran.json["root"] == str(Path("runs").absolute())
-    assert ran.json["steps"][0] == {
+    assert ran.json["steps"][-1] == {
         "step": 300,
         "attempt": "abc123",
         "state": "committed",
@@ -108,10 +110,10 @@ def test_several_tiers_have_a_column_each(cli: Cli, tiers: str) -> None:
     header, *rows = [line.split() for line in ran.out.splitlines()]
     near, far = (str(Path(name).absolute()) for name in ("runs", "far"))
     assert header == ["step", "attempt", "committed", "at", "ranks", near, far, "metadata"]
-    assert [row[0] for row in rows] == ["300", "200", "100"]
-    assert rows[0][5:12] == ["8.62", "kB", "incomplete:", "1", "of", "2", "ranks,"]
+    assert [row[0] for row in rows] == ["100", "200", "300"]
+    assert rows[-1][5:12] == ["8.62", "kB", "incomplete:", "1", "of", "2", "ranks,"]
     assert rows[1][5:] == ["8.62", "kB", "8.62", "kB", "team=speech"]
-    assert rows[2][5:] == ["8.62", "kB", "-", "team=speech"]
+    assert rows[0][5:] == ["8.62", "kB", "-", "team=speech"]
     assert cli("ls", "--root", "runs", "--root", "far").out == ran.out
 
 
@@ -119,11 +121,11 @@ def test_json_of_several_tiers(cli: Cli, tiers: str) -> None:
     near, far = (str(Path(name).absolute()) for name in ("runs", "far"))
     found = cli("ls", "--config", tiers, "--json").json
     assert found["tiers"] == [{"root": near, "error": None}, {"root": far, "error": None}]
-    assert found["steps"][0]["tiers"][near]["state"] == "committed"
-    assert found["steps"][0]["tiers"][far]["state"] == "incomplete"
-    assert found["steps"][0]["tiers"][far]["finished_ranks"] == 1
-    assert list(found["steps"][2]["tiers"]) == [near]
-    assert found["steps"][2]["metadata"] == {"team": "speech"}
+    assert found["steps"][-1]["tiers"][near]["state"] == "committed"
+    assert found["steps"][-1]["tiers"][far]["state"] == "incomplete"
+    assert found["steps"][-1]["tiers"][far]["finished_ranks"] == 1
+    assert list(found["steps"][0]["tiers"]) == [near]
+    assert found["steps"][0]["metadata"] == {"team": "speech"}
 
 
 @pytest.mark.parametrize("bad", ["nope://x", "file.txt"])
@@ -195,7 +197,7 @@ def test_a_memory_tier_of_a_file_has_its_column(cli: Cli, memory: str) -> None:
     assert ran.code == 0, ran.err
     header, *rows = [line.split() for line in ran.out.splitlines()]
     assert header[5:] == [memory, str(Path("disk").absolute())]
-    assert [row[5:] for row in rows] == [["4.53", "kB", "-"], ["4.53", "kB", "4.53", "kB"]]
+    assert [row[5:] for row in rows] == [["4.53", "kB", "4.53", "kB"], ["4.53", "kB", "-"]]
 
 
 def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memory: str) -> None:
@@ -204,7 +206,7 @@ def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memo
     assert ran.code == 0, ran.err
     header, *rows = [line.split() for line in ran.out.splitlines()]
     assert header[5:] == [memory]
-    assert [row[0] for row in rows] == ["2", "1"]
+    assert [row[0] for row in rows] == ["1", "2"]
     assert cli("ls", "--root", "memory", "--root", "disk", "--json").json["tiers"] == [
         {"root": memory, "error": None},
         {"root": str(Path("disk").absolute()), "error": None},
@@ -233,9 +235,62 @@ def test_of_dev_shm_only_what_is_this_users_memory_is_looked_at(
         "ckpt-slot-1-2-3",
         "else",
     ):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(mode=0o700)
     (tmp_path / f"{own}file").write_text("")
+    (tmp_path / f"{own}open").mkdir()
+    (tmp_path / f"{own}open").chmod(0o755)
     monkeypatch.setattr(shm, "_SHM", str(tmp_path))
     assert shm.stores() == ["shm://a", "shm://b"]
     monkeypatch.setattr(shm, "_SHM", str(tmp_path / "none"))
     assert shm.stores() == []
+
+
+def test_only_the_newest_are_listed_or_the_newest_first(cli: Cli, tiers: str) -> None:
+    for place in (["runs"], ["runs", "far"]):
+        shown = [
+            [step["step"] for step in cli("ls", *place, *more, "--json").json["steps"]]
+            for more in ([], ["-n", 2], ["--reverse"], ["-n", 2, "--reverse"])
+        ]
+        assert shown == [[100, 200, 300], [200, 300], [300, 200, 100], [300, 200]]
+    assert cli("ls", "-n", 0).code == 2
+
+
+def test_a_store_that_never_answers_is_told_and_then_given_up(
+    cli: Cli, steps: dict[int, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.cli.ls._SILENT_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        (tmp_path / "ckpt.toml").write_text(
+            f"""
+[[tiers]]
+url = "runs"
+[[tiers]]
+url = "s3://bucket/run"
+[tiers.options]
+endpoint_url = "http://127.0.0.1:{silent.getsockname()[1]}"
+key = "a"
+secret = "b"
+config_kwargs = {{ read_timeout = 1, connect_timeout = 1, retries = {{ max_attempts = 0 }} }}
+"""
+        )
+        both = cli("ls", "--config", "ckpt.toml", "--timeout", "0.5")
+        alone = cli("ls", "s3://bucket/run", "--timeout", "0.5")
+    assert both.code == 0
+    assert "unreachable" in both.out
+    for ran in (both, alone):
+        assert "s3://bucket/run has not answered yet" in ran.err
+        assert "'s3://bucket/run' (no answer within 0.5 s (--timeout))" in ran.err
+    assert alone.code == 3
+
+
+def test_a_store_that_answers_slowly_is_waited_for(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = [Rule(verb="head", key="manifest", fault=Delay(0.3))]
+    monkeypatch.setattr(
+        "ckpt.storage.registry.open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), slow),
+    )
+    ran = cli("ls", "--timeout", "0.8")
+    assert (ran.code, ran.err) == (0, "")
+    assert len(ran.out.splitlines()) == 4

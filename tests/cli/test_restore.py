@@ -25,7 +25,7 @@ def test_a_local_checkpoint_is_verified_in_place(cli: Cli, steps: dict[int, Writ
     assert ran.code == 0
     assert ran.out.splitlines()[0] == "step 300 is intact, verified in place"
     assert str(Path("runs/step-000000300.abc123").absolute()) in ran.out
-    assert "GB/s" in ran.out
+    assert "B/s" in ran.out
     assert not Path("restored").exists()
 
 
@@ -220,3 +220,21 @@ def test_nothing_on_any_tier_is_told_with_all_their_names(cli: Cli, tmp_path: Pa
     assert ran.code == 7
     assert str(tmp_path / "one") in ran.err
     assert str(tmp_path / "two") in ran.err
+
+
+@pytest.mark.parametrize("name", ["step-{}", "step-{}/rank-00000.safetensors", "step-{}/manifest.json"])
+def test_no_link_that_was_planted_at_the_destination_is_followed(
+    cli: Cli, steps: dict[int, Written], name: str
+) -> None:
+    """Who can write to the destination knows the names of the files that a restore makes there."""
+    folder = steps[300].ref.folder
+    place = Path("there") / name.replace("step-{}", folder)
+    place.parent.mkdir(parents=True)
+    Path("outside").mkdir()
+    Path("outside/victim").write_text("mine")
+    place.symlink_to(Path("outside" if place.name == folder else "outside/victim").absolute())
+    ran = cli("restore", "--to", "there")
+    assert ran.code in (0, 3, 4), ran.err
+    assert "internal error" not in ran.err
+    assert os.listdir("outside") == ["victim"]
+    assert Path("outside/victim").read_text() == "mine"

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -304,8 +305,8 @@ class Attempt:
             except CkptError as error:
                 veto, word = error if rank == 0 else None, Failed(str(error))
             committer = Committer(
-                coordinator, OneTier(tier), name=f"tier{index}", timeout=TIMEOUT, takeover=TAKEOVER,
-                before_put=lambda tier=tier: confirm(tier, self.owner),  # type: ignore[misc]
+                coordinator, OneTier(tier, confirm=partial(confirm, tier, self.owner)),
+                name=f"tier{index}", timeout=TIMEOUT, takeover=TAKEOVER,
             )  # fmt: skip
             task = self.sim.tasks[self.sim.tasks.index(self.tasks[rank])]
             task.waited = 0.0

@@ -6,7 +6,7 @@ import uuid
 import numpy as np
 import pytest
 
-from ckpt.coordination.commit import Committed, Durable, Failed
+from ckpt.coordination.commit import Committed, Durable, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, put_once
 from ckpt.coordination.refusal import Refused, rebuild, refusal
 from ckpt.coordination.single import SingleCoordinator
@@ -280,3 +280,55 @@ def test_any_other_error_becomes_a_commit_error_with_its_name():
     assert type(again) is CommitError
     assert "ManifestCorrupt" in str(again)
     assert "full of holes" in str(again)
+
+
+class Partitioned:
+    """A store of which the first manifest gets no answer, and the next try what ``then`` says. Requests are tried twice."""
+
+    def __init__(self, store, then: Exception, *, arrives: bool) -> None:
+        self.inner, self.then, self.arrives, self.puts = store, then, arrives, 0
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def put(self, key, parts, *, if_absent=False):
+        if key != REF.manifest:
+            return self.inner.put(key, parts, if_absent=if_absent)
+        self.puts += 1
+        if self.puts > 1:
+            raise self.then
+        if self.arrives:
+            self.inner.put(key, parts, if_absent=if_absent)
+            self.inner.delete(key)  # evicted by another job
+        raise TransientStorageError(key, "no answer")
+
+
+def twice(work):
+    try:
+        return work()
+    except TransientStorageError:
+        return work()
+
+
+def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store):
+    """The first may arrive yet: nobody may clear the files away."""
+    word = make_durable(store, 0, 1)
+    place = OneTier(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, word)
+    assert isinstance(verdict, Unknown)
+    assert "no answer; then no space left" in verdict.reason
+
+
+def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
+    word = make_durable(store, 0, 1)
+    partitioned = Partitioned(store, AssertionError("it is put once"), arrives=True)
+
+    def confirm() -> None:
+        if partitioned.puts:
+            raise RootInUse(store.url, "another job")
+
+    place = OneTier(partitioned, twice, confirm=confirm)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, word)
+    assert isinstance(verdict, Unknown)
+    assert "another job" in verdict.reason
+    assert (partitioned.puts, is_committed(store)) == (1, False)

@@ -41,10 +41,9 @@ def commit(
     world: World, stores: Stores, words: dict[int, Word], ranks: set[int] | None = None
 ) -> dict[int, Verdict]:
     def work(coordinator: Coordinator) -> Verdict:
-        store = OneTier(stores[NODES.of[coordinator.rank]])
-        place = ManyNodes(
-            store, coordinator, NODES, name="tier0", before_put=checks.get(coordinator.rank, lambda: None)
-        )
+        check = checks.get(coordinator.rank, lambda: None)
+        store = OneTier(stores[NODES.of[coordinator.rank]], confirm=check)
+        place = ManyNodes(store, coordinator, NODES, name="tier0")
         committer = Committer(coordinator, place, name="tier0", timeout=5, takeover=0.3)
         word = words[coordinator.rank]
         if isinstance(word, Durable):

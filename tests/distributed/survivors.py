@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,13 +13,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from tests.distributed.launch import ROOT, WORKERS
+from tests.servers import free_port
 
 
 def run_world(ranks: int, worker: str, *args: object, store_here: bool, timeout: float = 100) -> list[str]:
     """What each rank printed. ``store_here``: the job's store outlives every rank, as torchrun's does; else it lives in rank 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if store_here else None
     base = {
         **os.environ,

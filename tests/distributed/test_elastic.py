@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ckpt.storage.registry import open_backend
 from tests.distributed.launch import ROOT, WORKERS
 from tests.distributed.tormentor import Job
 from tests.processes import run
+from tests.servers import free_port
 
 pytestmark = pytest.mark.distributed
 
@@ -133,9 +133,7 @@ def test_a_node_that_joins_costs_no_step_and_one_that_is_lost_those_since_the_la
     tmp_path: Path,
 ) -> None:
     """torchrun --nnodes=1:2, both nodes on this machine: two ranks, then four, then two."""
-    with closing(socket.socket()) as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     nodes = [
         Job(
             tmp_path,

@@ -14,6 +14,7 @@ import fsspec.asyn
 import pytest
 
 from tests.faults.ledger import Tally
+from tests.servers import reserved
 
 Count = Callable[[str, int], None]
 PATIENCE_SECONDS = 10.0
@@ -63,6 +64,8 @@ def ends_of(number: int) -> str:
     """What a socket connects: "tcp 127.0.0.1:4000 to 127.0.0.1:9000"; one of fsspec's event loop, by which its thread is woken, is called so."""
     if number in _wakers():
         return "socket of fsspecIO"
+    if number in reserved():
+        return "reserved port"
     with socket.socket(fileno=os.dup(number)) as found:
         if found.family not in (socket.AF_INET, socket.AF_INET6):
             return f"socket {found.family.name} {found.getsockname()!r}"
@@ -79,5 +82,5 @@ def _wakers() -> set[int]:
 
 
 def lasting(name: str) -> bool:
-    """Not of fsspec's event loop, which one process has once: its thread, its pollers and the sockets that wake it, and the thread that closes files for gcsfs. Connections of ours are given back."""
-    return not any(word in name for word in ("fsspecIO", "anon_inode:[event", "asyncio"))
+    """Not of fsspec's event loop, which one process has once: its thread, its pollers and the sockets that wake it, and the thread that closes files for gcsfs. Nor a port that the tests have reserved. Connections of ours are given back."""
+    return not any(word in name for word in ("fsspecIO", "anon_inode:[event", "asyncio", "reserved port"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -172,3 +174,41 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
         subprocess.run(["rm", "-r", str(place / "run")], check=True)
     assert lost > 1
     tally("read-only", lost)
+
+
+def in_a_namespace(tmp_path: Path, mount: str, module: str) -> str:
+    """What ``python -m module tmp_path`` prints where ``mount`` was done in a mount namespace of its own."""
+    command = ["unshare", "-m", "sh", "-c", mount]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
+    command[-1] += f" && exec {sys.executable} -m {module} {tmp_path}"
+    here = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        command,
+        cwd=here,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here / "backends")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_disk_that_is_pulled_takes_no_save_under_its_mount_point(tmp_path: Path) -> None:
+    told = in_a_namespace(tmp_path, f"mount -t tmpfs -o size=64m none {tmp_path}", "tests.pulled_disk")
+    assert told.splitlines() == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
+
+
+def test_jobs_that_are_killed_in_mid_save_do_not_fill_a_small_disk(tmp_path: Path) -> None:
+    told = in_a_namespace(tmp_path, f"mount -t tmpfs -o size=4m none {tmp_path}", "tests.small_disk")
+    assert told.splitlines() == [
+        "after kills 12",
+        "at the end 40 1",
+        "beside another's file 102",
+        "with another rule 8",
+    ]

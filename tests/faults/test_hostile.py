@@ -16,6 +16,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
+from ckpt.cli.main import main
 from ckpt.errors import AccessDenied, CkptError, ManifestCorrupt, NoCheckpoint
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import check_key
@@ -140,6 +141,52 @@ def test_links_lead_nowhere(step: Path, tmp_path: Path, tally: Count) -> None:
     assert whole(step.parent) == []
     assert [path.name for path in outside.iterdir()] == ["image"]
     tally("names", 2)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors", "rank-00000.json"])
+def test_a_link_out_of_the_root_is_damage_to_its_step_alone(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        for number in (1, 2, 3):
+            manager.save({"x": torch.full((3,), number)}, number)
+    [newest] = root.glob("step-*3.*")
+    (newest / name).rename(tmp_path / "elsewhere")
+    (newest / name).symlink_to(tmp_path / "elsewhere")
+
+    def ckpt(*args: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["ckpt", *args, "--root", str(root)])
+        return main(), capsys.readouterr().out
+
+    code, told = ckpt("ls")
+    assert code == 0
+    if name == "manifest.json":
+        assert "a link leads out of the root" in told
+    damaged = name != "rank-00000.json"  # the manifest of a small world holds all that a restore reads
+    assert ckpt("verify", "3")[0] == 4
+    assert ckpt("verify", "2")[0] == 0
+    state = {"x": torch.zeros(3, dtype=torch.int64)}
+    with CheckpointManager(root) as manager:
+        report = manager.restore(state)
+        assert report is not None
+        assert report.step == int(state["x"][0]) == (2 if damaged else 3)
+        assert [step for step, _ in report.skipped] == ([3] if damaged else [])
+        manager.save(state, 4)
+    assert ckpt("prune", "--keep-last", "1")[0] == 0
+    left = [ref.step for ref in committed(open_backend(str(root)))]
+    assert left == ([4, 3] if damaged else [4])  # a damaged step stays for a day
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_a_note_of_the_owner_that_is_a_link_out_of_the_root_is_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").write_text("kept")
+    (tmp_path / "run/writer.json").symlink_to(tmp_path / "elsewhere")
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save({"x": torch.ones(3)}, 1)
+    assert whole(tmp_path / "run") == [1]
+    assert (tmp_path / "elsewhere").read_text() == "kept"
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:

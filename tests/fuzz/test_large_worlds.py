@@ -208,3 +208,13 @@ def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> 
     check_manifest(record, key="k")
     with pytest.raises(ManifestCorrupt):
         use(record)
+
+
+def test_a_frame_unpacks_to_no_more_than_its_length_allows() -> None:
+    """300 MB of names that compress to 30 kB, and offsets of more shards than the form has."""
+    form = [[["x", "float32", [1]]] * 100_000 * 4, 1, b"", b""]
+    many = zstandard.compress(msgspec.json.encode(form))
+    for field, frame in (("form", many), ("offsets", zstandard.compress(bytes(8 << 20)))):
+        packed = replace(PACKED[0], world_size=1, **{field: frame})
+        with pytest.raises(ManifestCorrupt, match="a frame of"):
+            read_fragment(pack(packed), key="k")

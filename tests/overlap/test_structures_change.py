@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt import CheckpointManager
+from ckpt import CheckpointManager, LocalShards
+from ckpt.errors import UnsupportedValue
 from tests.overlap.jobs import WIDTH, Net, adamw, forward_backward, job, train, trained
 from tests.overlap.window import Window, assert_restores, content
 
@@ -191,6 +193,133 @@ def test_what_is_changed_in_the_window_is_not_in_that_save(
         window.close()
         pending.result(60)
     assert_restores(root, window.reference, trained(seed=5))
+
+
+def without_buffers() -> State:
+    """``Module.to`` replaces buffers by other objects: a plan is given up for that alone."""
+    state = trained()
+    state["model"].norm = nn.Identity()
+    return state
+
+
+def cast(dtype: torch.dtype) -> Callable[[State], object]:
+    return lambda state: state["model"].to(dtype)
+
+
+def cast_by_data(dtype: torch.dtype) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        for parameter in state["model"].parameters():
+            parameter.data = parameter.data.to(dtype)
+
+    return change
+
+
+def cast_moments(state: State) -> None:
+    for held in state["optimizer"].state.values():
+        held["exp_avg"].data = held["exp_avg"].bfloat16()
+
+
+def pruned(state: State) -> None:
+    state["model"].two.weight.data = state["model"].two.weight.data[: WIDTH // 2].clone()
+
+
+def grown(state: State) -> None:
+    weight = state["model"].two.weight
+    weight.data = torch.cat([weight.data, torch.full((5, WIDTH), 3.0)])
+
+
+def strided(state: State) -> None:
+    state["model"].two.weight.data = torch.randn(2 * WIDTH, WIDTH)[::2]
+
+
+SAME_OBJECTS: dict[str, Callable[[State], object]] = {
+    "double": cast(torch.float64),
+    "half": cast(torch.float16),
+    "bfloat16": cast(torch.bfloat16),
+    "double by .data": cast_by_data(torch.float64),
+    "bfloat16 by .data": cast_by_data(torch.bfloat16),
+    "moments by .data": cast_moments,
+    "pruned": pruned,
+    "grown": grown,
+    "strided": strided,
+}
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize("way", SAME_OBJECTS)
+def test_the_same_tensors_in_another_form_are_saved_in_that_form(way: str, overlap: Any, root: str) -> None:
+    state = without_buffers()
+    with CheckpointManager(root, overlap=overlap) as manager:
+        for number in (1, 2, 3, 4):  # both slots, with each form
+            if number == 3:
+                SAME_OBJECTS[way](state)
+            reference, target = content(state), blank_like(state, step)
+            manager.save(state, number)
+            assert_restores(root, reference, target, step=number)
+
+
+LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugated": torch.conj,
+    "negated": torch._neg_view,
+}
+
+
+@pytest.mark.parametrize("overlap", ["auto", "off"])
+@pytest.mark.parametrize("way", LAZY)
+def test_a_parameter_that_becomes_a_lazy_view_by_data_is_saved_as_what_it_shows(
+    way: str, overlap: Any, root: str
+) -> None:
+    """Its address, shape, strides and dtype stay the same, and so does its memory. Only its values are others."""
+    state: State = {"model": nn.ParameterDict({"x": nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))})}
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
+    with CheckpointManager(root, overlap=overlap) as manager:
+        for number in (1, 2, 3, 4, 5):
+            if number > 2:  # to a lazy view and back
+                parameter = state["model"]["x"]
+                parameter.data = LAZY[way](parameter.data)
+            reference, target = content(state), copy.deepcopy(state)
+            target["model"]["x"].data = torch.zeros(3, 2, dtype=torch.complex64)
+            manager.save(state, number)
+            assert_restores(root, reference, target, step=number)
+
+
+def test_a_model_that_returns_to_its_first_dtype_is_saved_in_it(root: str) -> None:
+    state = without_buffers()
+    with CheckpointManager(root) as manager:
+        for number, dtype in enumerate([torch.float32, torch.bfloat16, torch.float32]):
+            state["model"].to(dtype)
+            reference, target = content(state), blank_like(state, step)
+            manager.save(state, number)
+            assert_restores(root, reference, target, step=number)
+
+
+def test_what_is_swapped_in_while_memory_is_reserved_is_not_what_a_later_save_holds(root: str) -> None:
+    """The plan is laid over the slots in the background, at any time after ``prepare``."""
+    state = trained()
+    with CheckpointManager(root) as manager:
+        reserver, gate = manager._background._reserver, threading.Event()
+        reserver.submit(gate.wait, 20)
+        manager.prepare(state)
+        weight = state["model"].two.weight
+        own, average = weight.data, torch.full_like(weight, 7.0)
+        weight.data = average
+        gate.set()
+        reserver.submit(bool).result(20)  # all before it is done
+        weight.data = own
+        reference = content(state)
+        manager.save(state, 1)
+    assert_restores(root, reference, trained(seed=5))
+
+
+def test_local_shards_whose_memory_took_another_form_are_refused_by_name(root: str) -> None:
+    memory = torch.ones(4, 2)
+    state = {"x": LocalShards((4, 2), [((0, 0), memory)])}
+    with CheckpointManager(root) as manager:
+        manager.save(state, 1)
+        for other in (torch.ones(4, 2, dtype=torch.float64), torch.ones(3, 2)):
+            memory.data = other
+            with pytest.raises(UnsupportedValue, match="'x' is a LocalShards"):
+                manager.save(state, 2)
 
 
 def test_two_states_saved_in_turn_by_one_manager_keep_apart(root: str, window: Window) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,12 +37,27 @@ def test_without_the_hook_a_step_overtakes_the_copy_and_the_save_fails_by_name(
         assert manager.steps() == []
 
 
-def test_without_the_hook_and_the_counters_the_checkpoint_is_torn_and_the_comparison_says_so(
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_without_the_hook_and_the_counters_the_check_fails_the_save_by_name(
+    check: Any, root: str, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Fence, "guard", lambda self, optimizers: None)
+    state = trained()
+    with CheckpointManager(root, check=check) as manager:
+        pending = window.save(manager, state)
+        window.overtake(lambda: unseen(state, 7), patience=10)
+        assert window.overtaken
+        with pytest.raises(TensorChanged, match="'model/"):
+            pending.result(60)
+        assert manager.steps() == []
+
+
+def test_without_hook_counters_and_check_the_checkpoint_is_torn_and_the_comparison_says_so(
     root: str, window: Window, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fence, "guard", lambda self, optimizers: None)
     state = trained()
-    with CheckpointManager(root) as manager:
+    with CheckpointManager(root, check="off") as manager:
         pending = window.save(manager, state)
         window.overtake(lambda: unseen(state, 7), patience=10)
         assert window.overtaken

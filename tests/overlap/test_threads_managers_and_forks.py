@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import os
 import sys
@@ -394,8 +395,7 @@ def test_once_a_step_was_captured_nothing_is_copied_late_any_more(
     with CheckpointManager(root) as manager:
         manager.save(state, 1)
         with monkeypatch.context() as capturing:
-            capturing.setattr(fence.torch.cuda, "is_available", lambda: True)
-            capturing.setattr(fence.torch.cuda, "is_current_stream_capturing", lambda: True)
+            capturing.setattr(fence, "is_capturing", lambda device: True)
             train(state, 3)
         for number in (2, 3):
             reference = content(state)
@@ -403,6 +403,87 @@ def test_once_a_step_was_captured_nothing_is_copied_late_any_more(
             replay(state)
             pending.result(60)
     assert_restores(root, reference, trained(seed=5), step=3)
+
+
+@pytest.mark.parametrize("way", ["save_async", "prepare", "restore"])
+def test_a_step_captured_before_the_first_save_is_noticed(
+    way: str, root: str, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = trained()
+    with CheckpointManager(root) as manager:
+        with monkeypatch.context() as capturing:
+            capturing.setattr(fence, "is_capturing", lambda device: True)
+            train(state, 3)
+        if way == "prepare":
+            manager.prepare(state)
+        elif way == "restore":
+            manager.restore(state)
+        reference = content(state)
+        window.hold()
+        pending = manager.save_async(state, 1)
+        replay(state)
+        window.close()
+        pending.result(60)
+    assert_restores(root, reference, trained(seed=5), step=1)
+
+
+def test_a_capturable_optimizer_is_taken_for_captured(root: str, window: Window) -> None:
+    """It may have been captured before there was a manager."""
+    state = trained()
+    state["optimizer"].param_groups[0]["capturable"] = True
+    with CheckpointManager(root) as manager:
+        for number in range(2):
+            reference = content(state)
+            window.hold()
+            pending = manager.save_async(state, number)
+            replay(state)
+            window.close()
+            pending.result(60)
+    assert_restores(root, reference, trained(seed=5), step=1)
+
+
+def test_only_the_optimizer_that_was_captured_is_copied_at_once(
+    root: str, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured, other = trained(), trained(seed=2)
+    with CheckpointManager(root) as manager:
+        with monkeypatch.context() as capturing:
+            capturing.setattr(fence, "is_capturing", lambda device: True)
+            train(captured, 3)
+        state = {"one": captured, "two": other}
+        window.save(manager, state, 1)
+        replay(captured)
+        window.overtake(lambda: train(other, 3))
+        assert not window.overtaken
+    assert_restores(root, window.reference, {"one": trained(seed=5), "two": trained(seed=5)})
+
+
+def test_managers_listen_to_all_optimizers_until_they_are_closed_or_gone() -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = len(hooks)
+    managers = [CheckpointManager(f"memory://{uuid.uuid4().hex}") for _ in range(3)]
+    assert len(hooks) == before + 3
+    for number, manager in enumerate(managers, start=1):
+        manager.close()
+        assert len(hooks) == before + 3 - number
+    listening = fence.Fence()
+    listening.listen()
+    assert len(hooks) == before + 1
+    del listening
+    gc.collect()
+    assert len(hooks) == before
+
+
+def test_a_fork_asks_no_device_whether_it_captures(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = trained()
+    with CheckpointManager(root):
+        monkeypatch.setattr(fence, "is_capturing", lambda device: os._exit(3))
+        child = os.fork()
+        if child == 0:
+            train(state, 3)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def replay(state: dict[str, Any]) -> None:
@@ -419,7 +500,6 @@ def test_the_first_capture_waits_for_a_copy_under_way(
     with CheckpointManager(root) as manager:
         window.save(manager, state, 1)
         with monkeypatch.context() as capturing:
-            capturing.setattr(fence.torch.cuda, "is_available", lambda: True)
-            capturing.setattr(fence.torch.cuda, "is_current_stream_capturing", lambda: True)
+            capturing.setattr(fence, "is_capturing", lambda device: True)
             window.must_wait(lambda: train(state, 3))
     assert_restores(root, window.reference, trained(seed=5))

@@ -139,3 +139,15 @@ def test_a_module_without_its_optimizer_may_be_changed_at_once(root: str) -> Non
             parameter.data.zero_()
         pending.result(60)
     assert_restores(root, reference, {"model": Net()})
+
+
+def test_a_parameter_that_is_a_lazy_view_is_copied_at_once(root: str) -> None:
+    """Its memory has other values than it has, so nothing that looks at the memory would know it again."""
+    lazy = torch.nn.Parameter(torch.complex(torch.ones(300), torch.arange(300.0)).conj())
+    assert lazy.is_conj()
+    optimizer = torch.optim.SGD([lazy], lr=0.1)
+    into = torch.zeros(300, dtype=torch.complex64)
+    with CheckpointManager(root) as manager:
+        manager.save({"w": lazy, "optimizer": optimizer}, 1)
+        manager.restore({"w": into}, 1, only="w")
+    assert torch.equal(into, lazy.detach().resolve_conj())

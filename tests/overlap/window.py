@@ -25,7 +25,11 @@ PATIENCE = 0.06
 def content(value: Any) -> Any:
     """All that a checkpoint of ``value`` is to hold, with memory of its own."""
     if isinstance(value, torch.Tensor):
-        return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if hasattr(value, "__tensor_flatten__"):  # not every wrapper can be cloned
+            return {name: content(getattr(value, name)) for name in value.__tensor_flatten__()[0]}
+        return value.detach().clone()
     if isinstance(value, PerRank):
         return content(value.value)
     if isinstance(value, ZeroRedundancyOptimizer):  # what this rank has of it
@@ -56,6 +60,9 @@ def owned(value: Any) -> Iterator[torch.Tensor]:
             yield from owned(item)
 
 
+_submit = Workers.submit
+
+
 class Window:
     """Late copies wait at a gate. ``save`` leaves it closed; ``overtake``, ``close`` or the end of the test opens it.
 
@@ -80,7 +87,7 @@ class Window:
             self._gate.wait(20)  # a test that failed with the window open shall not hang
             return work(*args, **kwargs)
 
-        return workers._pool.submit(held if workers.name == COPIER else work, *args, **kwargs)
+        return _submit(workers, held if workers.name == COPIER else work, *args, **kwargs)
 
     def save(
         self,
@@ -98,6 +105,10 @@ class Window:
         pending = manager.save_async(state, step)
         assert self._entered.wait(30), "nothing is copied late: the window would prove nothing"
         return pending
+
+    def hold(self) -> None:
+        """Let late copies wait from now on, if there will be any."""
+        self._gate.clear()
 
     def overtake(self, act: Callable[[], object], *, patience: float = PATIENCE) -> None:
         """Call ``act``, which changes owned tensors, with the window open; close it when ``act`` has shown whether it waits."""
@@ -128,7 +139,8 @@ class Window:
 
 
 def _now(tensor: torch.Tensor) -> bytes:
-    return bits(content(tensor))  # a tensor that NumPy has seen cannot be resized any more: it sees a copy
+    found = content(tensor)  # a tensor that NumPy has seen cannot be resized any more: it sees a copy
+    return b"".join(map(bits, found.values())) if isinstance(found, dict) else bits(found)
 
 
 def assert_restores(root: Any, expected: Any, target: dict[str, Any], step: int | None = None) -> None:

@@ -3,11 +3,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import wait
 from functools import partial
 
 import pytest
 
-from ckpt.pipeline.workers import Workers
+from ckpt.errors import ThreadLimit
+from ckpt.pipeline.workers import Once, Workers
 
 
 def os_threads() -> set[str]:
@@ -146,3 +148,79 @@ def test_close_with_cancel_drops_what_has_not_begun():
     threading.Timer(0.05, go_on.set).start()
     group.close(cancel=True)
     assert (done, later.cancelled()) == ([0], True)
+
+
+class NoMore:
+    """Thread.start, that works so many times and is refused by the system then."""
+
+    def __init__(self, monkeypatch, times: int) -> None:
+        self._start, self._left = threading.Thread.start, times
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: self(thread))
+
+    def __call__(self, thread: threading.Thread) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise RuntimeError("can't start new thread")
+        self._start(thread)
+
+
+def test_work_for_which_no_thread_can_be_started_is_refused_and_never_runs(monkeypatch):
+    done: list[int] = []
+    group = Workers("none", 2)
+    with monkeypatch.context() as patch:
+        NoMore(patch, 0)
+        with pytest.raises(ThreadLimit, match="ulimit -u"):
+            group.submit(done.append, 1)
+        with pytest.raises(ThreadLimit):
+            group.run_all([partial(done.append, 2)])
+    group.submit(done.append, 3).result(10)
+    group.close()
+    assert done == [3]
+
+
+def test_where_the_system_starts_no_more_threads_those_that_there_are_do_the_work(monkeypatch):
+    NoMore(monkeypatch, 1)
+    with Workers("few", 4) as group:
+        assert group.run_all(partial(int, number) for number in range(20)) == list(range(20))
+        assert list(group.stream(partial(int, number) for number in range(20))) == list(range(20))
+
+
+def test_a_thread_that_was_started_ahead_takes_the_first_work():
+    with Workers("ahead", 2) as group:
+        group.start()
+        group.start()
+        group.submit(int).result()
+        assert sum(thread.name.startswith("ckpt-ahead") for thread in threading.enumerate()) == 1
+
+
+def test_threads_of_a_group_that_nobody_closes_end_with_it():
+    group = Workers("lost", 1)
+    group.submit(int).result()
+    [thread] = [thread for thread in threading.enumerate() if thread.name.startswith("ckpt-lost")]
+    del group
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_whoever_waits_for_work_that_was_dropped_goes_on():
+    begun, go_on = threading.Event(), threading.Event()
+    group = Workers("drop", 1)
+    group.submit(lambda: (begun.set(), go_on.wait(10)))
+    later = group.submit(int)
+    begun.wait(10)
+    closing = threading.Thread(target=lambda: group.close(cancel=True))
+    closing.start()
+    assert wait([later], 10).done == {later}
+    go_on.set()
+    closing.join(10)
+
+
+def test_a_call_that_was_revoked_never_begins_and_one_that_has_begun_is_not_revoked():
+    calls: list[int] = []
+    one, two = Once(partial(calls.append, 1)), Once(partial(calls.append, 2))
+    assert one.revoke()
+    one()
+    two()
+    two()
+    assert not two.revoke()
+    assert calls == [2]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from ckpt.model.box import Box, even_slab
-from ckpt.model.manifest import Manifest
-from ckpt.plan.copies import nearest_copies, without_copy, writers
+from ckpt.model.encoding import pack
+from ckpt.model.manifest import Fragment, Manifest
+from ckpt.model.packed import pack_fragment, read_part
+from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.plan.copies import left, nearest_copies, without_copy, writers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
@@ -109,6 +114,50 @@ def test_a_node_is_enough_for_what_it_has_a_copy_of() -> None:
     assert without_copy(manifest, {2}) == [1, 3]  # 0 and 2 have written the same
     near = nearest_copies(plan_restore(manifest, whole), manifest, {2: 1, 3: 1})
     assert {read.rank for read in near.reads} == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("rank", "node_of", "boxes", "spare"),
+    [
+        (1, (), 0, False),  # one place for all: the first rank's is enough
+        (1, (0, 0, 1, 1), 0, False),
+        (2, (0, 0, 1, 1), 1, True),
+        (3, (0, 0, 1, 1), 0, False),
+        (2, (1, 0, 0, 1), 0, False),
+        (3, (0, 0, 0, 1), 1, True),
+    ],
+)
+def test_the_lowest_rank_of_each_node_writes_a_spare_of_what_it_leaves_to_the_first(
+    rank: int, node_of: tuple[int, ...], boxes: int, spare: bool
+) -> None:
+    leaf = Leaf("buffer", "float32", (16,), (Box.whole((16,)),))
+    found = left(leaf, (0, 1, 2, 3), rank, node_of)
+    assert (len(found.boxes), found.spare) == (boxes, spare)
+
+
+def test_a_spare_serves_where_it_is_equal_and_harms_nothing_where_it_differs() -> None:
+    whole = Box.whole((16,))
+    plain = [Leaf(name, "float32", (16,), (whole,)) for name in ("alike", "drifted")]
+
+    def part(rank: int) -> Fragment:
+        leaves = plain if rank == 0 else [left(leaf, (0, 1, 2, 3), rank, NODE_OF) for leaf in plain]
+        arrays = {"alike": np.arange(16, dtype=np.float32), "drifted": np.full(16, rank, dtype=np.float32)}
+        return fragment_of(rank, 4, leaves, arrays)[1]
+
+    fragments = [check_fragment(part(rank), key="rank.json") for rank in range(4)]
+    manifest = check_manifest(merge(map(with_ref, fragments)), key="manifest.json")
+    assert {shard.rank for tensor in manifest.tensors for shard in tensor.shards} == {0}
+    assert merge([(read_part(pack(pack_fragment(each)), key="rank.json"), with_ref(each)[1]) for each in fragments]).tensors  # fmt: skip
+
+    plan = plan_restore(manifest, plain)
+    near = nearest_copies(plan, manifest, {2: 0, 3: 0, 0: 1, 1: 1})
+    assert Counter(read.rank for read in near.reads) == {0: 1, 2: 1}
+    (here,) = (read for read in near.reads if read.rank == 2)
+    (meant,) = (read for read in plan.reads if read.targets == here.targets)
+    assert here.checksum == meant.checksum
+    assert without_copy(manifest, {2, 3}) == [0]
+    same = [file.chunks for file in manifest.files if file.rank in (0, 2)]
+    assert len({chunk.checksum for chunks in same for chunk in chunks[1:]}) == 3
 
 
 def _zeros(manifest: Manifest) -> set[str]:

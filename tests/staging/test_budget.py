@@ -11,6 +11,12 @@ from ckpt.staging.budget import Room, decide, measure
 MIB = 1 << 20
 
 
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """64 GiB of free memory, whatever else runs on this machine."""
+    monkeypatch.setattr(budget, "_meminfo_available", lambda: 64 << 30)
+
+
 @pytest.mark.parametrize(
     ("memory", "shared", "slots", "is_shared"),
     [

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -21,12 +23,21 @@ MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.fixture(autouse=True)
+def shm(monkeypatch):
+    """A folder of this test's own in /dev/shm takes its place, so that no other job's slots are seen and none of ours are seen there."""
+    folder = Path(tempfile.mkdtemp(prefix="ckpt-test-", dir="/dev/shm"))
+    monkeypatch.setattr(slots_module, "_SHM", str(folder))
+    yield folder
+    shutil.rmtree(folder)
+
+
 @pytest.fixture
-def pools():
+def pools(shm):
     made: list[SlotPool] = []
 
-    def build(count: int, limit: int | None = None) -> SlotPool:
-        made.append(SlotPool(count, limit=limit))
+    def build(count: int, limit: int | None = None, **how) -> SlotPool:
+        made.append(SlotPool(count, limit=limit, **how))
         return made[-1]
 
     yield build
@@ -35,7 +46,7 @@ def pools():
 
 
 def own_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")}
+    return {name for name in os.listdir(slots_module._SHM) if name.startswith(f"ckpt-slot-{os.getpid()}-")}
 
 
 def take(pool: SlotPool, nbytes: int):
@@ -137,14 +148,15 @@ def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
 
 
 def child() -> subprocess.Popen:
-    """A process that holds a slot, and has said where it is."""
+    """A process that holds a slot in this test's folder, and has said where it is."""
     script = (
-        "from ckpt.staging.slots import SlotPool; import sys; s = SlotPool(1).acquire(1 << 20, wait=False); "
-        "print(s.path, flush=True); sys.stdin.read()"
+        "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; "
+        "s = slots.SlotPool(1).acquire(1 << 20, wait=False); print(s.path, flush=True); sys.stdin.read()"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", script, slots_module._SHM],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_live_one_is_kept(pools):
@@ -165,20 +177,21 @@ def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_li
 
 def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
     """Those that the same process has started; this test's own are not among them, and it is not among theirs."""
-    script = "from ckpt.staging import slots; print(slots._held_by_siblings())"
+    script = "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; print(slots._held_by_siblings())"
     take(pools(1), 32 * MIB)
     with child() as rank:
         rank.stdout.readline()
         other = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+            [sys.executable, "-c", script, slots_module._SHM],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
         held = slots_module._held_by_siblings()
     assert 1 * MIB <= int(other.stdout) <= 2 * MIB
     assert held == 0
 
 
 def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
-    stale = f"/dev/shm/ckpt-slot-{os.getpid()}-1-1-abc"  # our pid, but another start
+    stale = f"{slots_module._SHM}/ckpt-slot-{os.getpid()}-1-1-abc"  # our pid, but another start
     Path(stale).touch()
     pools(1)
     assert not os.path.exists(stale)
@@ -189,13 +202,10 @@ def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
     ["ckpt-slot-note", "ckpt-slot-1-2-3", "ckpt-slot-x-1-1-a", "ckpt-slots-1-1-1-a", "other-slot-1-1-1-a"],
 )
 def test_files_that_are_not_ours_are_left_alone(pools, name):
-    foreign = Path("/dev/shm", name)
+    foreign = Path(slots_module._SHM, name)
     foreign.touch()
-    try:
-        pools(1)
-        assert foreign.exists()
-    finally:
-        foreign.unlink()
+    pools(1)
+    assert foreign.exists()
 
 
 def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(pools, monkeypatch, tmp_path, caplog):
@@ -368,3 +378,119 @@ def test_a_slot_whose_step_cannot_be_taken_off_is_let_go_all_the_same():
     assert take(pool, 9 * MIB).capacity >= 9 * MIB
     pool.close()
     assert kept.value.detail
+
+
+def test_a_slot_whose_file_has_vanished_is_replaced_by_a_new_one(pools):
+    """As logind's RemoveIPC and cleaners of /dev/shm remove what a user has there."""
+    pool = pools(1)
+    lost = take(pool, MIB)
+    os.unlink(lost.path)
+    pool.release(lost)
+    slot = take(pool, MIB)
+    assert slot is not lost
+    assert own_files() == {os.path.basename(slot.path)}
+    lost.view[0] = 1  # an image that was in it is still whole
+
+
+def test_a_file_that_stands_in_the_place_of_a_slots_own_is_neither_used_nor_removed(pools):
+    pool = pools(1)
+    lost = take(pool, MIB)
+    os.unlink(lost.path)
+    Path(lost.path).write_bytes(b"another")
+    pool.release(lost)
+    slot = take(pool, MIB)
+    assert slot.path != lost.path
+    assert Path(lost.path).read_bytes() == b"another"
+
+
+def fill(folder: Path) -> Path:
+    """Another process takes all of a small /dev/shm."""
+    room = os.statvfs(folder)
+    path = folder / "another"
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+    return path
+
+
+def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_there_is_room(
+    pools, monkeypatch, tiny_shm, caplog
+):
+    """It was cut when a store in memory took the image in it, and another process has taken what was cut off."""
+    monkeypatch.setattr(slots_module, "_SHM", str(tiny_shm))
+    pool = pools(1)
+    slot = take(pool, MIB)
+    assert slot.shared
+    os.truncate(slot.path, MIB)
+    pool.release(slot)
+    another = fill(tiny_shm)
+    with caplog.at_level(logging.INFO, logger="ckpt"):
+        for _ in range(3):
+            slot = take(pool, MIB)
+            slot.tensor.fill_(1)
+            pool.release(slot)
+            if slot.shared:  # the slot that was let go has made room
+                another.unlink()
+                os.truncate(slot.path, MIB)
+                another = fill(tiny_shm)
+    assert not slot.shared
+    assert caplog.text.count("using anonymous memory") == 1
+    again = take(pool, MIB)
+    assert again is slot  # and no new one for every save
+    another.unlink()
+    with caplog.at_level(logging.INFO, logger="ckpt"):
+        pool.release(again)
+    assert "in /dev/shm" in caplog.messages[-1]
+    assert take(pool, MIB).shared
+
+
+def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(pools, monkeypatch, tmp_path, shm):
+    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    pool = pools(2)
+    one, two = take(pool, MIB), take(pool, MIB)
+    assert not pool.release(one)
+    monkeypatch.setattr(slots_module, "_SHM", str(shm))
+    assert pool.release(two)
+    pool.reserve(MIB)
+    assert len(own_files()) == 2
+    assert take(pool, MIB).shared
+
+
+def mapped() -> int:
+    """Slots of this test that are in this process's memory."""
+    with open("/proc/self/maps") as file:
+        return sum(f"{slots_module._SHM}/ckpt-slot" in line for line in file)
+
+
+def test_a_slot_that_is_let_go_is_not_mapped_any_more(pools):
+    """A plan that was laid over it is let go of with it."""
+    pool = pools(1)
+    slot = take(pool, MIB)
+    plan = threading.Event()
+    slot.laid[plan] = slot.tensor[:10]
+    assert mapped() == 1
+    pool.release(slot)
+    slot = None
+    take(pool, 9 * MIB)
+    assert mapped() == 1
+
+
+def test_whoever_waits_for_a_slot_is_told_though_the_step_in_it_cannot_be_taken_off():
+    fails = [True]
+
+    def stuck(path: str) -> None:
+        if fails.pop() if fails else False:
+            raise StorageError(path, "it cannot be taken off")
+
+    pool = SlotPool(1, on_drop=stuck)
+    small = take(pool, MIB)
+    pool.plan(9 * MIB)  # what is released now is too small
+    found: list[object] = []
+    waiting = threading.Thread(target=lambda: found.append(pool.acquire(9 * MIB, wait=True)), daemon=True)
+    waiting.start()
+    while not pool._changed._waiters:
+        time.sleep(0.001)
+    with pytest.raises(StorageError):
+        pool.release(small)
+    waiting.join(30)
+    assert found
+    pool.close()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckpt.errors import StagingError, TensorChanged
-from ckpt.staging.copies import Copy
+from ckpt.staging.copies import Copy, Late, copy_now
 from ckpt.staging.digest import digest
 from ckpt.staging.snapshot import Batch, Check, Snapshot
 
@@ -207,6 +207,13 @@ def test_halves_that_are_swapped_give_another_digest(size):
     assert digest(torch.cat([tensor[size // 2 :], tensor[: size // 2]])) != digest(tensor)
 
 
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_tensor_whose_digest_was_taken_may_still_be_resized(size):
+    tensor = torch.ones(size)
+    digest(tensor)
+    tensor.untyped_storage().resize_(0)
+
+
 def test_an_empty_tensor_has_a_digest():
     assert digest(torch.zeros(0)) == digest(torch.zeros(3, 0))
 
@@ -214,20 +221,19 @@ def test_an_empty_tensor_has_a_digest():
 class Launched:
     """Copies from a GPU as a snapshot sees them: under way until they are waited for."""
 
-    has_work = True
+    under_way = False
 
-    def __init__(self, *, full: bool = False) -> None:
-        self.under_way, self.full = False, full
-
-    def events(self) -> dict[int, object]:
-        self.under_way = True
-        return {}
-
-    def beside(self, tensor: torch.Tensor) -> nullcontext[None]:
-        self.under_way = True
-        if self.full:
-            raise torch.OutOfMemoryError("no memory for a digest")
+    def thread(self) -> nullcontext[None]:
         return nullcontext()
+
+    def begin(self) -> None: ...
+
+    def run(self, copies: list[Copy]) -> None:
+        self.under_way = True
+        copy_now(copies)
+
+    def events(self) -> dict[torch.device, torch.Event]:
+        return {}
 
     def synchronize(self) -> None:
         self.under_way = False
@@ -238,17 +244,53 @@ def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monke
     monkeypatch.setattr("ckpt.staging.copies.PIECE_BYTES", 8)
     broken = Copy("x", torch.ones(3), torch.zeros(4), torch.ones(3), end=40)
     snapshot = snapshot_of(late=[copy_of("w", torch.ones(2)), broken])
-    gpu = snapshot._cuda = Launched()
+    gpu = snapshot._device = Launched()
     snapshot.copy_late()
     with pytest.raises(StagingError, match="could not be copied"):
         snapshot.wait_landed(0)
     assert not gpu.under_way
 
 
-def test_a_call_that_fails_returns_when_the_gpu_writes_to_its_slot_no_more():
-    check = Check("x", "all", (torch.ones(2),), late=False)
-    snapshot = snapshot_of(eager=[copy_of("w", torch.ones(2))], checks=[check])
-    gpu = snapshot._cuda = Launched(full=True)
-    with pytest.raises(torch.OutOfMemoryError):
-        snapshot.copy_eager()
-    assert not gpu.under_way
+def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatch):
+    """Torch resolves it in the target, which an asynchronous copy has not filled by then. The CPU plays the device."""
+    lazy = {
+        "conj": torch.complex(torch.ones(3), torch.arange(3.0)).conj(),
+        "neg": torch._neg_view(torch.ones(3)),
+    }
+    copies = [
+        Copy(name, value, torch.zeros_like(value.resolve_conj().resolve_neg()), value)
+        for name, value in lazy.items()
+    ]
+    launched = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda to, of, non_blocking=False: (launched.extend(of), copy(to, of))
+    )
+    late = Late(())
+    late._streams = {torch.device("cpu"): None}
+    late.run(copies)
+    assert not any(value.is_conj() or value.is_neg() for value in launched)
+    assert all(torch.equal(copy.target, copy.source) for copy in copies)
+
+
+def test_a_source_that_lost_its_memory_under_an_asynchronous_copy_fails_the_save_by_name():
+    """It is looked for behind the event too: the copy was only launched before."""
+    source = torch.ones(4)
+    copy = Copy("w", source, torch.zeros(4), source, end=16, address=source.data_ptr())
+    snapshot = snapshot_of(late=[copy])
+
+    class Frees(Launched):
+        def events(self):
+            return {torch.device("meta"): self}
+
+        def mark_launched(self) -> None: ...
+
+        def hold_current_streams(self) -> None: ...
+
+        def synchronize(self) -> None:
+            source.untyped_storage().resize_(0)
+
+    snapshot._device = Frees()
+    snapshot.copy_late()
+    with pytest.raises(TensorChanged, match="'w'"):
+        snapshot.wait_landed(0)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nets
 import pytest
 import torch
@@ -18,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt.catalog.peers
 from ckpt import CheckpointManager, RestoreReport, Tier
+from ckpt.coordination.owner import Owner
 from ckpt.errors import NoCheckpoint, TierNotShared
 from ckpt.model import manifest
+from ckpt.model.layout import OWNER
 
 STRAIGHT, SWAPPED = (0, 0, 1, 1), (1, 1, 0, 0)
 asked: list[str] = []
@@ -63,15 +66,20 @@ class Job:
         if far:
             self.tiers.append(Tier(str(folder / "shared"), every=2))
 
-    def save(self, mode: str, steps: Sequence[int], **settings: Any) -> dict[int, dict[str, Any]]:
-        """What the state was at each step."""
+    def save(
+        self, mode: str, steps: Sequence[int], *, drift: bool = False, **settings: Any
+    ) -> dict[int, dict[str, Any]]:
+        """What the state was at each step. With ``drift`` each rank has running statistics of its own, as of batches of its own."""
         model, optimizer = build(mode, 0)
         found = {}
         with CheckpointManager(self.tiers, chunk_bytes=1 << 14, **settings) as manager:
             for number in steps:
                 step(model, optimizer, number)
+                if drift:
+                    model.get_buffer("module.norm.running_mean").add_(dist.get_rank())
                 manager.save({"model": model, "optimizer": optimizer, "step": number})
                 found[number] = full(model, optimizer)
+                dist.broadcast(found[number]["model/norm.running_mean"], 0)
         dist.barrier()
         return found
 
@@ -164,9 +172,9 @@ def replicated(root: Path) -> None:
         report = Job(lost, far=False).restore(mode, saved, 2)
         assert bool(asked) == (dist.get_rank() // 2 == node), asked
         assert report.skipped == ()
-    # buffers that are the first rank's alone are asked for, and no file is fetched for them
+    # buffers that differ are the first rank's alone: they are asked for, and no file is fetched for them
     base = root / "ddp"
-    saved = Job(base, far=False).save("ddp", (1,), copies="per_node")
+    saved = Job(base, far=False).save("ddp", (1,), drift=True, copies="per_node")
     report = Job(base, far=False).restore("ddp", saved, 1)
     assert any("rank-00000" in key for key in asked) == (dist.get_rank() >= 2), asked
     assert report.cached_bytes == 0
@@ -212,6 +220,29 @@ def fewer(root: Path) -> None:
     Job(copy_of(base, "four-kept", without=["node1"]), (0, 0), far=False).restore("fsdp", saved, 2)
 
 
+def cut_off(root: Path) -> None:
+    """A job ended after one node had put the manifest of step 2, and before the other. The next job takes the roots, and does not restore."""
+    base = root / "cut"
+    saved = Job(base, far=False).save("fsdp", (1, 2))
+
+    def cut() -> None:
+        (manifest,) = base.glob("node1/step-000000002.*/manifest.json")
+        manifest.unlink()
+        attempt = manifest.parent.name.partition(".")[2]
+        for node in (base / "node0", base / "node1"):
+            begun = node / f"step-000000009.{attempt}"
+            begun.mkdir()
+            (begun / "rank-00000.safetensors").write_bytes(bytes(100))
+            dead = msgspec.structs.replace(Owner.here(attempt), started=1)
+            (node / OWNER).write_bytes(msgspec.json.encode(dead))
+
+    alone(cut)
+    Job(base, far=False).save("fsdp", (3,))
+    assert not list(base.glob("node*/step-000000009.*/*"))
+    report = Job(base, far=False).restore("fsdp", saved, 2, step=2, read_through=False)
+    assert report.skipped == ()
+
+
 def apart(root: Path) -> None:
     """The nodes have no interface in common but one: everything is read over that."""
     saved = Job(root / "apart", far=False).save("fsdp", (1, 2))
@@ -232,6 +263,7 @@ def main() -> None:
         replicated(root)
         undeclared(root)
         in_memory(root)
+        cut_off(root)
         fewer(root)
     if dist.is_initialized():
         print("ALL WELL", flush=True)

@@ -84,6 +84,7 @@ def slow_storage_beside_a_hasty_group(
     global slow_seconds
     slow_seconds = seconds if RANK == 1 else 0.0
     began = time.monotonic()
+    dist.barrier()  # no rank begins before this one has looked at its clock
     pending = manager.save_async(state, 1)
     steps = train(pending, None)
     assert pending.exception(0) is None, pending.exception(0)

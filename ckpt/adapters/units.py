@@ -1,0 +1,92 @@
+"""Which ranks hold a module's plain tensors alike.
+
+No rank knows what names the others have: one expert of a ``ModuleList`` may be on this rank alone. What is on other ranks too is concluded
+from the unit that a tensor lies in, which is what one wrapper (DDP, FSDP1, ``fully_shard``) keeps together, and never from another unit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt.adapters.sharded import groups_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """A part of a module.
+
+    Attributes:
+        ranks: Ranks that the wrapper keeps alike. Where it is empty, they are those of the DTensors in the unit.
+        is_first: Whether the buffers of this rank are the ones that count; None if all ranks must have the same. No wrapper keeps
+            buffers alike while they change (DDP overwrites them before a forward), so a BatchNorm's differ from rank to rank.
+        ignored: Identity of the parameters and buffers that the wrapper leaves alone. Nothing keeps them alike if they change.
+    """
+
+    ranks: tuple[int, ...] = ()
+    is_first: bool | None = None
+    ignored: frozenset[int] = frozenset()
+
+
+def units_of(module: nn.Module) -> Callable[[str], Unit]:
+    """Of a key of the module's state dict, the unit."""
+    units = dict(_walk(module, "", Unit(), {}))
+
+    def unit(key: str) -> Unit:
+        while key and (key := key.rpartition(".")[0]) not in units:
+            pass
+        return units[key]
+
+    return unit
+
+
+def _walk(module: nn.Module, path: str, around: Unit, known: dict[int, Unit]) -> Iterator[tuple[str, Unit]]:
+    """The paths of all modules, each with its unit."""
+    unit = _own_unit(module, known) or around
+    yield path, unit
+    children: Mapping[str, nn.Module | None] = module._modules
+    # what a list leaves out here may be on another rank, and what it has may be here alone
+    sparse = isinstance(module, nn.ModuleList | nn.ModuleDict) and None in children.values()
+    for name, child in children.items():
+        if child is not None:
+            inner = f"{path}.{name}" if path else name
+            yield from _walk(child, inner, Unit() if sparse else unit, known)
+
+
+def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
+    """The unit that begins at ``module``, if one does. ``known`` holds those of ``fully_shard``, which may begin at several modules."""
+    if isinstance(module, DistributedDataParallel):
+        ranks = _ranks(module.process_group)
+        named = (*module.module.named_parameters(), *module.module.named_buffers())
+        ignored = [tensor for name, tensor in named if name in module.parameters_to_ignore]
+        return Unit(ranks, torch.distributed.get_rank() == ranks[0], frozenset(map(id, ignored)))
+    api: Any = sys.modules.get("torch.distributed.fsdp")
+    if api is None:
+        return None
+    wrapper: Any = module
+    if isinstance(module, api.FullyShardedDataParallel):
+        ranks, first = groups_of(wrapper)
+        return Unit(ranks, first, frozenset(map(id, wrapper._ignored_params)))
+    if not isinstance(module, api.FSDPModule):
+        return None
+    state = wrapper._get_fsdp_state()
+    if id(state) not in known and state._fsdp_param_groups:
+        places = [
+            getattr(group.mesh_info, f"{kind}_mesh_rank", 0)
+            for group in state._fsdp_param_groups
+            for kind in ("shard", "replicate")
+        ]
+        ignored = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        known[id(state)] = Unit((), not any(places), frozenset(map(id, ignored)))
+    return known.get(id(state))
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(sorted(torch.distributed.get_process_group_ranks(group)))

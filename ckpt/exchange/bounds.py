@@ -1,0 +1,133 @@
+"""What a file of another program may ask of us, told before it is loaded: memory and time in proportion to its bytes.
+
+``torch.load(weights_only=True)`` calls nothing that a file names, but it unpacks what is compressed, compares
+keys that are built of themselves, and waits for a pipe to be written to.
+"""
+
+from __future__ import annotations
+
+import os
+import pickletools
+import stat
+import zipfile
+from collections.abc import Mapping
+from typing import IO, Any, Final
+
+from ckpt.errors import ConfigError, IntegrityError, UnsupportedValue
+
+_MOST_ITEMS: Final = 1 << 20
+"""Of a tuple with all tuples in it: as a key, all of them are hashed."""
+_MOST_DEPTH: Final = 100
+_REPEATS: Final = 16
+"""How often what a file holds once may be referred to, on average."""
+
+
+def regular(path: str) -> str:
+    """``path``, if it is an ordinary file or a link to one: a pipe or a device may never end."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ConfigError(f"{path} is not an ordinary file")
+    except OSError:
+        pass  # whoever opens it tells
+    return path
+
+
+def check_torch_file(file: IO[bytes], name: str) -> None:
+    """Raises for a file of ``torch.save`` that would take more memory than it has bytes, or forever.
+
+    What is no such file at all is left for ``torch.load`` to refuse.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if file.read(4) != b"PK\x03\x04":
+        _check_legacy(file, name)
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            for each in entries:
+                if each.compress_type != zipfile.ZIP_STORED or each.file_size > each.compress_size:
+                    raise IntegrityError(f"{name} is compressed, which torch.save never does")
+            if sum(each.file_size for each in entries) > size:
+                raise IntegrityError(f"{name} has parts that overlap")
+            for each in entries:
+                if each.filename.rpartition("/")[2] == "data.pkl":
+                    check_pickle(archive.read(each), name)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError, RuntimeError):
+        return
+
+
+def _check_legacy(file: IO[bytes], name: str) -> None:
+    """Files of before torch 1.6 are five pickles, and the bytes of the tensors behind them."""
+    file.seek(0)
+    try:
+        for _ in range(5):
+            check_pickle(file, name)
+    except (ValueError, LookupError, UnicodeError, OSError):
+        return
+
+
+def check_pickle(data: bytes | IO[bytes], name: str) -> None:
+    """Raises ``UnsupportedValue`` for tuples that hold themselves twice, again and again: to hash one takes forever.
+
+    Follows the stack with the number of items in each tuple, and 1 for all else.
+    """
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    arg: Any
+    for opcode, arg, _ in pickletools.genops(data):
+        match opcode.name:
+            case "MARK":
+                marks.append(len(stack))
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1] if stack else 1
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[arg] = stack[-1] if stack else 1
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(memo.get(arg, 1))
+            case "POP" if marks and marks[-1] == len(stack):
+                marks.pop()
+            case _:
+                count = len(opcode.stack_before)
+                if pickletools.markobject in opcode.stack_before:
+                    at = marks.pop() if marks else 0
+                    items = stack[at:]
+                    del stack[at:]
+                    count = opcode.stack_before.index(pickletools.markobject)
+                    if count:
+                        del stack[-count:]
+                else:
+                    items = stack[len(stack) - count :] if count else []
+                    del stack[len(stack) - len(items) :]
+                held = 1 + sum(items) if opcode.name.startswith("TUPLE") else 1
+                if held > _MOST_ITEMS:
+                    raise UnsupportedValue(
+                        name, "pickle of tuples in tuples", "it would take forever to load"
+                    )
+                stack += [held] * len(opcode.stack_after)
+
+
+def check_state(state: Any, name: str) -> None:
+    """Raises for what would take forever to walk: containers in themselves, or the same ones again and again."""
+    sizes: dict[int, int] = {}  # how many values a container holds, with all containers in it
+    held = 0  # values that it holds once
+    stack: list[tuple[Any, bool, int]] = [(state, False, 0)]
+    open_now: set[int] = set()
+    while stack:
+        value, done, depth = stack.pop()
+        if not isinstance(value, Mapping | list | tuple | set | frozenset):
+            continue
+        items = [*value.keys(), *value.values()] if isinstance(value, Mapping) else list(value)
+        if done:
+            open_now.discard(id(value))
+            sizes[id(value)] = 1 + sum(sizes.get(id(item), 1) for item in items)
+        elif id(value) in open_now or depth > _MOST_DEPTH:
+            raise UnsupportedValue(name, "container nested too deeply, or in itself")
+        elif id(value) not in sizes:
+            open_now.add(id(value))
+            held += len(items)
+            stack.append((value, True, depth))
+            stack += [(item, False, depth + 1) for item in items]
+    if sizes and sizes[id(state)] > _MOST_ITEMS + _REPEATS * held:
+        raise UnsupportedValue(name, "state of containers that it refers to again and again")

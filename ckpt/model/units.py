@@ -1,0 +1,26 @@
+"""Bytes, speeds and times as people read them, in logs, reports and on the command line."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_UNITS: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
+
+
+def size(nbytes: float) -> str:
+    """Return ``nbytes`` in decimal units with three digits, such as '1.50 GB'."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    power = next((n for n in range(1, len(_UNITS)) if nbytes < 999.5 * 1000**n), len(_UNITS))
+    number = nbytes / 1000**power
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {_UNITS[power - 1]}"
+
+
+def rate(nbytes: float, seconds: float) -> str:
+    """Return a speed such as '2.41 GB/s' or '310 kB/s'."""
+    return f"{size(nbytes / max(seconds, 1e-9))}/s"
+
+
+def duration(seconds: float) -> str:
+    """Return a time such as '4.1 ms' or '12.30 s'."""
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,274 @@
+"""What only some ranks have: experts under names of their own, in every wrapper, with the state that an optimizer keeps of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt.adapters.collect import collect
+from ckpt.adapters.layout import leaf_of
+from ckpt.adapters.prepare import PlanCache
+from ckpt.config import Copies
+from ckpt.errors import TensorIncomplete
+from tests.adapters.ranks import rank_of
+from tests.adapters.worlds import restore, save_ranks
+
+WORLD, EXPERTS = 4, 4
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated, and has no accelerator here
+        yield
+
+
+class Expert(nn.Module):
+    """Two layers whose values tell the expert."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 4)
+        self.register_buffer("routed", torch.full((3,), float(number)))
+        with torch.no_grad():
+            self.up.weight.fill_(number)
+            self.up.bias.fill_(-number)
+
+
+class Block(nn.Module):
+    """An attention that all ranks have, a norm, and the experts of one of two groups of ranks."""
+
+    def __init__(self, group: int, *, gaps: bool) -> None:
+        super().__init__()
+        self.attention, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+        own = range(group * EXPERTS // 2, (group + 1) * EXPERTS // 2)
+        if gaps:  # as DeepSeek has them
+            self.experts: nn.Module = nn.ModuleList(Expert(i) if i in own else None for i in range(EXPERTS))
+        else:
+            self.experts = nn.ModuleDict({str(i): Expert(i) for i in own})
+
+    def mine(self) -> list[nn.Module]:
+        """The experts of this rank."""
+        return [each for each in self.experts.modules() if isinstance(each, Expert)]
+
+
+def mesh_2d() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+
+
+def group_of(rank: int) -> int:
+    return rank % 2
+
+
+def sharded(rank: int) -> nn.Module:
+    """Experts over one half of a mesh, all else over the whole of it."""
+    mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
+    for expert in block.mine():
+        fully_shard(expert, mesh=mesh["dp"])
+    return fully_shard(block, mesh=mesh["dp", "ep"]._flatten("all"))
+
+
+def hybrid(rank: int) -> nn.Module:
+    """The same with all else as copies of shards."""
+    mesh, block = mesh_2d(), Block(group_of(rank), gaps=False)
+    for expert in block.mine():
+        fully_shard(expert, mesh=mesh["dp"])
+    return fully_shard(block, mesh=mesh)
+
+
+def beside_tensor_parallel(rank: int) -> nn.Module:
+    """The attention on both dimensions of the mesh, the experts on one."""
+    mesh, block = mesh_2d(), Block(group_of(rank), gaps=False)
+    parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
+    for expert in block.mine():
+        fully_shard(expert, mesh=mesh["dp"])
+    return fully_shard(block, mesh=mesh["dp"])
+
+
+def in_the_same_unit(rank: int) -> nn.Module:
+    """Experts in places of a list that other ranks leave out, sharded together with an attention on both dimensions."""
+    mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
+    parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
+    return fully_shard(block, mesh=mesh["dp"])
+
+
+def on_a_mesh_of_its_own(rank: int) -> nn.Module:
+    block = Block(group_of(rank), gaps=False)
+    for expert in block.mine():
+        fully_shard(expert, mesh=DeviceMesh("cpu", [group_of(rank), group_of(rank) + 2]))
+    return fully_shard(block, mesh=DeviceMesh("cpu", list(range(WORLD))))
+
+
+def ignored_by_fully_shard(rank: int) -> nn.Module:
+    block = Block(group_of(rank), gaps=False)
+    for expert in block.mine():  # a buffer that only this rank has is not the first rank's
+        del expert.routed
+    ignored = {parameter for expert in block.mine() for parameter in expert.parameters()}
+    return fully_shard(block, mesh=DeviceMesh("cpu", list(range(WORLD))), ignored_params=ignored)
+
+
+def ignored_by_fsdp1(rank: int) -> nn.Module:
+    block = Block(group_of(rank), gaps=True)
+    return FSDP(block, use_orig_params=True, ignored_modules=block.mine(), device_id=torch.device("cpu"))
+
+
+def ignored_by_ddp(rank: int) -> nn.Module:
+    block = Block(group_of(rank), gaps=False)
+    names = [name for name, _ in block.named_parameters() if "experts" in name]
+    buffers = [name for name, _ in block.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(block, [*names, *buffers])
+    return DistributedDataParallel(block)
+
+
+def beside_plain_tensor_parallel(rank: int) -> nn.Module:
+    """Nothing but the attention is a DTensor."""
+    block = Block(group_of(rank), gaps=True)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    return parallelize_module(block, mesh, {"attention": ColwiseParallel()})
+
+
+def built(build: Callable[[int], nn.Module], rank: int) -> nn.Module:
+    """Equal where ranks must be: the process group of these tests scatters nothing."""
+    torch.manual_seed(0)
+    net = build(rank)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if "attention" in name:
+                held(parameter).fill_(3.0)
+    return net
+
+
+def with_state(net: nn.Module, *, stepped: bool) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(net.parameters())
+    for parameter in net.parameters() if stepped else ():
+        if parameter.numel():
+            moments = {key: torch.full_like(parameter, 5.0).detach() for key in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.tensor(4.0), **moments}
+    return {"model": net, "optimizer": optimizer}
+
+
+WAYS = [
+    sharded, hybrid, beside_tensor_parallel, in_the_same_unit, on_a_mesh_of_its_own, ignored_by_fully_shard,
+    ignored_by_fsdp1, ignored_by_ddp, beside_plain_tensor_parallel,
+]  # fmt: skip
+
+
+def held(value: torch.Tensor) -> torch.Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("build", WAYS)
+def test_experts_that_only_some_ranks_have_come_back(build: Callable[[int], nn.Module]) -> None:
+    def of_rank(rank: int) -> dict[str, Any]:
+        return with_state(built(build, rank), stepped=True)
+
+    images, manifest = save_ranks(WORLD, of_rank)
+    names = {tensor.name for tensor in manifest.tensors}
+    for expert in range(EXPERTS):
+        assert f"model/experts.{expert}.up.weight" in names
+        assert f"optimizer/model/experts.{expert}.up.weight/step" in names
+    for rank in range(WORLD):
+        with rank_of(rank, WORLD):
+            want, net = built(build, rank), built(build, rank)
+            with torch.no_grad():
+                for tensor in (*net.parameters(), *net.buffers()):
+                    held(tensor).fill_(-77)
+            state = with_state(net, stepped=False)
+            restore(state, images, manifest, rank, WORLD, strict=False)
+            before = dict(want.named_parameters()) | dict(want.named_buffers())
+            now = dict(net.named_parameters()) | dict(net.named_buffers())
+            for name, tensor in before.items():
+                assert torch.equal(held(now[name]), held(tensor)), name
+            for name, parameter in net.named_parameters():
+                if parameter.numel():
+                    assert state["optimizer"].state[parameter]["step"] == 4, name
+                    assert (held(state["optimizer"].state[parameter]["exp_avg"]) == 5).all(), name
+
+
+def test_what_a_unit_has_on_a_wider_mesh_is_written_once() -> None:
+    """The norm lies on one dimension of the mesh, beside an attention on both. It is not written once per rank of the other."""
+    for rank in range(WORLD):
+        with rank_of(rank, WORLD):
+            found = collect({"model": in_the_same_unit(rank)}, rank=rank)
+            leaves = {item.name: leaf_of(item.name, item.tensor, item.replicas) for item in found.held}
+            assert leaves["model/norm.weight"].replicas == ((0, 1) if rank < 2 else (2, 3))
+
+
+def test_three_dimensions_are_shared_over_the_stage_alone() -> None:
+    """With pipeline stages outside, the ranks of other stages hold no copies, and those of tensor parallelism do."""
+    with rank_of(5, 8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        block = Block(0, gaps=True)
+        parallelize_module(block, mesh["tp"], {"attention": ColwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+        found = collect({"model": block}, rank=5)
+        leaves = {item.name: leaf_of(item.name, item.tensor, item.replicas) for item in found.held}
+        assert leaves["model/norm.weight"].replicas == (4, 5)
+        assert leaves["model/attention.weight"].replicas == ()
+
+
+def fully_sharded(net: nn.Module) -> nn.Module:
+    return fully_shard(net, mesh=DeviceMesh("cpu", list(range(WORLD))))
+
+
+def flat(net: nn.Module) -> nn.Module:
+    return FSDP(net, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_sharded, flat])
+@pytest.mark.parametrize(
+    ("node_of", "copies", "writers"),
+    [((), "one", [0]), ((0, 0, 1, 1), "one", [0, 2]), ((0, 1, 1, 2), "per_node", [0, 1, 3])],
+)
+def test_each_node_has_the_buffers_and_those_of_the_first_rank_count(
+    wrap: Callable[[nn.Module], nn.Module], node_of: tuple[int, ...], copies: Copies, writers: list[int]
+) -> None:
+    wrote: list[int] = []
+    named: list[int] = []
+    for rank in range(WORLD):
+        with rank_of(rank, WORLD):
+            net = wrap(nn.BatchNorm1d(8))
+            plans = PlanCache(rank, 1 << 20, node_of=node_of, copies=copies)
+            plan = plans.prepare(collect({"model": net}, rank=rank)).plan
+            header = json.loads(plan.header[8:])
+            wrote += [rank] * ("model/running_mean" in header)
+            told = {tensor.name: tensor.shards for tensor in plan.tensors}
+            named += [rank] * bool(told["model/running_mean"])
+    assert (wrote, named) == (writers, [0])
+
+
+def test_two_names_of_one_buffer_are_tied_on_all_ranks() -> None:
+    """Also where each name has a view of its own, so that only the memory tells that they are one."""
+
+    def of_rank(rank: int) -> dict[str, Any]:
+        net = nn.Linear(8, 8)
+        table = torch.arange(8.0)
+        net.register_buffer("table", table)
+        net.register_buffer("view", table[:])
+        return {"model": fully_shard(net, mesh=DeviceMesh("cpu", [0, 1]))}
+
+    _, manifest = save_ranks(2, of_rank)
+    assert manifest.tied == {"model/view": "model/table"}
+
+
+def test_a_buffer_that_the_first_rank_lacks_is_an_error_and_no_silent_loss() -> None:
+    def of_rank(rank: int) -> dict[str, Any]:
+        block = Block(0, gaps=False)
+        if rank:
+            block.norm.register_buffer("extra", torch.ones(3))
+        return {"model": fully_shard(block, mesh=DeviceMesh("cpu", [0, 1]))}
+
+    with pytest.raises(TensorIncomplete, match=r"'model/norm.extra'"):
+        save_ranks(2, of_rank)

@@ -1,0 +1,37 @@
+"""What one torchrun world shows of layouts: each test is one case of the worker, which ran them all."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.distributed.launch import WORKERS, torchrun
+
+pytestmark = pytest.mark.distributed
+
+WORKER = "in_layouts.py"
+
+
+def cases() -> list[str]:
+    """The functions of the worker that are marked as cases."""
+    tree = ast.parse((WORKERS / WORKER).read_text())
+    return [
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(each, ast.Name) and each.id == "case" for each in node.decorator_list)
+    ]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the worker says of each case."""
+    output = torchrun(2, WORKER, tmp_path_factory.mktemp("in_layouts"))
+    parts = [part.partition("\n") for part in output.split("=== ")[1:]]
+    return {name: text.strip() for name, _, text in parts}
+
+
+@pytest.mark.parametrize("name", cases())
+def test_in_a_world_of_two_ranks(told: dict[str, str], name: str) -> None:
+    assert told[name].startswith("well"), told[name]

@@ -1,0 +1,140 @@
+"""Whatever a manifest says, each verb of the command line ends with one of our errors, and touches nothing outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ckpt import CheckpointManager
+from ckpt.cli.main import main
+from tests.fuzz.mutations import mutated
+from tests.fuzz.test_readers import fuzz, sealed, target
+
+VERBS = (
+    "ls --root runs",
+    "ls --root runs --json",
+    "show --root runs --files",
+    "show --root runs --json",
+    "verify --root runs --all",
+    "diff runs --step 1 --step 2 --values",
+    "diff runs --step 1 --step 2 --json",
+    "export runs out/x.safetensors",
+    "export runs out/x.pt",
+    "export runs out/x --format dcp",
+    "export runs out/y.pt --name *o* --json",
+    "restore --root runs",
+    "restore --root runs --to out/there --json",
+    "copy runs out/copy --all",
+    "finalize --root runs",
+    "prune --root runs --keep-last 1 --force --dry-run",
+    "prune --root runs --keep-best loss:min --keep-last 1 --force",
+)
+CODES = {0, 1, 2, 3, 4, 5, 7, 8}
+SCALE = pytest.mark.parametrize(
+    "examples",
+    [12, pytest.param(20_000, marks=[pytest.mark.torture, pytest.mark.timeout(7_200)])],
+    ids=["few", "many"],  # of the few, each goes through every verb; of the many, each through the next one
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the root ``runs`` of two steps, a copy of it, and files that are none of its business."""
+    os.mkdir(tmp_path / "place")
+    monkeypatch.chdir(tmp_path / "place")
+    monkeypatch.delenv("CKPT_ROOT", raising=False)
+    with CheckpointManager("runs", metadata={"team": "x"}) as manager:
+        for step in (1, 2):
+            manager.save(target(), step, metrics={"loss": 1 / step})
+    Path("victim").write_text("mine")
+    os.mkdir("rank-00000.safetensors")
+    shutil.copytree("runs", tmp_path / "pristine")
+    return tmp_path / "place"
+
+
+@SCALE
+def test_a_manifest_changed_anywhere_ends_in_our_errors(
+    place: Path, examples: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = Path("runs").glob("step-000000002.*/manifest.json")
+    body = json.loads(path.read_bytes())["body"]
+    number = 0
+
+    def check(changed: Any) -> None:
+        nonlocal number
+        data = sealed(msgspec.json.encode(changed))
+        for words in VERBS if examples < len(VERBS) else [VERBS[number % len(VERBS)]]:
+            path.write_bytes(data)
+            monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
+            capsys.readouterr()
+            code = main()
+            told = capsys.readouterr()
+            assert code in CODES, (words, code, told.err)
+            assert "internal error" not in told.err, (words, told.err, changed)
+            assert all(line.isprintable() for line in (told.err + told.out).split("\n")), words
+            assert code != 1 or words.startswith("diff"), (words, told.err)
+            assert Path("victim").read_text() == "mine"
+            assert set(os.listdir()) <= {"runs", "victim", "rank-00000.safetensors", "out"}
+            assert set(os.listdir(place.parent)) == {"place", "pristine"}
+            shutil.rmtree("out", ignore_errors=True)
+            if not path.exists() or len(list(Path("runs").iterdir())) != 2:
+                shutil.rmtree("runs")
+                shutil.copytree(place.parent / "pristine", "runs")
+        number += 1
+
+    assert fuzz(examples, mutated(body), check) >= examples // 2
+    assert number >= examples // 2
+
+
+BODIES = (
+    {"per_rank": {"x": {}}},
+    {"per_rank": {"0": []}},
+    {"per_rank": {}},
+    {"tree": []},
+    {"tree": None},
+    {"tree": {"a": {"$": "tensor"}}},
+    {"tree": {"a": {"$": "tensor", "n": ["x"]}}},
+    {"tree": {"a": {"$": "tensor", "n": "nothing"}}},
+    {"tree": {"a": {"$": "module", "values": 3}}},
+    {"tree": {"a": {"$": "module"}}},
+    {"tree": {"a": {"$": "optimizer", "groups": [3], "state": {}}}},
+    {"tree": {"a": {"$": "optimizer", "groups": [{"params": [5], "values": {}}], "state": {}}}},
+    {"tree": {"a": {"$": "optimizer", "groups": [{"params": ["w"], "values": [1]}], "state": {}}}},
+    {"tree": {"a": {"$": "optimizer"}}},
+    {"tree": {"a": {"$": "object"}}},
+    {"tree": {"a": {"$": "per_rank"}}},
+    {"tree": {"a": {"$": "dict", "v": [[1]]}}},
+    {"tree": {"a": {"$": "dict", "v": [[{"$": "int", "v": "f" * 9_000}, 1]]}}},
+    {"tree": {"a": {"$": "int", "v": "f" * 9_000}}},
+    {"tree": {"a": {"$": "set", "v": [{"$": "int", "v": "f" * 9_000}]}}},
+    {"tree": {"a": {"$": "device", "v": "nonsense"}}},
+    {"tree": {"a": {"$": "size", "v": [1 << 62, -(1 << 62)]}}},
+    {"tree": {"a": {"$": "dtype", "v": "__class__"}}},
+    {"tree": {"a": {"$": "numpy", "d": "<M8", "v": ""}}},
+    {"tree": {"a": {"$": "Counter", "v": [["x", "y"]]}}},
+    {"metadata": {"metrics": {"loss": "x"}}},
+    {"metadata": [1, {"$": "tensor"}]},
+    {"created_at": 1e300},
+    {"created_at": -1e300},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BODIES, ids=lambda change: json.dumps(change)[:50])
+def test_a_tree_that_no_save_writes_ends_in_our_errors(
+    place: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = Path("runs").glob("step-000000002.*/manifest.json")
+    body = json.loads(path.read_bytes())["body"]
+    path.write_bytes(sealed(msgspec.json.encode({**body, **change})))
+    for words in VERBS[:11]:
+        monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
+        code = main()
+        told = capsys.readouterr()
+        assert code in CODES, (words, told.err)
+        assert "internal error" not in told.err, (words, told.err)

@@ -1,0 +1,24 @@
+"""Everyday code that changes a state behind the copy, under FSDP2 and tensor parallelism: each way fails the save by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import torchrun
+from tests.overlap.ways import WAYS, documented
+
+WORKER = Path(__file__).resolve().parent / "changed.py"
+
+
+@pytest.mark.distributed
+def test_no_change_of_sharded_state_is_saved_silently(tmp_path: Path) -> None:
+    told = torchrun(2, str(WORKER), tmp_path)
+    assert "ALL WELL" in told
+    rows = [line.split("WAY|")[1].split("|") for line in told.splitlines() if "WAY|" in line]
+    seen = {(layout, name): how for layout, name, how in rows}
+    for column, layout in enumerate(("FSDP2", "TP"), start=1):
+        assert {name: seen[layout, name] for name in WAYS} == {
+            name: row[column] for name, row in documented().items()
+        }

@@ -1,0 +1,123 @@
+"""Jobs that are killed in mid-save, one after the other, on a small disk. Run by ``test_disk`` in a mount namespace of its own.
+
+small_disk.py FOLDER: a disk of 4 MiB. Prints what is there in the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import OutOfSpace
+from ckpt.storage.registry import open_backend
+from tests.test_review import whole
+
+NUMBERS = 110_000  # 0.9 MB: with keep_last=1 two lie there for a while
+LARGE = 101
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((NUMBERS + 9000 * (step == LARGE),), step)}
+
+
+def taken(root: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+
+
+def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier]) -> None:
+    """Run in a process of its own, which ends with it."""
+
+    class Deadly:
+        """Kills the process when the image is written and not yet in its place."""
+
+        def __init__(self, backend: Any) -> None:
+            self._backend = backend
+            self.uploads = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._backend, name)
+
+        def upload(self, key: str, size: int) -> Any:
+            self.uploads += 1
+            upload = self._backend.upload(key, size)
+            if self.uploads == kill:
+                finish = upload.write
+
+                def write(offset: int, data: memoryview) -> None:
+                    finish(offset, data)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+                upload.write = write
+            return upload
+
+    ckpt.storage.tiers.open_backend = lambda url, options: Deadly(open_backend(url, options))  # type: ignore[assignment]
+    with CheckpointManager(tier(str(root))) as manager:
+        for step in steps:
+            manager.save(state(step), step, timeout=60)
+
+
+def run(root: Path, steps: range, kill: int | None = None, tier: Callable[[str], Tier] | None = None) -> int:
+    """A job in a fork; returns its exit status."""
+    if (child := os.fork()) == 0:
+        code = 1
+        try:
+            job(root, steps, kill, tier or (lambda url: Tier(url, keep_last=1)))
+            code = 0
+        except OutOfSpace as error:
+            print("full:", error, file=sys.stderr)
+            code = 3
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitpid(child, 0)[1]
+
+
+def main(disk: Path) -> None:
+    root = disk / "run"
+    one = NUMBERS * 8
+    for number in range(1, 8):  # each would fill the disk with four
+        assert os.WTERMSIG(run(root, range(number, number + 1), kill=1)) == signal.SIGKILL
+        assert taken(root) < 2.5 * one, (number, taken(root))
+    assert run(root, range(10, 13)) == 0
+    print("after kills", *whole(root))
+    for number in range(13, 33, 2):  # killed in the second save: the first is committed
+        assert os.WTERMSIG(run(root, range(number, number + 2), kill=2)) == signal.SIGKILL
+        assert taken(root) < 3.5 * one, (number, taken(root))
+    assert run(root, range(40, 41)) == 0
+    print("at the end", *whole(root), round(taken(root) / one))
+    fresh(root)
+    assert os.WTERMSIG(run(root, range(LARGE, LARGE + 1), kill=1)) == signal.SIGKILL
+    fill(disk)  # there is no room for the note of the owner either
+    assert run(root, range(102, 103)) == 0
+    print("beside another's file", *whole(root))
+    fresh(root)
+    assert run(root, range(1, 5), tier=Tier) == 0
+    assert run(root, range(5, 7), tier=Tier) == 3 << 8  # nothing need not be kept
+    assert run(root, range(7, 9)) == 0  # the rule is another one now
+    print("with another rule", *whole(root))
+
+
+def fresh(root: Path) -> None:
+    shutil.rmtree(root)
+    (root.parent / "filler").unlink(missing_ok=True)
+
+
+def fill(disk: Path) -> None:
+    room = os.statvfs(disk)
+    with (disk / "filler").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, room.f_bavail * room.f_frsize)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

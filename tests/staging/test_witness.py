@@ -1,0 +1,213 @@
+"""Changes that move no version counter, seen by what the sources held at the call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ckpt.errors import TensorChanged
+from ckpt.staging import copies as copying
+from ckpt.staging.copies import Copy
+from ckpt.staging.snapshot import Batch, Snapshot
+from ckpt.staging.window import Window
+from ckpt.staging.witness import LINE_BYTES, SPACING_BYTES, WHOLE_BYTES, Sample
+
+MIB = 1 << 20
+
+
+def copy_of(source: torch.Tensor, name: str = "model/weight", end: int = 0) -> Copy:
+    target = torch.zeros(source.shape, dtype=source.dtype)
+    return Copy(name, source, target, source, end or source.nbytes)
+
+
+def snapshot_of(*late: Copy, check: str = "sampled") -> Snapshot:
+    return Snapshot(7, [Batch(eager=(), late=late, checks=())], check=check)  # type: ignore[arg-type]
+
+
+def confirmed(snapshot: Snapshot) -> None:
+    snapshot.copy_eager()
+    snapshot.copy_late()
+    snapshot.wait_landed(0)
+    snapshot.confirm()
+
+
+SOURCES: dict[str, Callable[[], torch.Tensor]] = {
+    "a number": lambda: torch.tensor(3.0),
+    "one element": lambda: torch.ones(1, dtype=torch.int8),
+    "up to a line": lambda: torch.randn(LINE_BYTES // 4),
+    "an odd length": lambda: torch.randn(1001),
+    "just more than is taken whole": lambda: torch.ones(WHOLE_BYTES + 1, dtype=torch.uint8),
+    "one spacing": lambda: torch.ones(SPACING_BYTES, dtype=torch.uint8),
+    "several lines": lambda: torch.randn(2048, 1024),
+    "bfloat16": lambda: torch.randn(512, 512).bfloat16(),
+    "complex": lambda: torch.randn(300, 40, dtype=torch.complex128),
+    "transposed": lambda: torch.randn(300, 700).t(),
+    "channels last": lambda: torch.randn(8, 16, 9, 9).to(memory_format=torch.channels_last),
+    "every other row": lambda: torch.randn(600, 40)[::2],
+    "a part of a storage": lambda: torch.randn(4000)[13:3001],
+}
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_what_stays_as_it_was_is_confirmed_and_a_change_of_all_of_it_is_not(kind, check):
+    source = SOURCES[kind]()
+    kept = copy_of(source)
+    confirmed(snapshot_of(kept, check=check))
+    assert torch.equal(kept.target, source)
+    snapshot = snapshot_of(copy_of(torch.randn(5), "kept"), copy_of(source), check=check)
+    source.data.add_(1)
+    with pytest.raises(TensorChanged, match="'model/weight' was changed while step 7"):
+        confirmed(snapshot)
+
+
+def test_full_sees_one_bit_in_any_place():
+    source = torch.zeros(MIB, dtype=torch.uint8)
+    for place in (0, 12345, MIB - 1):
+        snapshot = snapshot_of(copy_of(source), check="full")
+        source.data[place] ^= 1
+        with pytest.raises(TensorChanged):
+            confirmed(snapshot)
+
+
+def test_a_sample_sees_a_sparse_change_and_misses_a_few_elements():
+    """The limit that the docs tell of."""
+    torch.manual_seed(0)
+    source = torch.randn(16 * MIB // 4)
+    seen = snapshot_of(copy_of(source))
+    source.data.clamp_(-3, 3)  # 0.3 % of the elements
+    with pytest.raises(TensorChanged):
+        confirmed(seen)
+    missed = snapshot_of(copy_of(source))
+    source.data[:2] += 1
+    confirmed(missed)
+
+
+def test_with_the_check_off_counters_alone_are_compared():
+    source = torch.ones(5)
+    snapshot = snapshot_of(copy_of(source), check="off")
+    source.data.add_(1)
+    confirmed(snapshot)
+    snapshot = snapshot_of(copy_of(source), check="off")
+    source.add_(1)
+    with pytest.raises(TensorChanged):
+        confirmed(snapshot)
+
+
+def test_a_change_after_the_copy_is_no_fault():
+    source = torch.ones(3000)
+    snapshot = snapshot_of(copy_of(source))
+    snapshot.copy_eager()
+    snapshot.copy_late()
+    source.data.add_(1)
+    snapshot.confirm()
+
+
+def test_nans_are_equal_to_themselves():
+    confirmed(snapshot_of(copy_of(torch.full((3000,), float("nan")))))
+
+
+def test_places_are_spread_over_the_source_and_over_the_columns_of_its_rows():
+    source = torch.empty(64 * MIB, dtype=torch.uint8)
+    sample = Sample([copy_of(source)])
+    sample.build()
+    sample._build_targets()
+    lines = 64 * MIB // SPACING_BYTES
+    assert len(sample._targets) == lines
+    begin = sample._copies[0].target.data_ptr()
+    offsets = [torch.frombuffer(view, dtype=torch.uint8).data_ptr() - begin for view in sample._targets]
+    assert all(0 <= offset <= 64 * MIB - LINE_BYTES for offset in offsets)
+    assert {two - one for one, two in itertools.pairwise(offsets)} == {SPACING_BYTES}
+    columns = {offset % 16384 // LINE_BYTES for offset in offsets}  # rows of 4,096 floats
+    assert len(columns) == 64
+
+
+def test_a_batch_is_sampled_again_and_again():
+    source = torch.ones(3000)
+    batch = Batch(eager=(), late=(copy_of(source),), checks=())
+    for number in range(3):
+        snapshot = Snapshot(number, [batch])
+        if number == 1:
+            source.data.add_(1)
+            with pytest.raises(TensorChanged, match="step 1"):
+                confirmed(snapshot)
+        else:
+            confirmed(snapshot)
+
+
+def test_a_source_may_still_be_resized_by_its_owner():
+    source = torch.ones(3000)
+    confirmed(snapshot_of(copy_of(source)))
+    source.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("check", ["sampled", "full"])
+def test_in_a_ring_each_part_is_compared_before_others_take_its_place(check, monkeypatch):
+    part = 2048
+    monkeypatch.setattr(copying, "PIECE_BYTES", part)
+    memory = torch.zeros(2 * part, dtype=torch.uint8)
+    whole = torch.arange(6 * part // 4, dtype=torch.int32).t()
+    turned = torch.randn(part // 16, 4).t()
+
+    def late() -> list[Copy]:
+        found = []
+        for number in range(6):
+            at = number % 2 * part
+            piece = slice(number * part // 4, (number + 1) * part // 4)
+            place = memory[at : at + part].view(torch.int32)
+            found.append(Copy("whole", whole, place, whole, (number + 1) * part, piece))
+        for half in range(2):
+            piece = slice(half * part // 8, (half + 1) * part // 8)
+            place = memory[half * part // 2 : (half + 1) * part // 2].view(torch.float32)
+            found.append(Copy("turned", turned, place, turned, 6 * part + (half + 1) * part // 2, piece))
+        return found
+
+    def run(change: Callable[[], object]) -> bytes:
+        window = Window(memory.numpy().data, 7 * part)
+        snapshot = Snapshot(7, [Batch(eager=(), late=tuple(late()), checks=())], window, check=check)
+        snapshot.copy_eager()
+        change()
+        copier = threading.Thread(target=snapshot.copy_late)
+        copier.start()
+        written = b""
+        try:
+            for start in range(0, 7 * part, part):
+                written += bytes(window.view(start, start + part))
+                window.written(start, start + part)
+                window.hashed(start, start + part)
+            return written
+        finally:
+            copier.join()
+            if len(written) == 7 * part:
+                snapshot.confirm()
+
+    expected = whole.numpy().tobytes() + turned.contiguous().numpy().tobytes()
+    assert run(lambda: None) == expected
+    with pytest.raises(TensorChanged, match="'whole'"):
+        run(lambda: whole.data[3 * part // 4 : 4 * part // 4].add_(1))
+    with pytest.raises(TensorChanged, match="'turned'"):
+        run(lambda: turned.data.add_(1))
+
+
+def test_the_fence_does_not_wait_for_the_comparison(monkeypatch):
+    source = torch.ones(3000)
+    snapshot = snapshot_of(copy_of(source))
+    snapshot.copy_eager()
+    gate, passed = threading.Event(), []
+    differs = Sample.differs
+    monkeypatch.setattr(Sample, "differs", lambda *args: (gate.wait(10), differs(*args))[1])
+    copier = threading.Thread(target=snapshot.copy_late)
+    copier.start()
+    snapshot.fence()
+    passed.append(snapshot.landed)
+    waiter = threading.Thread(target=lambda: (snapshot.confirm(), passed.append(True)))
+    waiter.start()
+    assert passed == [True]
+    gate.set()
+    copier.join()
+    waiter.join()
+    assert passed == [True, True]

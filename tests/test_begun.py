@@ -1,0 +1,172 @@
+"""A save that is cut in two as it begins holds nobody up: not the optimizer, not ``close``, not the next save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.background import HandOver
+from ckpt.errors import CkptError, StagingError, ThreadLimit
+from ckpt.pipeline.workers import Workers
+from ckpt.staging.fence import Fence
+from ckpt.staging.snapshot import Snapshot
+from tests.overlap.jobs import train, trained
+
+original = Workers.submit
+
+
+def interrupted(self: HandOver) -> None:
+    raise KeyboardInterrupt
+
+
+def fail_before(self: Workers, work: Any, *args: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def fail_after(self: Workers, work: Any, *args: Any) -> Any:
+    original(self, work, *args)
+    raise KeyboardInterrupt
+
+
+CUTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+
+def cut(work: Callable[[pytest.MonkeyPatch], None]) -> None:
+    CUTS[work.__name__] = work
+
+
+def on_group(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+    """Of all groups of threads only ``name`` is disturbed, and by saves only."""
+
+    def submit(self: Workers, work: Any, *args: Any) -> Any:
+        return (act if self.name == name else original)(self, work, *args)
+
+    return submit
+
+
+@cut
+def watching(patch: pytest.MonkeyPatch) -> None:
+    watch = Fence.watch
+
+    def watched(self: Fence, snapshot: Snapshot) -> None:
+        watch(self, snapshot)
+        raise KeyboardInterrupt
+
+    patch.setattr(Fence, "watch", watched)
+
+
+@cut
+def before_it_is_handed_over(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HandOver, "begin", interrupted)
+
+
+@cut
+def before_the_stream_is_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Workers, "submit", on_group("save", fail_before))
+
+
+@cut
+def after_the_stream_is_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Workers, "submit", on_group("save", fail_after))
+
+
+@cut
+def before_the_copying_is_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Workers, "submit", on_group("copy", fail_before))
+
+
+@cut
+def after_the_copying_is_queued(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Workers, "submit", on_group("copy", fail_after))
+
+
+@cut
+def as_slots_are_made_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Workers, "submit", on_group("slots", fail_before))
+
+
+def finishes(work: Callable[[], object]) -> None:
+    """Run on another thread, so that a wait for ever fails the test and does not stop the tests."""
+    done: list[object] = []
+    thread = threading.Thread(target=lambda: done.append(work()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert done, "it waits for ever"
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_an_interrupted_beginning_holds_nobody_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = trained()
+    manager = CheckpointManager(str(tmp_path), slots=2 if name == "as_slots_are_made_ahead" else 1)
+    manager.save(state, 1)
+    with monkeypatch.context() as patch:
+        CUTS[name](patch)
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_async(state, 2)
+    finishes(lambda: train(state, 2) or True)
+    errors: list[CkptError] = []
+
+    def go_on() -> bool:
+        for _ in range(2):  # the error of the save that began all the same comes first
+            try:
+                manager.save(state, 3)
+                break
+            except CkptError as error:
+                errors.append(error)
+        manager.close()
+        return True
+
+    finishes(go_on)
+    assert len(errors) < 2
+    assert all(isinstance(error, StagingError) and "interrupted" in str(error) for error in errors)
+    assert 3 in CheckpointManager(str(tmp_path)).steps()
+
+
+def test_without_a_thread_the_manager_says_so_when_it_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(ThreadLimit, match="ulimit -u"):
+            CheckpointManager(str(tmp_path))
+
+
+def test_a_save_needs_no_new_thread_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it needs to write it is told of as any other failure, and the next save works."""
+
+    def full(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    state = trained()
+    with CheckpointManager(str(tmp_path)) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", full)
+            pending = manager.save_async(state, 1)
+            assert isinstance(pending.exception(60), ThreadLimit)
+        finishes(lambda: train(state, 1) or True)
+        manager.save(state, 2)
+        assert manager.steps() == [2]
+
+
+def test_tensors_are_let_go_with_a_save_that_was_called_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(str(tmp_path), slots=1) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(HandOver, "begin", interrupted)
+            for step in range(3):
+                with pytest.raises(KeyboardInterrupt):
+                    manager.save_async({"x": torch.ones(3)}, step)
+        manager.save({"x": torch.ones(3)}, 0)
+        assert manager.steps() == [0]

@@ -1,0 +1,253 @@
+"""An exception ends the process: ``close`` has ``exit_seconds`` and no more, what was durable stays, and the others hear of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, PendingSave
+from ckpt.coordination.commit import Durable, Failed
+from ckpt.coordination.committer import Committer, OneTier
+from ckpt.coordination.leaving import Leaving, who_left
+from ckpt.coordination.refusal import Refused
+from ckpt.errors import CommitError, ConfigError
+from ckpt.model.layout import StepRef
+from ckpt.model.manifest import FragmentRef
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Delay, FaultyBackend, Rule
+from tests.coordination.world import World
+from tests.crash.test_kill import ROOT
+from tests.distributed.survivors import run_world, told
+
+STUCK = """
+import sys, signal, torch
+import ckpt.storage.tiers
+from ckpt import CheckpointManager
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Delay, FaultyBackend, Rule
+rules = [Rule(verb="put", key="step-0*2.*manifest", fault=Delay(3600))]
+ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(open_backend(url, options), rules)
+import logging; logging.basicConfig()
+def job(manager):
+    manager.save({"x": torch.ones(3)}, 1)
+    manager.save_async({"x": torch.ones(3)}, 2)
+    HOW
+"""
+WAYS = {
+    "within_with": ("raise ValueError('boom')", "with CheckpointManager(sys.argv[1], exit_seconds=0.3) as manager: job(manager)", 1),
+    "unhandled": ("raise ValueError('boom')", "manager = CheckpointManager(sys.argv[1], exit_seconds=0.3); job(manager)", 1),
+    "in_finally": (
+        "raise ValueError('boom')",
+        "manager = CheckpointManager(sys.argv[1], exit_seconds=0.3)\ntry: job(manager)\nfinally: manager.close()", 1,
+    ),
+    "a_signal_to_a_handler_that_exits": (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); signal.raise_signal(signal.SIGTERM)",
+        "with CheckpointManager(sys.argv[1], exit_seconds=0.3) as manager: job(manager)", 143,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_process_that_an_exception_ends_does_not_wait_for_a_store_that_hangs(
+    way: str, tmp_path: Path
+) -> None:
+    """The store takes an hour: the process ends all the same, and says what it has given up."""
+    how, call, code = WAYS[way]
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK.replace("HOW", how) + call, str(tmp_path / "run")],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)" in done.stderr
+    assert done.stderr.count("lacks step 2") == 1
+    assert CheckpointManager(str(tmp_path / "run")).steps() == [1]
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    rules = [Rule(verb="put", key="manifest", fault=Delay(seconds))]
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), rules),
+    )
+
+
+def save_and_raise(
+    root: Path, error: BaseException, handles: list[PendingSave] | None = None, **settings: Any
+) -> None:
+    with CheckpointManager(str(root), **settings) as manager:
+        pending = manager.save_async({"x": torch.ones(3)}, 1)
+        if handles is not None:
+            handles.append(pending)
+        raise error
+
+
+def test_what_can_be_finished_in_that_time_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, 0.3)
+    with pytest.raises(ValueError):
+        save_and_raise(tmp_path, ValueError())
+    assert CheckpointManager(str(tmp_path)).steps() == [1]
+
+
+@pytest.mark.parametrize("how", ["exit_0", "handled_before", "the_data_ended"])
+def test_what_is_no_failure_has_all_the_time_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    slow(monkeypatch, 0.5)
+    if how == "exit_0":
+        with pytest.raises(SystemExit):
+            save_and_raise(tmp_path, SystemExit(0), exit_seconds=0.0)
+    elif how == "the_data_ended":
+        manager = CheckpointManager(str(tmp_path), exit_seconds=0.0)
+        manager.save_async({"x": torch.ones(3)}, 1)
+        try:
+            next(iter(()))
+        except StopIteration:
+            manager.close()
+    else:
+        try:
+            raise ValueError
+        except ValueError:
+            manager = CheckpointManager(str(tmp_path), exit_seconds=0.0)
+            manager.save_async({"x": torch.ones(3)}, 1)
+            manager.close()
+    assert CheckpointManager(str(tmp_path)).steps() == [1]
+
+
+def test_a_manager_that_was_built_while_an_error_was_handled_raises_a_signal_again(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda signum, _: heard.append(signum))
+    try:
+        try:
+            raise ValueError
+        except ValueError:
+            manager = CheckpointManager(str(tmp_path))
+            manager.on_signals(signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR2)
+            manager.close()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == [signal.SIGUSR2]
+
+
+def test_an_error_in_closing_leaves_no_handler_of_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: str) -> None:
+        raise CommitError("it failed")
+
+    before = signal.getsignal(signal.SIGUSR2)
+    manager = CheckpointManager(str(tmp_path))
+    stop = manager.on_signals(signal.SIGUSR2)
+    finish = manager._finish
+    monkeypatch.setattr(manager, "_finish", fail)
+    try:
+        with pytest.raises(CommitError, match="it failed"):
+            manager.close()
+        assert signal.getsignal(signal.SIGUSR2) is before
+    finally:
+        stop.close()
+        finish("")
+
+
+def test_the_handle_of_a_save_that_was_given_up_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow(monkeypatch, 60.0)
+    handles: list[PendingSave] = []
+    with pytest.raises(ValueError, match="boom"):
+        save_and_raise(tmp_path, ValueError("boom"), handles, exit_seconds=0.1)
+    with pytest.raises(CommitError, match="lacks step 1"):
+        handles[0].result(0)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("inf"), "10", None])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, wrong: object) -> None:
+    with pytest.raises(ConfigError, match="exit_seconds"):
+        CheckpointManager(str(tmp_path), exit_seconds=wrong)  # type: ignore[arg-type]
+
+
+# -- the other ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out() -> None:
+    world = World(2)
+    ref = StepRef(1, "abc123")
+
+    def rank(coordinator: object) -> object:
+        if coordinator.rank == 1:  # type: ignore[attr-defined]
+            leaving = Leaving(coordinator)  # type: ignore[arg-type]
+            leaving.leave("ValueError: boom")
+            return leaving.tell("save", b"")
+        committer = Committer(
+            coordinator,  # type: ignore[arg-type]
+            OneTier(open_backend("memory://leaving")),
+            name="save",
+            timeout=3600,
+            takeover=0.05,
+        )
+        return committer.commit(ref, Durable(FragmentRef("rank-00000.json", 0, 1, "x")))
+
+    verdict, told = world.run(rank).values()
+    assert isinstance(told, CommitError)
+    assert isinstance(verdict, Refused), verdict
+    assert "it has ended: ValueError: boom" in str(verdict)
+    assert who_left(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
+
+
+def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
+    world = World(2)
+    ref = StepRef(1, "abc123")
+    heard: list[object] = []
+    world.coordinator(1).decide("gone", b'{"rank": 1, "reason": "boom"}')
+
+    class Late(type(world.coordinator(0))):  # type: ignore[misc]
+        """The word comes between the wait for it and the look at who has left."""
+
+        def verdict(self, subject: str, *, timeout: float) -> bytes | None:
+            if subject == "gone":
+                from ckpt.coordination.commit import encode
+
+                self.world.words[f"save/{ref.folder}", 1] = encode(Failed("its own reason"))
+            return super().verdict(subject, timeout=timeout)
+
+    committer = Committer(
+        Late(world, 0), OneTier(open_backend("memory://late")), name="save", timeout=3600, takeover=0.05
+    )
+    heard.append(committer.commit(ref, Durable(FragmentRef("rank-00000.json", 0, 1, "x"))))
+    assert "its own reason" in str(heard[0])
+
+
+def test_a_wait_that_is_under_way_ends_when_this_rank_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.coordination.leaving._LOOK_SECONDS", 0.05)
+    leaving = Leaving(World(2, patience=100.0).coordinator(0))
+    threading.Timer(0.1, leaving.leave, ["boom"]).start()
+    began = time.monotonic()
+    with pytest.raises(CommitError, match="has left"):
+        leaving.clone().verdict("never", timeout=3600)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.distributed
+def test_a_rank_that_raises_ends_in_seconds_and_the_other_hears_of_it(tmp_path: Path) -> None:
+    """With the commit timeout of 600 s."""
+    outputs = run_world(2, "raises.py", tmp_path / "run", store_here=True)
+    told(outputs, 0)
+    assert "ValueError: boom" in outputs[1]
+    assert "lacks step 2 (not finished within 1.0 s)" in outputs[1]
+    assert "heard: step 3" in outputs[0]
+    assert "ValueError: boom" in outputs[0]
+    assert CheckpointManager(str(tmp_path / "run")).steps() == [1]

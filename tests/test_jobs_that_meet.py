@@ -1,0 +1,235 @@
+"""Jobs that share a root: what one of them does takes nothing from another that may be alive."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+import ckpt.catalog.pruner
+import ckpt.coordination.committer
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.holdings import Holdings
+from ckpt.catalog.index import attempts, committed, own_objects
+from ckpt.catalog.prune import remove
+from ckpt.coordination.owner import Owner, claim, read_owner
+from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
+from ckpt.model.layout import OWNER
+from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import open_tiers
+from tests.test_capacity import IMAGE, state
+from tests.test_review import whole
+from tests.test_tiers import Gated, gated  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
+
+
+def seems(root: Path, **fields: Any) -> None:
+    """The owner of ``root`` looks to others as ``fields`` say; to itself it is what it was."""
+    backend = open_backend(str(root))
+    owner = read_owner(backend)
+    assert owner is not None
+    backend.put(OWNER, [msgspec.json.encode(replace(owner, **fields))])
+
+
+ELSEWHERE = {"machine": "another machine"}
+LEADER_DEAD = {"started": 1}
+
+
+def restored_from(*tiers: Tier | Path, step: int | None = None) -> Any:
+    target = state(0)
+    with CheckpointManager([tier if isinstance(tier, Tier) else str(tier) for tier in tiers]) as manager:
+        report = manager.restore(target, step)
+    assert report is not None
+    assert target["x"].unique().tolist() == [report.step]
+    return report
+
+
+def test_a_job_that_only_restores_evicts_nothing_of_a_job_on_another_machine(
+    near: Path,
+    far: Path,
+    gated: Gated,  # noqa: F811
+) -> None:
+    """Steps 11 and 12 wait for the far tier, and lie nowhere else."""
+    gated.open.set()
+    with CheckpointManager(far) as manager:
+        manager.save(state(9), 9)
+    gated.open.clear()
+    with CheckpointManager([near, far], backlog=9) as living:
+        for step in (11, 12):
+            living.save_async(state(step), step).result(20, tier=str(near))
+        seems(near, **ELSEWHERE)
+        report = restored_from(Tier(str(near), capacity=2 * IMAGE + 100_000), far, step=9)
+        assert (report.tier, report.cached_bytes) == (str(far), 0)
+        assert whole(near) == [11, 12]
+        gated.open.set()
+    assert whole(far) == [9, 11, 12]
+
+
+@pytest.mark.parametrize("owner", [ELSEWHERE, LEADER_DEAD], ids=["unknown", "its leader has died"])
+def test_a_job_that_only_restores_leaves_what_another_has_begun(
+    near: Path, far: Path, owner: dict[str, Any]
+) -> None:
+    """The other ranks may be committing it just now."""
+    for root, step in ((far, 9), (near, 10)):
+        with CheckpointManager(root) as manager:
+            manager.save(state(step), step)
+    (folder,) = near.glob("step-*")
+    (folder / "manifest.json").unlink()
+    (ref,) = attempts(open_backend(str(near)))
+    claim(open_backend(str(near)), replace(Owner.here(ref.attempt), **owner))
+    restored_from(Tier(str(near), capacity=IMAGE + 100_000), far, step=9)
+    assert {path.name for path in folder.iterdir()} == {"rank-00000.json", "rank-00000.safetensors"}
+
+
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[list[Tier]]:
+    """Tiers of which the first lies in memory, which is given back in the end."""
+    tiers = [Tier("memory"), Tier(str(tmp_path / "disk"))]
+    yield tiers
+    memory = open_tiers(tiers)[0].backend
+    for ref in attempts(memory):
+        for info in own_objects(memory, ref):
+            memory.delete(info.key)
+    memory.delete(OWNER)
+    memory.close()
+
+
+def kept(tiers: list[Tier]) -> list[int]:
+    return sorted(ref.step for ref in committed(open_tiers(tiers)[0].backend))
+
+
+def test_a_job_that_only_restores_leaves_a_living_one_what_it_has_in_memory(in_memory: list[Tier]) -> None:
+    with CheckpointManager(in_memory) as living:
+        for step in (1, 2):
+            living.save(state(step), step)
+        assert kept(in_memory) == [1, 2]
+        restored_from(*in_memory)
+        assert kept(in_memory) == [1, 2]
+
+
+def test_a_restore_between_the_last_fragment_and_the_manifest_costs_no_step_in_memory(
+    in_memory: list[Tier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_once = ckpt.coordination.committer.put_once
+    restores: list[int] = []
+
+    def meanwhile(backend: Any, key: str, data: bytes) -> None:
+        if backend.url.startswith("shm://") and key.startswith("step-000000002"):
+            restores.append(restored_from(*in_memory).step)
+        put_once(backend, key, data)
+
+    with CheckpointManager(in_memory) as living:
+        living.save(state(1), 1)
+        monkeypatch.setattr(ckpt.coordination.committer, "put_once", meanwhile)
+        living.save(state(2), 2)
+        memory = open_tiers(in_memory)[0].backend
+        assert whole(memory.url) == [1, 2]
+    assert restores == [1]
+
+
+class Partitioned:
+    """A store that takes the first manifest and does not answer; then another job takes the root and evicts that step."""
+
+    def __init__(self, root: Path, meanwhile: Callable[[], None]) -> None:
+        self.inner, self.meanwhile, self.puts = open_backend(str(root)), meanwhile, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def put(self, key: str, parts: Any, *, if_absent: bool = False) -> Any:
+        info = self.inner.put(key, parts, if_absent=if_absent)
+        if key.endswith("manifest.json"):
+            self.puts += 1
+            if self.puts == 1:
+                self.meanwhile()
+                raise TransientStorageError(key, "no answer")
+        return info
+
+
+def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
+    near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken_over() -> None:
+        seems(near, **ELSEWHERE)
+        claim(backend.inner, Owner.here("another12345"))
+        for held in Holdings(backend.inner).look():
+            assert held.state == "whole"
+            remove(backend.inner, held)
+
+    backend = Partitioned(near, taken_over)
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: backend if backend.puts == 0 else open_backend(url, options),
+    )
+    manager = CheckpointManager(near)
+    with pytest.raises(CommitError, match=r"whether it was committed .* cannot be seen"):
+        manager.save(state(5), 5)
+    manager.close()
+    assert backend.puts == 1
+    assert whole(near) == []
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["lives", "has closed"])
+def test_a_pruner_that_comes_late_removes_nothing_of_the_next_job(
+    near: Path, closed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first job is held up before it prunes; meanwhile another machine goes on from its step 2."""
+    prune, go = ckpt.catalog.pruner.prune, threading.Event()
+
+    def late(*args: Any, **how: Any) -> Any:
+        assert go.wait(30)
+        return prune(*args, **how)
+
+    monkeypatch.setattr(ckpt.catalog.pruner, "prune", late)
+    first = CheckpointManager(Tier(str(near), keep_last=1))
+    for step in (1, 2):
+        first.save(state(step), step)
+    seems(near, **ELSEWHERE)
+    monkeypatch.setattr(ckpt.catalog.pruner, "prune", prune)
+    second = CheckpointManager(near)
+    second.restore(state(0))
+    for step in (3, 4):
+        second.save(state(step), step)
+    if closed:
+        second.close()
+    go.set()
+    first.close()
+    assert whole(near) == ([2, 3, 4] if closed else [1, 2, 3, 4])
+    assert ("were not removed" in caplog.text) == (not closed)
+    second.close()
+
+
+def test_a_root_whose_next_owner_has_closed_is_taken_again(near: Path) -> None:
+    """Else the job would write there without a name, and a third could take it for nobody's."""
+    with CheckpointManager(near) as first:
+        first.save(state(1), 1)
+        seems(near, **ELSEWHERE)
+        with CheckpointManager(near) as second:
+            second.restore(state(0))
+            second.save(state(2), 2)
+            with pytest.raises(RootInUse):
+                first.save(state(3), 3)
+        first.save(state(3), 3)
+        owner = read_owner(open_backend(str(near)))
+        assert owner is not None
+        assert owner.pid == os.getpid()
+        with pytest.raises(CkptError, match="step 2 is already saved"):
+            first.save(state(2), 2)
+    assert whole(near) == [1, 2, 3]

@@ -1,0 +1,165 @@
+"""Calls of a manager by a signal handler, which interrupts the training thread anywhere."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.errors import ConfigError, StagingError
+from ckpt.staging.slot import Slot
+from tests.overlap.jobs import forward_backward, job
+from tests.overlap.window import assert_restores, content
+
+
+@pytest.fixture
+def root() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def handler() -> Iterator[Callable[[Callable[[], object]], list[BaseException]]]:
+    """Sets what SIGUSR1 calls. Returns the list of what that raised, which a handler of a user's might let pass."""
+    before = signal.getsignal(signal.SIGUSR1)
+
+    def handle(act: Callable[[], object]) -> list[BaseException]:
+        raised: list[BaseException] = []
+
+        def hear(_: int, __: FrameType | None) -> None:
+            try:
+                act()
+            except Exception as error:
+                raised.append(error)
+
+        signal.signal(signal.SIGUSR1, hear)
+        return raised
+
+    yield handle
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def test_a_save_or_close_inside_of_a_save_is_refused_and_not_waited_for(
+    root: str, handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that is interrupted has taken the only slot, which it gives back when the handler has returned."""
+    state = job()
+    reference, pin = content(state), Slot.pin
+
+    def interrupted(slot: Slot, *args: Any) -> None:
+        monkeypatch.undo()
+        interrupt()
+        pin(slot, *args)
+
+    with CheckpointManager(root, slots=1) as manager:
+        for number, call in enumerate((lambda: manager.save(state, 9), lambda: manager.close(20)), 1):
+            raised = handler(call)
+            monkeypatch.setattr(Slot, "pin", interrupted)
+            manager.save(state, number)
+            assert len(raised) == 1
+            assert isinstance(raised[0], ConfigError)
+            assert "inside of save_async()" in str(raised[0])
+        assert manager.steps() == [1, 2]
+    assert_restores(root, reference, job(seed=3))
+
+
+def test_a_second_close_while_the_first_waits_does_nothing(
+    root: str, handler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(root)
+    manager.save(job(), 1)
+    raised = handler(manager.close)
+    monkeypatch.setattr("ckpt.manager.wait_and_tell", lambda done, *_: interrupt() or done.result() is None)
+    manager.close()
+    assert not raised
+
+
+def test_a_state_that_is_being_restored_is_not_saved(root: str, handler: Any) -> None:
+    """Some of its tensors are of the checkpoint then, others of before."""
+    state, other = job(), job(seed=7)
+    with CheckpointManager(root) as manager:
+        state["more"] = other["more"] = loaded = Interrupting()
+        manager.save(state, 1)
+        raised = handler(lambda: manager.save(other, 2))
+        manager.restore(other)
+        assert loaded.count == 1
+        assert [type(error) for error in raised] == [ConfigError]
+        assert "save_async() was called inside of restore()" in str(raised[0])
+        assert manager.steps() == [1]
+
+
+class Interrupting:
+    """An object of a state in the midst of whose restore a signal comes."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        self.count += 1
+        interrupt()
+
+
+class Interrupted(torch.optim.SGD):
+    """A signal comes when some parameters have been changed and others have not."""
+
+    armed = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            parameter.sub_(1)
+            if self.armed and not number:
+                interrupt()
+        return loss
+
+
+@pytest.mark.parametrize("saved_before", [True, False])
+def test_a_save_in_the_midst_of_a_step_is_refused(saved_before: bool, root: str, handler: Any) -> None:
+    state = job(lambda parameters: Interrupted(parameters, lr=0.1))
+    optimizer = state["optimizer"]
+    with CheckpointManager(root) as manager:
+        if saved_before:
+            manager.save(state, 1)
+        raised = handler(lambda: manager.save(state, 2))
+        optimizer.armed = True
+        optimizer.step()
+        assert [type(error) for error in raised] == [StagingError]
+        assert "a signal handler that interrupts Interrupted.step()" in str(raised[0])
+        optimizer.armed = False
+        reference = content(state)
+        manager.save(state, 3)
+        assert manager.steps() == ([1, 3] if saved_before else [3])
+    assert_restores(root, reference, job(lambda parameters: Interrupted(parameters, lr=0.1), seed=3))
+
+
+def test_a_save_by_a_closure_and_by_a_hook_behind_the_step_is_made(root: str) -> None:
+    state = job(lambda parameters: Interrupted(parameters, lr=0.1))
+    optimizer, references = state["optimizer"], {}
+
+    with CheckpointManager(root) as manager:
+
+        def save(number: int) -> float:
+            references[number] = content(state)
+            manager.save(state, number)
+            return 0.0
+
+        forward_backward(state, 0)
+        optimizer.step(lambda: save(1))
+        hook = optimizer.register_step_post_hook(lambda *_: save(2))
+        optimizer.step()
+        hook.remove()
+    for number, reference in references.items():
+        blank = job(lambda parameters: Interrupted(parameters, lr=0.1), seed=3)
+        assert_restores(root, reference, blank, number)

@@ -1,0 +1,55 @@
+"""Two users of one machine, for tests of what one can do to the other. Needs root, which may become anybody."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+ATTACKER = 65534  # nobody
+only_root = pytest.mark.skipif(
+    os.getuid() != 0, reason="needs root: the test acts as two users, by os.setuid in a child"
+)
+
+
+def fresh_user() -> int:
+    """A user id that no other test and no person has."""
+    return 200_000 + os.getpid()
+
+
+def act_as(user: int, work: Callable[[], Any]) -> Any:
+    """Run ``work`` in a fork that is ``user``, and return what it returns (JSON). Raises what it says if it fails."""
+    return begin_as(user, work)()
+
+
+def begin_as(user: int, work: Callable[[], Any]) -> Callable[[], Any]:
+    """As ``act_as``, but returns at once. What is returned waits for the result."""
+    ear, mouth = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(ear)
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            told = json.dumps(["returned", work()])
+        except BaseException:
+            told = json.dumps(["raised", traceback.format_exc()])
+        with os.fdopen(mouth, "w") as pipe:
+            pipe.write(told)
+        os._exit(0)
+    os.close(mouth)
+
+    def finish() -> Any:
+        with os.fdopen(ear) as pipe:
+            kind, value = json.loads(pipe.read() or '["raised", "the child died"]')
+        os.waitpid(child, 0)
+        if kind == "raised":
+            raise AssertionError(value)
+        return value
+
+    return finish
