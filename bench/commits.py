@@ -13,7 +13,7 @@ from bench.worlds import Job, World
 from ckpt.coordination.commit import Durable, encode
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.layout import fragment_name
+from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import Packed, pack_fragment, read_fragment, read_part
 from ckpt.model.reference import fill, ranks_of
@@ -144,13 +144,13 @@ def words(ranks: int) -> dict[str, float]:
     for rank in range(ranks // 2):
         store.set(f"{subject}/{rank}", word.decode())
     begin = time.perf_counter()
-    leader.hear(subject, set(range(ranks // 2, ranks)), timeout=0.001)
+    leader.collect(subject, set(range(ranks // 2, ranks)), timeout=0.001)
     look = time.perf_counter() - begin
     for rank in range(ranks // 2, ranks):
         store.set(f"{subject}/{rank}", word.decode())
     count[0] = 0
     begin, cpu = time.perf_counter(), time.process_time()
-    assert len(leader.hear(subject, set(range(ranks)), timeout=60)) == ranks
+    assert len(leader.collect(subject, set(range(ranks)), timeout=60)) == ranks
     return {
         "hear": time.perf_counter() - begin, "hear_cpu": time.process_time() - cpu, "look": look, "requests": float(count[0]), "word": float(len(word)),
     }  # fmt: skip

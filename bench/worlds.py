@@ -17,7 +17,7 @@ import zstandard
 
 from ckpt.model import manifest as model
 from ckpt.model.box import Box
-from ckpt.model.layout import data_name
+from ckpt.model.keys import data_name
 from ckpt.model.manifest import Chunk, File, Fragment
 from ckpt.model.packed import Packed, pack_fragment
 from ckpt.plan.leaf import Leaf

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004 - as gzip and others have one
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
-    from ckpt.report import RestoreReport
+    from ckpt.restore.report import RestoreReport
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ _HOMES = {
     "LocalShards": "ckpt.adapters.local_shards",
     "PendingSave": "ckpt.pending",
     "PerRank": "ckpt.adapters.per_rank",
-    "RestoreReport": "ckpt.report",
+    "RestoreReport": "ckpt.restore.report",
     "RngState": "ckpt.adapters.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",

@@ -22,27 +22,27 @@ from ckpt.adapters.prepare import PlanCache, Prepared
 from ckpt.adapters.renaming import Rename
 from ckpt.adapters.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
-from ckpt.background import Background, HandOver
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
+from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, one_at_a_time
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
-from ckpt.model.layout import StepRef, step_of
+from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_tell
 from ckpt.pipeline.workers import Workers, close_at_exit
-from ckpt.rank_files import SaveJob
-from ckpt.report import RestoreReport
-from ckpt.restorer import Replicas, Restorer
-from ckpt.saver import SKIPPED, UNHEARD
+from ckpt.restore.report import RestoreReport
+from ckpt.restore.restorer import Replicas, Restorer
+from ckpt.save.rank_files import SaveJob
+from ckpt.save.saver import SKIPPED, UNHEARD
+from ckpt.save.threads import Background, HandOver
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
-from ckpt.stop import STOP_SIGNALS, StopSignals, one_at_a_time
 from ckpt.storage.tiers import as_tiers, open_tiers
 
 _log = logging.getLogger("ckpt")
@@ -311,7 +311,7 @@ class CheckpointManager:
         """Hear SIGTERM and SIGUSR1 (or ``signals``) from now on: ``requested(step)`` of what is returned says, on all ranks alike, after which step to save once more and leave.
 
         ``close`` then ends the process as the signal would have (with ``reraise=False`` it only returns), at the latest after ``grace_seconds``. That last save goes to every tier and waits for a slot.
-        All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.stop.StopSignals`.
+        All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.elastic.planned_stop.StopSignals`.
         """
         self._check_open()
         heard = signals or STOP_SIGNALS

@@ -13,7 +13,7 @@ from ckpt.model import manifest
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest
 from ckpt.model.packed import Part, pack_fragment
 from ckpt.plan.leaf import Leaf

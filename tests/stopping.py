@@ -168,14 +168,14 @@ def the_training_thread_is_stuck_where_python_hears_nothing(root: Path) -> None:
 
 @case
 def the_store_of_the_job_does_not_answer(root: Path) -> None:
-    tell = SingleCoordinator.tell
+    post = SingleCoordinator.post
 
-    def hang(self: SingleCoordinator, subject: str, word: bytes) -> None:
+    def hang(self: SingleCoordinator, subject: str, message: bytes) -> None:
         if subject == "stop/promise":
             time.sleep(15)
-        tell(self, subject, word)
+        post(self, subject, message)
 
-    SingleCoordinator.tell = hang  # type: ignore[method-assign]
+    SingleCoordinator.post = hang  # type: ignore[method-assign]
     train(root, at={4: kill}, grace_seconds=0.7)
 
 
@@ -236,13 +236,13 @@ def the_manager_is_not_closed(root: Path) -> None:
 
 @case
 def wrong_calls(root: Path) -> None:
-    def refused(word: str, call: Callable[[], object]) -> None:
+    def refused(message: str, call: Callable[[], object]) -> None:
         try:
             call()
         except ConfigError as error:
-            assert word in str(error), error  # noqa: PT017 - no pytest here
+            assert message in str(error), error  # noqa: PT017 - no pytest here
         else:
-            raise AssertionError(word)
+            raise AssertionError(message)
 
     with CheckpointManager(root) as manager:
         refused("above 0", lambda: manager.on_signals(grace_seconds=0))

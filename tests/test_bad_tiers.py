@@ -15,7 +15,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.config import load_config
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, ConfigError, StorageError
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
 from ckpt_backends.s3 import S3Backend, _S3Upload
 from tests.servers import KEY, SECRET

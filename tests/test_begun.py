@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from ckpt.background import HandOver
 from ckpt.errors import CkptError, StagingError, ThreadLimit
 from ckpt.pipeline.workers import Workers
+from ckpt.save.threads import HandOver
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
 from tests.overlap.jobs import train, trained

@@ -10,7 +10,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, PeerFailed, TensorChanged
-from ckpt.saver import Saver
+from ckpt.save.saver import Saver
 from tests.coordination.world import World
 
 
@@ -21,7 +21,7 @@ def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypa
         def raises() -> None:
             raise TensorChanged("x", job.ref.step)
 
-        bad = job.ref.step == 1 and self._lanes[0]._coordinator.rank == 1
+        bad = job.ref.step == 1 and self._writers[0]._coordinator.rank == 1
         run(self, job, listener, intact=raises if bad else intact, over=over)
 
     monkeypatch.setattr(Saver, "run", changed)

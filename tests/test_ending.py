@@ -16,12 +16,12 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
+from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.commit import Durable, Failed
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.leaving import Leaving, who_left
-from ckpt.coordination.refusal import Refused
 from ckpt.errors import CommitError, ConfigError
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule
@@ -191,7 +191,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
         if coordinator.rank == 1:  # type: ignore[attr-defined]
             leaving = Leaving(coordinator)  # type: ignore[arg-type]
             leaving.leave("ValueError: boom")
-            return leaving.tell("save", b"")
+            return leaving.post("save", b"")
         committer = Committer(
             coordinator,  # type: ignore[arg-type]
             OneTier(open_backend("memory://leaving")),
@@ -203,7 +203,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
 
     verdict, told = world.run(rank).values()
     assert isinstance(told, CommitError)
-    assert isinstance(verdict, Refused), verdict
+    assert isinstance(verdict, Aborted), verdict
     assert "it has ended: ValueError: boom" in str(verdict)
     assert who_left(world.coordinator(0)).rank == 1  # type: ignore[union-attr]
 
@@ -212,7 +212,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
     world = World(2)
     ref = StepRef(1, "abc123")
     heard: list[object] = []
-    world.coordinator(1).decide("gone", b'{"rank": 1, "reason": "boom"}')
+    world.coordinator(1).set_once("gone", b'{"rank": 1, "reason": "boom"}')
 
     class Late(type(world.coordinator(0))):  # type: ignore[misc]
         """The word comes between the wait for it and the look at who has left."""

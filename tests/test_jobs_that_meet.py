@@ -12,16 +12,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-import ckpt.catalog.pruner
 import ckpt.coordination.committer
+import ckpt.retention.pruner
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.holdings import Holdings
 from ckpt.catalog.index import attempts, committed, own_objects
-from ckpt.catalog.prune import remove
 from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
+from ckpt.retention.inventory import Inventory
+from ckpt.retention.prune import remove
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
 from tests.test_capacity import IMAGE, state
@@ -168,7 +168,7 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
     def taken_over() -> None:
         seems(near, **ELSEWHERE)
         claim(backend.inner, Owner.here("another12345"))
-        for held in Holdings(backend.inner).look():
+        for held in Inventory(backend.inner).look():
             assert held.state == "whole"
             remove(backend.inner, held)
 
@@ -191,18 +191,18 @@ def test_a_pruner_that_comes_late_removes_nothing_of_the_next_job(
     near: Path, closed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first job is held up before it prunes; meanwhile another machine goes on from its step 2."""
-    prune, go = ckpt.catalog.pruner.prune, threading.Event()
+    prune, go = ckpt.retention.pruner.prune, threading.Event()
 
     def late(*args: Any, **how: Any) -> Any:
         assert go.wait(30)
         return prune(*args, **how)
 
-    monkeypatch.setattr(ckpt.catalog.pruner, "prune", late)
+    monkeypatch.setattr(ckpt.retention.pruner, "prune", late)
     first = CheckpointManager(Tier(str(near), keep_last=1))
     for step in (1, 2):
         first.save(state(step), step)
     seems(near, **ELSEWHERE)
-    monkeypatch.setattr(ckpt.catalog.pruner, "prune", prune)
+    monkeypatch.setattr(ckpt.retention.pruner, "prune", prune)
     second = CheckpointManager(near)
     second.restore(state(0))
     for step in (3, 4):

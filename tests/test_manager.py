@@ -31,7 +31,7 @@ from ckpt.errors import (
     UnsupportedValue,
 )
 from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule

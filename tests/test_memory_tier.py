@@ -184,14 +184,14 @@ def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(
         manager.save({"x": torch.ones(9)}, 1)
         manager.save({"x": torch.ones(9)}, 2)
         with monkeypatch.context() as broken:
-            broken.setattr("ckpt.rank_files.adopt_image", lambda *_, **__: 1 / 0)
+            broken.setattr("ckpt.save.rank_files.adopt_image", lambda *_, **__: 1 / 0)
             assert manager.save_async({"x": torch.ones(9)}, 3).exception(10) is not None
         seen: list[list[int]] = []
         from ckpt.pipeline import writer
 
         original = writer.adopt_image
         monkeypatch.setattr(
-            "ckpt.rank_files.adopt_image",
+            "ckpt.save.rank_files.adopt_image",
             lambda *a, **k: (seen.append(manager.steps()), original(*a, **k))[1],
         )
         manager.save({"x": torch.ones(9)}, 4)

@@ -16,12 +16,12 @@ import pytest
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, is_committed
-from ckpt.catalog.prune import prune
 from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError, TransientStorageError
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.plan.retention import Retention
+from ckpt.retention.policy import Retention
+from ckpt.retention.prune import prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
@@ -603,7 +603,7 @@ def test_a_near_tier_that_does_not_answer_is_asked_once_for_all_files(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     quick = RetryPolicy(attempts=2, first_seconds=0.001, most_seconds=0.002)
-    monkeypatch.setattr("ckpt.restorer.RetryPolicy", lambda: quick)
+    monkeypatch.setattr("ckpt.restore.restorer.RetryPolicy", lambda: quick)
     store = watch(
         near,
         *(

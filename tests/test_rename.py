@@ -22,7 +22,7 @@ from ckpt.errors import (
     RestoreError,
     ShapeMismatch,
 )
-from ckpt.report import RestoreReport
+from ckpt.restore.report import RestoreReport
 
 
 class Net(nn.Module):

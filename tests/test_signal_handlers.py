@@ -31,13 +31,13 @@ def handler() -> Iterator[Callable[[Callable[[], object]], list[BaseException]]]
     def handle(act: Callable[[], object]) -> list[BaseException]:
         raised: list[BaseException] = []
 
-        def hear(_: int, __: FrameType | None) -> None:
+        def collect(_: int, __: FrameType | None) -> None:
             try:
                 act()
             except Exception as error:
                 raised.append(error)
 
-        signal.signal(signal.SIGUSR1, hear)
+        signal.signal(signal.SIGUSR1, collect)
         return raised
 
     yield handle

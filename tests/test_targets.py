@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import EntryMissing, RestoreError, ShapeMismatch
-from ckpt.report import RestoreReport
+from ckpt.restore.report import RestoreReport
 
 
 class Net(nn.Module):

@@ -24,7 +24,7 @@ from bench.measure import Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench
 from bench.scenarios import told
-from ckpt.pipeline.codec import Encoder, decode
+from ckpt.codec.byte_planes import Encoder, decode
 
 _CHUNK: Final = 16 << 20
 _WIDTHS: Final = {"bf16": 2, "fp32": 4}

@@ -56,32 +56,32 @@ class TorchStoreCoordinator:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251 - torchrun's word to its workers
         self._prefix = f"ckpt/{restart}/{next(_serial)}"
         self._store: Store = PrefixStore(self._prefix, _own_connection())
-        self.decide("attempt", new_attempt().encode())
+        self.set_once("attempt", new_attempt().encode())
         agreed = self.verdict("attempt", timeout=_START_SECONDS)
         if agreed is None:
             raise ConfigError("the job's store did not answer: is it still up?")
         self.attempt = agreed.decode()
 
-    def tell(self, subject: str, word: bytes) -> None:
+    def post(self, subject: str, message: bytes) -> None:
         """Put this rank's word under a key of its own."""
-        _asked(lambda: self._store.set(f"{subject}/{self.rank}", word.decode()))
+        _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         """Words of ``ranks`` that have come. One request waits for the last of them; when it is there, or after a while, all are looked at."""
         keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
         deadline, pause = time.monotonic() + timeout, _LOOK_SECONDS
         while keys:
             self._wait([keys[max(keys)]], min(pause, deadline - time.monotonic()))
             began = time.monotonic()
-            words = {rank: self._look(key) for rank, key in self._there(list(keys.items()))}
-            if heard := {rank: word for rank, word in words.items() if word is not None}:
+            messages = {rank: self._look(key) for rank, key in self._there(list(keys.items()))}
+            if heard := {rank: message for rank, message in messages.items() if message is not None}:
                 return heard
             if time.monotonic() >= deadline:
                 break
             pause = max(_LOOK_SECONDS, _REST * (time.monotonic() - began))
         return {}
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
         """First come, first served, decided by the store."""
         return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
@@ -104,10 +104,10 @@ class TorchStoreCoordinator:
     def close(self) -> None:
         """The rank that the store may go with goes last: others may not have heard the last verdict yet. Not while an exception ends it: they shall not wait for a death."""
         with contextlib.suppress(CommitError):
-            self.tell("bye", b"-")
+            self.post("bye", b"-")
             missing, deadline = set(range(self.world_size)), time.monotonic() + _FAREWELL_SECONDS
             while self.rank == 0 and missing and sys.exception() is None and time.monotonic() < deadline:
-                missing -= self.hear("bye", missing, timeout=deadline - time.monotonic()).keys()
+                missing -= self.collect("bye", missing, timeout=deadline - time.monotonic()).keys()
 
     def _look(self, key: str) -> bytes | None:
         """What is there now. Not the store's ``get``: that waits, for minutes, for a word that was forgotten since it was seen."""

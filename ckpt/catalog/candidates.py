@@ -16,7 +16,7 @@ from typing import Final
 
 from ckpt.catalog.index import attempts, born, is_committed
 from ckpt.errors import CkptError, StorageError, TransientStorageError, placed
-from ckpt.model.layout import OWNER, StepRef
+from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 

@@ -11,7 +11,7 @@ from ckpt.catalog.otherwise import clear_unnamed
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress
 from ckpt.errors import FormatTooNew, IntegrityError, StorageError
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend

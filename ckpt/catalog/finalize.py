@@ -5,7 +5,7 @@ refusal, so the evidence is what a leader does after its verdict:
 
 1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt, so the leader has died in the middle of its work.
 2. It goes on to the next save: it must not have written to a later step, or to another try at this one.
-3. Each rank of a refused save removes its own files: every fragment must be there, still so when our mark (``coordination.mark``) keeps the ranks from removing any. Also every byte of data is compared with its
+3. Each rank of a refused save removes its own files: every fragment must be there, still so when our mark (``coordination.claim_marker``) keeps the ranks from removing any. Also every byte of data is compared with its
    checksum; or, where whoever asks is about to read all of it with its checksums anyway, every file's size.
 
 Not excluded by this: that a save was refused, and then all ranks died before even one of them had removed a file. It is whole, and of one attempt.
@@ -20,14 +20,14 @@ from typing import Final
 
 from ckpt.catalog.index import attempts, own_objects
 from ckpt.catalog.verify import OnProgress, size_faults, verify_files
+from ckpt.coordination.claim_marker import claim_for_finish, release_marker
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import put_once
-from ckpt.coordination.mark import mark_finished, unmark
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack
-from ckpt.model.layout import MANIFEST, StepRef, fragment_name
+from ckpt.model.keys import MANIFEST, StepRef, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import Packed, Part, fragment_of, read_part
 from ckpt.model.reference import fill
@@ -104,7 +104,7 @@ def _put(
     backend: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
 ) -> None:
     """The last look at the files comes after the mark: nobody removes one from then on."""
-    if not retry.call(partial(mark_finished, backend, ref)):
+    if not retry.call(partial(claim_for_finish, backend, ref)):
         raise CommitError(f"step {ref.step}: it was refused, and is being cleared away just now")
     if faults := size_faults(
         backend, ref, manifest.files, workers=workers, retry=retry, encodings=manifest.encodings()
@@ -114,7 +114,7 @@ def _put(
         partial(retry.call, partial(backend.head, ref.key(part.name))) for part in manifest.fragments
     )
     retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
-    unmark(backend, ref)
+    release_marker(backend, ref)
 
 
 def _check_owner(

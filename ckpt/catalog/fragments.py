@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import ChecksumMismatch, ManifestCorrupt
 from ckpt.model.checksum import checksum
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.packed import read_fragment
 from ckpt.model.reference import fill

@@ -21,7 +21,7 @@ from ckpt.errors import (
     about,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import OWNER, StepRef, is_file_name, parse_folder
+from ckpt.model.keys import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy

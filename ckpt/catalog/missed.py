@@ -10,7 +10,7 @@ from ckpt.plan.restore import ChunkRead
 from ckpt.plan.sources import Reach, reach_of, verdict
 
 if TYPE_CHECKING:
-    from ckpt.catalog.origin import Origin
+    from ckpt.catalog.tiered_reader import TieredReader
 
 Told = dict[tuple[int, int], list[tuple[str, Exception]]]
 """By file and offset of a chunk: what each source said that was asked for it."""
@@ -20,7 +20,7 @@ class Missed:
     """The chunks that one source could not give. Threads: ``guard`` from any."""
 
     def __init__(
-        self, origin: Origin, position: int, pairs: Sequence[tuple[ChunkRead, ChunkRead]], told: Told
+        self, origin: TieredReader, position: int, pairs: Sequence[tuple[ChunkRead, ChunkRead]], told: Told
     ) -> None:
         self._origin, self._position, self._told = origin, position, told
         self._meant = {(moved.rank, moved.offset): read for read, moved in pairs}

@@ -7,7 +7,7 @@ from functools import partial
 from ckpt.catalog.index import own_objects, read_manifest
 from ckpt.errors import IntegrityError, ObjectNotFound
 from ckpt.model.encoding import MAX_RECORD_BYTES
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.rebase import same_chunks

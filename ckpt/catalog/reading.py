@@ -14,7 +14,7 @@ import numpy as np
 from ckpt.errors import EntryMissing
 from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor, stored_size
 from ckpt.pipeline.reader import read_plan
 from ckpt.pipeline.retry import RetryPolicy

@@ -3,7 +3,7 @@
 1. Files that the destination already has, whole and right, are kept: a fetch that was cut short goes on where it was.
 2. Data files: workers read spans of whole chunks, each from the nearest source that has it intact, and hand the bytes to uploads. A part of an upload that spans share is
    put together from their pieces. Nothing is visible until all of a file is right.
-3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does. Between the two the mark (``coordination.mark``) and one more look at all of
+3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does. Between the two the mark (``coordination.claim_marker``) and one more look at all of
    them, as for any save that is finished from outside of its job.
 
 Memory: spans and shared parts are fresh memory that is let go as soon as nobody needs it. A store whose uploads keep what they are given until
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckpt.catalog.found import OnRepair
-from ckpt.catalog.origin import Origin
 from ckpt.catalog.otherwise import clear_unnamed, encoded_otherwise
+from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.catalog.verify import (
     Meter,
     OnProgress,
@@ -31,11 +31,11 @@ from ckpt.catalog.verify import (
     spans_of,
     verify_files,
 )
-from ckpt.coordination.mark import mark_finished, unmark
+from ckpt.coordination.claim_marker import claim_for_finish, release_marker
 from ckpt.errors import FormatTooNew, IntegrityError, ObjectExists, ObjectNotFound, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Encoding, File, FragmentRef, Manifest, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -82,7 +82,7 @@ def fetch_step(
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
-    origin = Origin((source, *others), ref, retry=retry, on_repair=on_repair)
+    origin = TieredReader((source, *others), ref, retry=retry, on_repair=on_repair)
     with _about_the_source():
         found = origin.whole(lambda found: origin.filled(found, None))
     manifest, packed = found.manifest, found.packed
@@ -114,7 +114,7 @@ def fetch_step(
 
 
 def copy_files(
-    origin: Origin,
+    origin: TieredReader,
     files: Sequence[File],
     destination: StorageBackend,
     *,
@@ -137,7 +137,7 @@ def copy_files(
 
 
 def copy_fragments(
-    origin: Origin,
+    origin: TieredReader,
     manifest: Manifest,
     fragments: Sequence[FragmentRef],
     destination: StorageBackend,
@@ -164,11 +164,11 @@ def commit_copy(
     """
     _make_way(destination, ref, packed, retry)
     look()  # without a mark: one that cannot be finished shall not keep its remains from being cleared away
-    if not retry.call(partial(mark_finished, destination, ref)):
+    if not retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
     look()
     _commit(destination, ref, packed, retry)
-    unmark(destination, ref)
+    release_marker(destination, ref)
 
 
 def _look(
@@ -225,7 +225,7 @@ def _wrong(
 
 
 def _copy_fragment(
-    origin: Origin,
+    origin: TieredReader,
     destination: StorageBackend,
     manifest: Manifest,
     named: FragmentRef,
@@ -278,7 +278,7 @@ class _FileCopy:
 
     def __init__(
         self,
-        origin: Origin,
+        origin: TieredReader,
         destination: StorageBackend,
         file: File,
         encoding: Encoding | None,

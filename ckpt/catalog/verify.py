@@ -18,6 +18,7 @@ from typing import Final
 
 from ckpt.catalog.fragments import load_fragment
 from ckpt.catalog.index import read_packed
+from ckpt.codec.byte_planes import decode
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -31,7 +32,7 @@ from ckpt.errors import (
     TransientStorageError,
 )
 from ckpt.model.checksum import verify as verify_bytes
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import (
     Chunk,
     Encoding,
@@ -43,7 +44,6 @@ from ckpt.model.manifest import (
     stored_size,
 )
 from ckpt.model.reference import fill
-from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend, fresh_memory

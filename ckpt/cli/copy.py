@@ -19,7 +19,7 @@ from ckpt.cli.options import (
 
 if TYPE_CHECKING:
     from ckpt.errors import CkptError
-    from ckpt.model.layout import StepRef
+    from ckpt.model.keys import StepRef
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 

@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from ckpt.config import Tier
     from ckpt.errors import CkptError
-    from ckpt.model.layout import StepRef
+    from ckpt.model.keys import StepRef
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 

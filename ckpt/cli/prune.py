@@ -11,12 +11,12 @@ from ckpt.cli.options import ConfigFileOption, JsonOption, PlaceArgument, RootOp
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ckpt.catalog.holdings import Held, State
-    from ckpt.catalog.prune import Judged, Pruned
     from ckpt.config import Best, Tier
     from ckpt.coordination.owner import Owner
-    from ckpt.model.layout import StepRef
-    from ckpt.plan.retention import Retention
+    from ckpt.model.keys import StepRef
+    from ckpt.retention.inventory import StoredStep, State
+    from ckpt.retention.policy import Retention
+    from ckpt.retention.prune import Judged, Pruned
 
 
 def prune(
@@ -57,13 +57,13 @@ def prune(
       ckpt prune runs/gpt --keep-last 3 --dry-run
       ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
-    from ckpt.catalog.holdings import Holdings
-    from ckpt.catalog.prune import carry_out, judge
     from ckpt.cli import output
     from ckpt.config import resolve_tier
     from ckpt.coordination.owner import read_owner
     from ckpt.errors import ConfigError, NoCheckpoint
-    from ckpt.plan.retention import Retention
+    from ckpt.retention.inventory import Inventory
+    from ckpt.retention.policy import Retention
+    from ckpt.retention.prune import carry_out, judge
     from ckpt.storage.registry import open_backend
 
     root = one_place(places([where] if where else None, [root] if root else None))
@@ -77,7 +77,7 @@ def prune(
         raise ConfigError("how many shall be kept? Give --keep-last N, or write keep_last into ckpt.toml")
     backend = open_backend(tier.url, tier.options)
     owner = read_owner(backend)
-    found = Holdings(backend, part=tier.local is True).look()
+    found = Inventory(backend, part=tier.local is True).look()
     if not found:
         raise NoCheckpoint(backend.url, "it is empty, or does not exist")
     _warn_of_names(rule, found)
@@ -110,7 +110,13 @@ def prune(
 
 
 def _late(
-    url: str, owner: Owner | None, tier: Tier, config: str | None, found: Sequence[Held], *, dry_run: bool
+    url: str,
+    owner: Owner | None,
+    tier: Tier,
+    config: str | None,
+    found: Sequence[StoredStep],
+    *,
+    dry_run: bool,
 ) -> frozenset[StepRef]:
     """Steps that a running job's farther tiers lack, and so may be reading.
 
@@ -144,9 +150,9 @@ def _late(
     return frozenset(late)
 
 
-def _warn_of_names(rule: Retention, found: Sequence[Held]) -> None:
+def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:
     from ckpt.cli import output
-    from ckpt.plan.retention import unknown_metric
+    from ckpt.retention.policy import unknown_metric
 
     if told := unknown_metric(rule, [held.metrics for held in found]):
         output.warn(told)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt.catalog.found import Repair
     from ckpt.catalog.verify import OnProgress
     from ckpt.errors import IntegrityError
-    from ckpt.model.layout import StepRef
+    from ckpt.model.keys import StepRef
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
 

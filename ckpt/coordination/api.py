@@ -22,15 +22,15 @@ class Coordinator(Protocol):
         """Id of this incarnation of the job, the same on all ranks: lower-case letters and digits."""
         ...
 
-    def tell(self, subject: str, word: bytes) -> None:
+    def post(self, subject: str, message: bytes) -> None:
         """This rank's word on ``subject``."""
         ...
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         """Words that have come from any of ``ranks``; waits up to ``timeout`` seconds for at least one."""
         ...
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
         """Set the verdict on ``subject`` if there is none yet; returns the one that stands."""
         ...
 

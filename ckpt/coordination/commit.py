@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.coordination.refusal import Refused, refusal
+from ckpt.coordination.abort_reason import Aborted, abort_reason
 from ckpt.errors import CommitTimeout, PeerFailed
 from ckpt.model.manifest import FragmentRef
 
@@ -64,24 +64,24 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     reason: str
 
 
-Word = Durable | Failed
-Intent = Go | Refused
-Turn = Taken | Refused
-Verdict = Committed | Refused | Unknown
+Vote = Durable | Failed
+Intent = Go | Aborted
+Turn = Taken | Aborted
+Verdict = Committed | Aborted | Unknown
 
-_word: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Word)
+_vote: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Vote)
 _intent: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Intent)
 _turn: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Turn)
 _verdict: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Verdict)
 
 
-def encode(message: Word | Intent | Turn | Verdict) -> bytes:
+def encode(message: Vote | Intent | Turn | Verdict) -> bytes:
     return msgspec.json.encode(message)
 
 
-def decode_word(data: bytes) -> Word:
-    word: Word = _word.decode(data)
-    return word
+def decode_vote(data: bytes) -> Vote:
+    vote: Vote = _vote.decode(data)
+    return vote
 
 
 def decode_intent(data: bytes) -> Intent:
@@ -182,10 +182,10 @@ class Intended:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class VotesArrived:
     """Words by rank. May come twice; the first counts."""
 
-    words: Mapping[int, Word]
+    votes: Mapping[int, Vote]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Merged:
 class Spoiled:
     """No manifest can be made here. ``certain``: nor by any other rank."""
 
-    refusal: Refused
+    abort_reason: Aborted
     certain: bool
 
 
@@ -215,10 +215,10 @@ class PutEnded:
     """``reason`` is empty if the manifest is there. ``refusal`` if it is not, and what this rank has sent will never be."""
 
     reason: str = ""
-    refusal: Refused | None = None
+    abort_reason: Aborted | None = None
 
 
-Event = Outcome | Intended | Heard | Merged | Spoiled | Turned | PutEnded
+Event = Outcome | Intended | VotesArrived | Merged | Spoiled | Turned | PutEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +252,13 @@ class CommitMachine:
         self._durable: dict[int, FragmentRef] = {}
         self._go: Go | None = None
         self._checksum: str | None = None
-        self._spoiled: Refused | None = None
+        self._spoiled: Aborted | None = None
         self._exclusive = False
 
-    def begin(self, now: float, veto: Refused | None = None) -> Action:
+    def begin(self, now: float, abort: Aborted | None = None) -> Action:
         """The first action. ``veto``: the leader's reason to refuse whatever the words are."""
-        if veto is not None:
-            return Propose(veto)
+        if abort is not None:
+            return Propose(abort)
         return Gather(self._missing, self._last) if self._rank == LEADER else Await(now + self._stagger)
 
     def handle(self, event: Event, now: float) -> Action:
@@ -266,8 +266,8 @@ class CommitMachine:
         match event:
             case Outcome(verdict):
                 return Look() if verdict is None else Done(verdict)
-            case Heard(words):
-                return self._hear(words, now)
+            case VotesArrived(votes):
+                return self._hear(votes, now)
             case Intended(intent):
                 return self._intended(intent, now)
             case Merged(checksum):
@@ -281,11 +281,11 @@ class CommitMachine:
             case PutEnded(reason, refused):
                 return self._put_ended(reason, refused, now)
 
-    def _hear(self, words: Mapping[int, Word], now: float) -> Action:
-        for rank in sorted(self._missing & words.keys()):
-            match words[rank]:
+    def _hear(self, votes: Mapping[int, Vote], now: float) -> Action:
+        for rank in sorted(self._missing & votes.keys()):
+            match votes[rank]:
                 case Failed(reason):
-                    return Propose(refusal(PeerFailed(self._step, {rank: reason})))
+                    return Propose(abort_reason(PeerFailed(self._step, {rank: reason})))
                 case Durable(fragment):
                     self._durable[rank] = fragment
         self._missing -= self._durable.keys()
@@ -299,7 +299,7 @@ class CommitMachine:
         match intent:
             case None:
                 return self._step_in(now)
-            case Refused():
+            case Aborted():
                 return Conclude(intent)
             case Go(by) if by == self._rank and self._checksum is not None and self._go is None:
                 self._go, self._exclusive = intent, True
@@ -333,22 +333,22 @@ class CommitMachine:
             return Propose(Go(self._rank, checksum))
         if self._go.checksum == checksum:
             return Turning(Taken(self._rank))
-        self._spoiled = Refused(f"ranks {self._go.by} and {self._rank} read different fragments", {})
+        self._spoiled = Aborted(f"ranks {self._go.by} and {self._rank} read different fragments", {})
         return self._follow(now)
 
     def _turned(self, turn: Turn, now: float) -> Action:
-        if isinstance(turn, Refused):
+        if isinstance(turn, Aborted):
             return Conclude(turn)
         if turn.by == self._rank:
             return Put()
         self._exclusive = False
         return self._follow(now) if self._spoiled else Put()  # all put the same
 
-    def _put_ended(self, reason: str, refused: Refused | None, now: float) -> Action:
+    def _put_ended(self, reason: str, refused: Aborted | None, now: float) -> Action:
         if not reason:
             assert self._go is not None
             return Conclude(Committed(self._go.checksum))
-        self._spoiled = refused or Refused(reason, {})
+        self._spoiled = refused or Aborted(reason, {})
         if not self._exclusive:
             return self._follow(now)  # another may be luckier
         return Turning(refused) if refused is not None else Conclude(Unknown(reason))
@@ -364,4 +364,4 @@ class CommitMachine:
         if self._spoiled is not None:
             return Propose(self._spoiled)
         missing = tuple(sorted(self._missing))
-        return Propose(refusal(CommitTimeout(self._step, missing, self._bounds.timeout, "the part")))
+        return Propose(abort_reason(CommitTimeout(self._step, missing, self._bounds.timeout, "the part")))

@@ -9,6 +9,7 @@ from typing import Final, Protocol, TypeVar, assert_never
 
 import msgspec
 
+from ckpt.coordination.abort_reason import Aborted, abort_reason
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import (
     Action,
@@ -21,7 +22,6 @@ from ckpt.coordination.commit import (
     Event,
     Failed,
     Gather,
-    Heard,
     Intended,
     Look,
     Merge,
@@ -34,15 +34,15 @@ from ckpt.coordination.commit import (
     Turned,
     Turning,
     Verdict,
-    Word,
+    Vote,
+    VotesArrived,
     decode_intent,
     decode_turn,
     decode_verdict,
-    decode_word,
+    decode_vote,
     encode,
 )
 from ckpt.coordination.leaving import who_left
-from ckpt.coordination.refusal import Refused, refusal
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -56,7 +56,7 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
 from ckpt.model.packed import Packed, Part, read_part
 from ckpt.model.validate import check_fragment
@@ -213,7 +213,7 @@ class Committer:
         self._bounds = Bounds(timeout, takeover)
         self._known = known or Known()
 
-    def commit(self, ref: StepRef, word: Word, *, veto: CkptError | None = None) -> Verdict:
+    def commit(self, ref: StepRef, vote: Vote, *, abort: CkptError | None = None) -> Verdict:
         """Say this rank's word and return the verdict, which is the same on all ranks.
 
         Args:
@@ -222,11 +222,11 @@ class Committer:
         Raises:
             CommitError: The verdict cannot be had: the job's store is gone.
         """
-        return _Commit(self, ref).run(word, veto)
+        return _Commit(self, ref).run(vote, abort)
 
-    def offer(self, ref: StepRef, word: Durable) -> None:
+    def offer(self, ref: StepRef, vote: Durable) -> None:
         """Before ``commit`` with that word. Raises what keeps others from reading the fragment."""
-        self._place.offer(ref, word.fragment)
+        self._place.offer(ref, vote.fragment)
 
 
 class _Commit:
@@ -239,12 +239,12 @@ class _Commit:
         self._ref, self._subject = ref, f"{committer._name}/{ref.folder}"
         self._manifest = b""
 
-    def run(self, word: Word, veto: CkptError | None) -> Verdict:
-        self._coordinator.tell(self._subject, encode(word))
+    def run(self, vote: Vote, abort: CkptError | None) -> Verdict:
+        self._coordinator.post(self._subject, encode(vote))
         now = time.monotonic()
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         machine = CommitMachine(self._ref.step, rank, world_size, self._bounds, now)
-        action = machine.begin(now, None if veto is None else refusal(veto))
+        action = machine.begin(now, None if abort is None else abort_reason(abort))
         while not isinstance(action, Done):
             event = self._perform(action)
             action = machine.handle(event, time.monotonic())
@@ -265,13 +265,13 @@ class _Commit:
             case Merge(fragments):
                 return self._merge(fragments)
             case Propose(wanted):
-                return Intended(decode_intent(self._coordinator.decide(intent, encode(wanted))))
+                return Intended(decode_intent(self._coordinator.set_once(intent, encode(wanted))))
             case Turning(wanted):
-                return Turned(decode_turn(self._coordinator.decide(turn, encode(wanted))))
+                return Turned(decode_turn(self._coordinator.set_once(turn, encode(wanted))))
             case Put():
                 return self._put()
             case Conclude(verdict):
-                return Outcome(decode_verdict(self._coordinator.decide(self._subject, encode(verdict))))
+                return Outcome(decode_verdict(self._coordinator.set_once(self._subject, encode(verdict))))
             case Done():
                 raise AssertionError(action)
             case _:
@@ -286,18 +286,18 @@ class _Commit:
         """Where the others were faster they have forgotten their words: the outcome is looked for meanwhile."""
         while True:
             left = max(0.0, until - time.monotonic())
-            words = self._coordinator.hear(
+            votes = self._coordinator.collect(
                 self._subject, set(ranks), timeout=min(left, self._bounds.takeover)
             )
-            if words or left == 0.0:
-                return Heard({rank: _word_of(data) for rank, data in words.items()})
+            if votes or left == 0.0:
+                return VotesArrived({rank: _vote_of(data) for rank, data in votes.items()})
             if (outcome := self._outcome(0.0)).verdict is not None:
                 return outcome
             if (gone := who_left(self._coordinator)) is not None and gone.rank in ranks:
                 # it tells nothing more, but may have told its word just before
-                last = self._coordinator.hear(self._subject, {gone.rank}, timeout=0.0)
-                word = _word_of(last[gone.rank]) if last else Failed(f"it has ended: {gone.reason}")
-                return Heard({gone.rank: word})
+                last = self._coordinator.collect(self._subject, {gone.rank}, timeout=0.0)
+                vote = _vote_of(last[gone.rank]) if last else Failed(f"it has ended: {gone.reason}")
+                return VotesArrived({gone.rank: vote})
 
     def _merge(self, fragments: tuple[FragmentRef, ...]) -> Event:
         try:
@@ -306,9 +306,9 @@ class _Commit:
             self._place.confirm()
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
-            return Spoiled(refusal(placed(error, self._place.url)), certain=certain)
+            return Spoiled(abort_reason(placed(error, self._place.url)), certain=certain)
         except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
-            return Spoiled(Refused(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
+            return Spoiled(Aborted(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
         return Merged(checksum(self._manifest))
 
     def _read(self, fragment: FragmentRef) -> Part:
@@ -337,7 +337,7 @@ class _Commit:
     def _after(self, error: Exception) -> PutEnded:
         """A put that failed: it will never be there only if it is seen not to be, and the store has said no rather than nothing."""
         told = f"{type(error).__name__}: {error}"
-        refused = refusal(error) if isinstance(error, CkptError) else Refused(repr(error), {})
+        refused = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
         try:
             never = not isinstance(error, TransientStorageError) and self._place.is_absent(self._ref)
         except Exception as blind:  # noqa: BLE001 - not even that can be seen
@@ -345,9 +345,9 @@ class _Commit:
         return PutEnded(told, refused if never else None)
 
 
-def _word_of(data: bytes) -> Word:
+def _vote_of(data: bytes) -> Vote:
     try:
-        return decode_word(data)
+        return decode_vote(data)
     except msgspec.MsgspecError as error:
         return Failed(f"what it told cannot be read: {error}")
 

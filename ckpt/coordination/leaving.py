@@ -54,18 +54,18 @@ class Leaving:
         """Say nothing more, and let the others know. Never raises."""
         self._left.set()
         with suppress(CkptError):
-            self._whole.decide(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))
+            self._whole.set_once(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))
 
-    def tell(self, subject: str, word: bytes) -> None:
+    def post(self, subject: str, message: bytes) -> None:
         self._check()
-        self._whole.tell(subject, word)
+        self._whole.post(subject, message)
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        return self._wait(lambda seconds: self._whole.hear(subject, ranks, timeout=seconds), timeout)
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+        return self._wait(lambda seconds: self._whole.collect(subject, ranks, timeout=seconds), timeout)
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
         self._check()
-        return self._whole.decide(subject, verdict)
+        return self._whole.set_once(subject, verdict)
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         return self._wait(lambda seconds: self._whole.verdict(subject, timeout=seconds), timeout)

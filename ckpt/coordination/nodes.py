@@ -20,11 +20,11 @@ import msgspec
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import OneTier
+from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.owner import Owner
-from ckpt.coordination.parcel import drop, receive, send
 from ckpt.errors import CkptError, CommitError, CommitTimeout, TransientStorageError
 from ckpt.model.checksum import checksum
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
 from ckpt.storage.api import Rooted, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
@@ -47,10 +47,10 @@ def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier
     local = [tier for tier in tiers if tier.local]
     if coordinator.world_size == 1 or not local:
         return tuple(tiers)
-    coordinator.tell("nodes", msgspec.json.encode([_identity(tier.backend) for tier in local]))
+    coordinator.post("nodes", msgspec.json.encode([_identity(tier.backend) for tier in local]))
     if coordinator.rank == LEADER:
-        told = _hear_all(coordinator, len(local))
-        coordinator.decide("nodes", msgspec.json.encode(told))
+        told = _collect_all(coordinator, len(local))
+        coordinator.set_once("nodes", msgspec.json.encode(told))
     else:
         wait = _START_SECONDS + 30
         heard = coordinator.verdict("nodes", timeout=wait)
@@ -62,21 +62,21 @@ def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier
     return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
 
 
-def _hear_all(coordinator: Coordinator, count: int) -> list[tuple[int, ...]]:
+def _collect_all(coordinator: Coordinator, count: int) -> list[tuple[int, ...]]:
     missing = set(range(coordinator.world_size))
     deadline = time.monotonic() + _START_SECONDS
     names: dict[int, list[str]] = {}
     while missing:
-        words = coordinator.hear("nodes", missing, timeout=max(0.0, deadline - time.monotonic()))
-        if not words:
+        messages = coordinator.collect("nodes", missing, timeout=max(0.0, deadline - time.monotonic()))
+        if not messages:
             raise CommitTimeout(-1, sorted(missing), _START_SECONDS, "the manager")
-        for rank, word in words.items():
-            names[rank] = msgspec.json.decode(word, type=list[str])
+        for rank, message in messages.items():
+            names[rank] = msgspec.json.decode(message, type=list[str])
             if len(names[rank]) != count:
                 raise CommitError(
                     f"rank {rank} was given other tiers than rank {LEADER}: give all ranks the same"
                 )
-        missing -= words.keys()
+        missing -= messages.keys()
     found: list[tuple[int, ...]] = []
     for index in range(count):
         numbers: dict[str, int] = {}
@@ -106,17 +106,17 @@ class _OnNode:
         self.rank, self.world_size = self._mates.index(coordinator.rank), len(self._mates)
         self.attempt = coordinator.attempt
 
-    def tell(self, subject: str, word: bytes) -> None:
-        self._whole.tell(self._prefix + subject, word)
+    def post(self, subject: str, message: bytes) -> None:
+        self._whole.post(self._prefix + subject, message)
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        words = self._whole.hear(
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+        messages = self._whole.collect(
             self._prefix + subject, {self._mates[rank] for rank in ranks}, timeout=timeout
         )
-        return {self._mates.index(rank): word for rank, word in words.items()}
+        return {self._mates.index(rank): message for rank, message in messages.items()}
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
-        return self._whole.decide(self._prefix + subject, verdict)
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
+        return self._whole.set_once(self._prefix + subject, verdict)
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         return self._whole.verdict(self._prefix + subject, timeout=timeout)
@@ -187,10 +187,10 @@ class ManyNodes:
         self._store.put(ref, manifest)
         self._attended = True
         if self._coordinator.rank in self._nodes.firsts:  # for whoever takes its turn, if this rank dies now
-            self._coordinator.tell(self._subject(ref, "put"), b"")
+            self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
         merged = _Merged(self._coordinator.rank, len(manifest), checksum(manifest))
-        self._coordinator.decide(self._subject(ref, "merged"), msgspec.json.encode(merged))
+        self._coordinator.set_once(self._subject(ref, "merged"), msgspec.json.encode(merged))
         faults = self._faults(ref)
         drop(self._coordinator, self._subject(ref, "manifest"), pieces)
         if faults:
@@ -211,8 +211,8 @@ class ManyNodes:
                 self._attended = True
                 merged = msgspec.json.decode(told, type=_Merged)
                 if self._nodes.of[merged.rank] != self._nodes.of[self._coordinator.rank]:
-                    word = self._put_here(ref, merged)
-                    self._coordinator.tell(self._subject(ref, "put"), word.encode())
+                    message = self._put_here(ref, merged)
+                    self._coordinator.post(self._subject(ref, "put"), message.encode())
 
     def forget(self, ref: StepRef) -> None:
         """The save is decided, or this rank has no part in it any more."""
@@ -226,9 +226,9 @@ class ManyNodes:
         faults: dict[int, str] = {}
         deadline = time.monotonic() + _PUT_SECONDS
         while missing and (left := deadline - time.monotonic()) > 0:
-            words = self._coordinator.hear(self._subject(ref, "put"), missing, timeout=left)
-            faults |= {rank: word.decode() for rank, word in words.items() if word}
-            missing -= words.keys()
+            messages = self._coordinator.collect(self._subject(ref, "put"), missing, timeout=left)
+            faults |= {rank: message.decode() for rank, message in messages.items() if message}
+            missing -= messages.keys()
         return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
     def _put_here(self, ref: StepRef, merged: _Merged) -> str:

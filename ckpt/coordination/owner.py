@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from ckpt.errors import LinkRefused, ObjectNotFound, RootInUse, RootLost
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
 from ckpt.storage.api import Rooted, StorageBackend
 
 _LIMIT = 64 << 10

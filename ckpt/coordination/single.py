@@ -19,17 +19,17 @@ class SingleCoordinator:
 
     def __init__(self) -> None:
         self.attempt = new_attempt()
-        self._words: dict[str, bytes] = {}
+        self._messages: dict[str, bytes] = {}
         self._verdicts: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def tell(self, subject: str, word: bytes) -> None:
-        self._words[subject] = word
+    def post(self, subject: str, message: bytes) -> None:
+        self._messages[subject] = message
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:  # noqa: ARG002 - nobody to wait for
-        return {0: self._words[subject]} if 0 in ranks and subject in self._words else {}
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:  # noqa: ARG002 - nobody to wait for
+        return {0: self._messages[subject]} if 0 in ranks and subject in self._messages else {}
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
         with self._lock:
             return self._verdicts.setdefault(subject, verdict)
 
@@ -38,7 +38,7 @@ class SingleCoordinator:
 
     def forget(self, subject: str) -> None:
         """Nobody else will ask for the verdict, nor for those that led to it (``subject/...``): a month of saves leaves nothing."""
-        self._words.pop(subject, None)
+        self._messages.pop(subject, None)
         with self._lock:  # tiers have threads of their own
             for name in [n for n in self._verdicts if n == subject or n.startswith(f"{subject}/")]:
                 del self._verdicts[name]
@@ -47,5 +47,5 @@ class SingleCoordinator:
         return self
 
     def close(self) -> None:
-        self._words.clear()
+        self._messages.clear()
         self._verdicts.clear()

@@ -87,7 +87,7 @@ class Together:
         except Exception as error:  # noqa: BLE001 - the others wait for it
             choice = error
         told = {"error": str(choice)} if isinstance(choice, Exception) else choice
-        self._coordinator.decide(subject, msgspec.json.encode(told))
+        self._coordinator.set_once(subject, msgspec.json.encode(told))
         if isinstance(choice, Exception):
             raise choice
         return choice
@@ -119,10 +119,10 @@ class Together:
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
         """The worst answer of all ranks, on all ranks."""
-        self._coordinator.tell(subject, msgspec.json.encode(mine))
+        self._coordinator.post(subject, msgspec.json.encode(mine))
         if self._coordinator.rank == LEADER:
             worst = self._worst(subject, step)
-            self._coordinator.decide(subject, msgspec.json.encode(worst))
+            self._coordinator.set_once(subject, msgspec.json.encode(worst))
             return worst
         wait = self._patience + _GRACE_SECONDS
         heard = self._coordinator.verdict(subject, timeout=wait)
@@ -138,14 +138,16 @@ class Together:
         while (
             missing and worst.outcome != "stop"
         ):  # nobody shall wait for more: one of the others may be dead
-            words = self._coordinator.hear(subject, missing, timeout=max(0.0, deadline - time.monotonic()))
-            if not words:
+            messages = self._coordinator.collect(
+                subject, missing, timeout=max(0.0, deadline - time.monotonic())
+            )
+            if not messages:
                 ranks = ", ".join(map(str, sorted(missing)[:16]))
                 if worst.outcome == "parted":
                     return _Answer("stop", f"step {step}: rank(s) {ranks} are gone; {worst.reason}")
                 late = f"rank(s) {ranks} did not finish the restore in {self._patience:.0f} s"
                 return _Answer("stop", f"step {step}: {late}")
-            for rank, data in words.items():
+            for rank, data in messages.items():
                 missing.discard(rank)
                 answer = msgspec.json.decode(data, type=_Answer)
                 shared = set(answer.names) if shared is None else common(shared, set(answer.names))

@@ -44,7 +44,7 @@ def write_file(
     end = 0
     for tensor in order:
         dtype, start, end = DTYPES[tensor.dtype], end, end + tensor.nbytes
-        shape = [*tensor.shape, dtype.lanes] if dtype.lanes > 1 else list(tensor.shape)
+        shape = [*tensor.shape, dtype.writers] if dtype.writers > 1 else list(tensor.shape)
         entries[names[tensor.name]] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -113,7 +113,7 @@ def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
     """Types that the format holds under another name."""
     for tensor in tensors:
         dtype = DTYPES[tensor.dtype]
-        if dtype.lanes > 1:
+        if dtype.writers > 1:
             notes.changed.append(
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )

@@ -17,7 +17,7 @@ class DType:
     name: str
     itemsize: int
     storage: str
-    lanes: int = 1
+    writers: int = 1
 
 
 def _table() -> dict[str, DType]:
@@ -48,7 +48,8 @@ def _table() -> dict[str, DType]:
     rows += [(name, 1, "U8", 1) for name in ("bits8", "bits1x8", "bits2x4", "bits4x2")]
     rows += [("bits16", 2, "U16", 1)]
     return {
-        name: DType(name=name, itemsize=size, storage=code, lanes=lanes) for name, size, code, lanes in rows
+        name: DType(name=name, itemsize=size, storage=code, writers=writers)
+        for name, size, code, writers in rows
     }
 
 

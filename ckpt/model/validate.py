@@ -14,7 +14,7 @@ from ckpt.model.box import tiling_fault
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
-from ckpt.model.layout import data_name, fragment_name
+from ckpt.model.keys import data_name, fragment_name
 from ckpt.model.manifest import (
     FORMAT,
     REFERENCE_FORMAT,

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 
+from ckpt.codec.byte_planes import Encoder
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
-from ckpt.pipeline.codec import Encoder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, check_room, losing

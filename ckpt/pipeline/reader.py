@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
+from ckpt.codec.byte_planes import decode
 from ckpt.model.checksum import verify
-from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
+from ckpt.codec.byte_planes import decode
 from ckpt.errors import CkptError
 from ckpt.model.checksum import verify
 from ckpt.model.manifest import Chunk
-from ckpt.pipeline.codec import decode
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, fresh_memory
 

@@ -126,7 +126,7 @@ def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int)
             serial += 1
             name = f"{leaf.name}@{serial}"
         end = start + box.numel * leaf.itemsize
-        shape = [*box.shape, dtype.lanes] if dtype.lanes > 1 else list(box.shape)
+        shape = [*box.shape, dtype.writers] if dtype.writers > 1 else list(box.shape)
         entries[name] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = msgspec.json.encode(entries)

@@ -45,19 +45,19 @@ class Forgetful:
 def test_words_that_have_come_are_heard_and_others_are_not_waited_for(
     coordinator: TorchStoreCoordinator,
 ) -> None:
-    coordinator.tell("x", b"mine")
+    coordinator.post("x", b"mine")
     began = time.monotonic()
-    assert coordinator.hear("x", {0, 1}, timeout=5) == {0: b"mine"}
+    assert coordinator.collect("x", {0, 1}, timeout=5) == {0: b"mine"}
     assert time.monotonic() - began < 4
     coordinator.forget("x")
-    assert coordinator.hear("x", {0, 1}, timeout=0.1) == {}
+    assert coordinator.collect("x", {0, 1}, timeout=0.1) == {}
 
 
 def test_a_wait_in_vain_prints_nothing(
     coordinator: TorchStoreCoordinator, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert coordinator.verdict("y", timeout=0.2) is None
-    assert coordinator.hear("y", {0, 1}, timeout=0.2) == {}
+    assert coordinator.collect("y", {0, 1}, timeout=0.2) == {}
     assert capfd.readouterr() == ("", "")
 
 
@@ -70,13 +70,13 @@ def test_a_word_forgotten_between_two_requests_holds_nobody_up(
     store.set("x/2", "two")
     coordinator._store = Forgetful(store, f"x/{gone}")  # type: ignore[assignment]
     began = time.monotonic()
-    assert coordinator.hear("x", {1, 2}, timeout=3) == {3 - gone: b"one" if gone == 2 else b"two"}
+    assert coordinator.collect("x", {1, 2}, timeout=3) == {3 - gone: b"one" if gone == 2 else b"two"}
     assert time.monotonic() - began < 2
 
 
 def test_the_first_verdict_stands_and_looking_does_not_make_one(coordinator: TorchStoreCoordinator) -> None:
     assert coordinator.verdict("x", timeout=0) is None
     assert coordinator.verdict("x", timeout=0.05) is None
-    assert coordinator.decide("x", b"yes") == b"yes"
-    assert coordinator.clone().decide("x", b"no") == b"yes"
+    assert coordinator.set_once("x", b"yes") == b"yes"
+    assert coordinator.clone().set_once("x", b"no") == b"yes"
     assert coordinator.verdict("x", timeout=0) == coordinator.verdict("x", timeout=1) == b"yes"

@@ -19,7 +19,7 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk, File, Manifest, Shard, Tensor
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend

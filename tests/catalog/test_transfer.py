@@ -21,7 +21,7 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, StorageBackend, Upload, read_object

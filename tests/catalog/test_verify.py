@@ -12,7 +12,7 @@ from ckpt.catalog.verify import SPAN_BYTES, VerifyReport, spans_of, verify_step
 from ckpt.errors import AccessDenied, ChecksumMismatch, IntegrityError, StorageError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk, File
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from ckpt.coordination.owner import Owner
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
 from ckpt.model.manifest import Fragment
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import Written, write_checkpoint

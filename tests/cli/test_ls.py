@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.config import load_config
-from ckpt.model.layout import StepRef
+from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Rule

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog.finalize import finalize
-from ckpt.catalog.holdings import Holdings
-from ckpt.catalog.prune import remove
+from ckpt.coordination.abort_reason import Aborted
+from ckpt.coordination.claim_marker import clear_away
 from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict
 from ckpt.coordination.committer import Committer, OneTier
-from ckpt.coordination.mark import clear_away
 from ckpt.coordination.owner import Owner, claim, confirm
-from ckpt.coordination.refusal import Refused
 from ckpt.errors import (
     CkptError,
     CommitError,
@@ -34,9 +32,11 @@ from ckpt.errors import (
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.plan.leaf import Leaf
+from ckpt.retention.inventory import Inventory
+from ckpt.retention.prune import remove
 from ckpt.storage.api import Capabilities, ObjectInfo
 from tests.plan.worlds import fragment_of
 
@@ -218,7 +218,7 @@ class JobStore:
 
     def __init__(self, sim: Simulation) -> None:
         self.sim, self.gone = sim, False
-        self.words: dict[tuple[str, int], bytes] = {}
+        self.votes: dict[tuple[str, int], bytes] = {}
         self.verdicts: dict[str, bytes] = {}
 
     def ask(
@@ -238,18 +238,18 @@ class SimCoordinator:
     def __init__(self, store: JobStore, attempt: str, rank: int) -> None:
         self.store, self.attempt, self.rank = store, attempt, rank
 
-    def tell(self, subject: str, word: bytes) -> None:
+    def post(self, subject: str, vote: bytes) -> None:
         self.store.ask(f"tell {subject}")
-        self.store.words[subject, self.rank] = word
+        self.store.votes[subject, self.rank] = vote
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         def come() -> dict[int, bytes]:
-            return {r: self.store.words[subject, r] for r in ranks if (subject, r) in self.store.words}
+            return {r: self.store.votes[subject, r] for r in ranks if (subject, r) in self.store.votes}
 
         self.store.ask(f"hear {subject}", lambda: bool(come()), self.store.sim.clock + timeout)
         return come()
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
         self.store.ask(f"decide {subject}")
         return self.store.verdicts.setdefault(subject, verdict)
 
@@ -261,7 +261,7 @@ class SimCoordinator:
 
     def forget(self, subject: str) -> None:
         self.store.ask(f"forget {subject}")
-        self.store.words.pop((subject, self.rank), None)
+        self.store.votes.pop((subject, self.rank), None)
 
     def clone(self) -> SimCoordinator:
         return self
@@ -296,14 +296,14 @@ class Attempt:
     def _rank(self, rank: int) -> None:
         coordinator = SimCoordinator(self.store, self.name, rank)
         for index, tier in enumerate(self.sim.tiers):
-            veto: CkptError | None = None
-            word: Durable | Failed
+            abort: CkptError | None = None
+            vote: Durable | Failed
             try:
                 if rank == 0:
                     claim(tier, self.owner)
-                word = self._write(tier, rank)
+                vote = self._write(tier, rank)
             except CkptError as error:
-                veto, word = error if rank == 0 else None, Failed(str(error))
+                abort, vote = error if rank == 0 else None, Failed(str(error))
             committer = Committer(
                 coordinator, OneTier(tier, confirm=partial(confirm, tier, self.owner)),
                 name=f"tier{index}", timeout=TIMEOUT, takeover=TAKEOVER,
@@ -311,12 +311,12 @@ class Attempt:
             task = self.sim.tasks[self.sim.tasks.index(self.tasks[rank])]
             task.waited = 0.0
             try:
-                verdict = committer.commit(self.ref, word, veto=veto)
+                verdict = committer.commit(self.ref, vote, abort=abort)
             except CommitError:  # the store is gone: what the save has become is not known
                 return
             self.sim.changes += 1
             self.sim.verdicts.setdefault((self.name, index), {})[rank] = verdict
-            if isinstance(verdict, Refused) or isinstance(word, Failed):
+            if isinstance(verdict, Aborted) or isinstance(vote, Failed):
                 names = fragment_name(rank), data_name(rank)
                 try:
                     clear_away(tier, self.ref, *map(self.ref.key, names))
@@ -348,7 +348,7 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
 
     def clear() -> None:
         with suppress(CkptError):
-            for held in Holdings(sim.tiers[index]).look(begun=True):
+            for held in Inventory(sim.tiers[index]).look(begun=True):
                 if held.ref == attempt.ref and held.state == "begun":
                     remove(sim.tiers[index], held)
 
@@ -386,7 +386,7 @@ def check_verdicts(sim: Simulation) -> None:
         if isinstance(verdict, Committed):
             assert data is not None
             assert checksum(data) == verdict.checksum
-        elif isinstance(verdict, Refused):
+        elif isinstance(verdict, Aborted):
             assert data is None or (name, index) in sim.finishers, verdict
         else:
             assert isinstance(verdict, Unknown)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.coordination.abort_reason import Aborted, abort_reason
 from ckpt.coordination.commit import (
     Await,
     Bounds,
@@ -16,7 +17,6 @@ from ckpt.coordination.commit import (
     Failed,
     Gather,
     Go,
-    Heard,
     Intended,
     Look,
     Merge,
@@ -29,15 +29,15 @@ from ckpt.coordination.commit import (
     Turned,
     Turning,
     Unknown,
+    VotesArrived,
     decode_intent,
     decode_turn,
     decode_verdict,
-    decode_word,
+    decode_vote,
     encode,
 )
-from ckpt.coordination.refusal import Refused, refusal
 from ckpt.errors import OutOfSpace
-from ckpt.model.layout import fragment_name
+from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef
 
 
@@ -56,8 +56,8 @@ def machine(rank: int, size: int = 3) -> CommitMachine:
 def test_the_leader_commits_what_all_have_told():
     leader = machine(0)
     assert leader.begin(0.0) == Gather(frozenset({0, 1, 2}), 100.0)
-    assert leader.handle(Heard({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(frozenset({1}), 100.0)
-    assert leader.handle(Heard({1: WORDS[1]}), 2.0) == Merge((part(0), part(1), part(2)))
+    assert leader.handle(VotesArrived({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(frozenset({1}), 100.0)
+    assert leader.handle(VotesArrived({1: WORDS[1]}), 2.0) == Merge((part(0), part(1), part(2)))
     go = Go(0, "c")
     assert leader.handle(Merged("c"), 3.0) == Propose(go)
     assert leader.handle(Intended(go), 3.0) == Put()
@@ -68,18 +68,18 @@ def test_the_leader_commits_what_all_have_told():
 def test_the_first_word_of_a_rank_counts():
     leader = machine(0, 2)
     leader.begin(0.0)
-    leader.handle(Heard({0: Durable(part(0, "a" * 32))}), 0.0)
-    leader.handle(Heard({0: Failed("too late")}), 0.0)
-    assert leader.handle(Heard({1: WORDS[1]}), 0.0) == Merge((part(0, "a" * 32), part(1)))
+    leader.handle(VotesArrived({0: Durable(part(0, "a" * 32))}), 0.0)
+    leader.handle(VotesArrived({0: Failed("too late")}), 0.0)
+    assert leader.handle(VotesArrived({1: WORDS[1]}), 0.0) == Merge((part(0, "a" * 32), part(1)))
 
 
 def test_a_time_out_names_those_not_heard_of():
     leader = machine(0, 4)
     leader.begin(0.0)
-    leader.handle(Heard({2: WORDS[2]}), 1.0)
-    action = leader.handle(Heard({}), 100.0)
+    leader.handle(VotesArrived({2: WORDS[2]}), 1.0)
+    action = leader.handle(VotesArrived({}), 100.0)
     assert isinstance(action, Propose)
-    assert isinstance(action.intent, Refused)
+    assert isinstance(action.intent, Aborted)
     assert action.intent.ranks == (0, 1, 3)
 
 
@@ -88,7 +88,7 @@ def test_a_survivor_takes_the_place_of_a_leader_that_says_nothing():
     assert second.begin(0.0) == Await(10.0)
     assert second.handle(Outcome(None), 10.0) == Look()
     assert second.handle(Intended(None), 10.0) == Gather(frozenset({0, 1, 2}), 10.0)
-    assert second.handle(Heard(WORDS), 10.0) == Merge((part(0), part(1), part(2)))
+    assert second.handle(VotesArrived(WORDS), 10.0) == Merge((part(0), part(1), part(2)))
     assert second.handle(Merged("c"), 10.0) == Propose(Go(1, "c"))
 
 
@@ -99,19 +99,19 @@ def test_a_survivor_gives_the_proposer_time_and_then_carries_it_out():
     assert third.handle(Intended(go), 20.0) == Await(40.0)
     assert third.handle(Outcome(None), 40.0) == Look()
     assert third.handle(Intended(go), 40.0) == Gather(frozenset({0, 1, 2}), 40.0)
-    third.handle(Heard(WORDS), 40.0)
+    third.handle(VotesArrived(WORDS), 40.0)
     assert third.handle(Merged("c"), 41.0) == Turning(Taken(2))
     assert third.handle(Turned(Taken(2)), 41.0) == Put()
 
 
 def test_only_the_proposer_withdraws_and_only_while_nobody_has_taken_its_turn():
-    for turn, then in ((refusal(OutOfSpace("k")), Conclude), (Taken(1), Await)):
+    for turn, then in ((abort_reason(OutOfSpace("k")), Conclude), (Taken(1), Await)):
         leader, go = machine(0), Go(0, "c")
         leader.begin(0.0)
-        leader.handle(Heard(WORDS), 0.0)
+        leader.handle(VotesArrived(WORDS), 0.0)
         leader.handle(Merged("c"), 0.0)
         leader.handle(Intended(go), 0.0)
-        wish = refusal(OutOfSpace("k"))
+        wish = abort_reason(OutOfSpace("k"))
         assert leader.handle(PutEnded("full", wish), 1.0) == Turning(wish)
         assert isinstance(leader.handle(Turned(turn), 1.0), then)
 
@@ -119,17 +119,17 @@ def test_only_the_proposer_withdraws_and_only_while_nobody_has_taken_its_turn():
 def test_a_put_of_unknown_fate_is_never_a_refusal():
     leader = machine(0)
     leader.begin(0.0)
-    leader.handle(Heard(WORDS), 0.0)
+    leader.handle(VotesArrived(WORDS), 0.0)
     leader.handle(Merged("c"), 0.0)
     leader.handle(Intended(Go(0, "c")), 0.0)
     assert leader.handle(PutEnded("no answer"), 1.0) == Conclude(Unknown("no answer"))
 
 
 def test_a_leader_that_was_stopped_follows_what_was_decided_meanwhile():
-    for stands, then in ((Go(1, "c"), Await), (Refused("late", {}), Conclude)):
+    for stands, then in ((Go(1, "c"), Await), (Aborted("late", {}), Conclude)):
         leader = machine(0)
         leader.begin(0.0)
-        leader.handle(Heard(WORDS), 0.0)
+        leader.handle(VotesArrived(WORDS), 0.0)
         assert leader.handle(Merged("c"), 500.0) == Propose(Go(0, "c"))
         assert isinstance(leader.handle(Intended(stands), 500.0), then)
 
@@ -149,14 +149,14 @@ texts = st.text(st.characters(exclude_categories=("Cs",)))
     st.builds(Failed, texts)
     | st.builds(Durable, st.builds(FragmentRef, texts, st.integers(0, 9), st.integers(0, 2**60), texts))
 )
-def test_words_come_as_they_were_sent(word):
-    assert decode_word(encode(word)) == word
+def test_words_come_as_they_were_sent(vote):
+    assert decode_vote(encode(vote)) == vote
 
 
 @given(
     st.builds(Committed, texts)
     | st.builds(
-        Refused,
+        Aborted,
         texts,
         st.dictionaries(st.integers(0, 99), texts),
         texts,
@@ -177,7 +177,7 @@ def test_intents_and_turns_come_as_they_were_sent(go):
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"type":"committed"}', b'{"type":"other"}'])
 def test_what_is_no_word_is_not_taken_for_one(data):
     with pytest.raises(msgspec.MsgspecError):
-        decode_word(data)
+        decode_vote(data)
     with pytest.raises(msgspec.MsgspecError):
         decode_verdict(data)
     with pytest.raises(msgspec.MsgspecError):
@@ -200,7 +200,7 @@ def words_asked_for(size: int, dead: int) -> int:
                     event = Intended(None)
                 case Gather(ranks, until):
                     heard = {other: Durable(part(other)) for other in ranks - {dead}}
-                    now, event = now if heard else until, Heard(heard)
+                    now, event = now if heard else until, VotesArrived(heard)
                     asked += len(heard)
                 case _:
                     raise AssertionError(action)
@@ -224,9 +224,9 @@ def test_any_rank_alone_tells_in_the_end_who_is_missing(rank):
                 action = one.handle(Intended(None), now)
             case Gather(ranks):
                 there = {other: Durable(part(other)) for other in ranks if other > 1}
-                action = one.handle(Heard(there), now)
+                action = one.handle(VotesArrived(there), now)
             case _:
                 raise AssertionError(action)
         assert now <= BOUNDS.timeout + BOUNDS.stagger(rank)
-    assert isinstance(action.intent, Refused)
+    assert isinstance(action.intent, Aborted)
     assert action.intent.ranks == (0, 1)

@@ -6,9 +6,9 @@ import uuid
 import numpy as np
 import pytest
 
+from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
 from ckpt.coordination.commit import Committed, Durable, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, put_once
-from ckpt.coordination.refusal import Refused, rebuild, refusal
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
     CkptError,
@@ -28,7 +28,7 @@ from ckpt.errors import (
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.layout import StepRef, data_name, fragment_name
+from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf
@@ -45,7 +45,7 @@ TIMEOUT = 0.3
 
 def checksum_of(verdict):
     """The manifest's checksum, or the error that a refusal carries: what a saver makes of a verdict."""
-    if isinstance(verdict, Refused):
+    if isinstance(verdict, Aborted):
         raise rebuild(verdict, REF.step)
     assert isinstance(verdict, Committed), verdict
     return verdict.checksum
@@ -76,10 +76,10 @@ def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.
     return Committer(coordinator, OneTier(store), name="tier0", timeout=timeout, takeover=takeover)
 
 
-def commit_all(world: World, store, words, *, ranks=None, veto: CkptError | None = None):
+def commit_all(world: World, store, votes, *, ranks=None, abort: CkptError | None = None):
     def work(coordinator):
-        mine = veto if coordinator.rank == 0 else None
-        return checksum_of(committer(coordinator, store).commit(REF, words[coordinator.rank], veto=mine))
+        mine = abort if coordinator.rank == 0 else None
+        return checksum_of(committer(coordinator, store).commit(REF, votes[coordinator.rank], abort=mine))
 
     return world.run(work, ranks)
 
@@ -90,8 +90,8 @@ def is_committed(store) -> bool:
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_when_all_are_durable_all_hear_the_checksum_of_the_manifest(store, size):
-    words = {rank: make_durable(store, rank, size) for rank in range(size)}
-    heard = commit_all(World(size), store, words)
+    votes = {rank: make_durable(store, rank, size) for rank in range(size)}
+    heard = commit_all(World(size), store, votes)
     data = read_object(store, REF.manifest, limit=1 << 20)
     assert heard == dict.fromkeys(range(size), checksum(data))
     manifest = check_manifest(unpack(data, Manifest, key=REF.manifest), key=REF.manifest)
@@ -99,15 +99,15 @@ def test_when_all_are_durable_all_hear_the_checksum_of_the_manifest(store, size)
 
 
 def test_a_world_of_one_commits_alone(store):
-    word = make_durable(store, 0, 1)
-    found = checksum_of(committer(SingleCoordinator(), store).commit(REF, word))
+    vote = make_durable(store, 0, 1)
+    found = checksum_of(committer(SingleCoordinator(), store).commit(REF, vote))
     assert found == checksum(read_object(store, REF.manifest, limit=1 << 20))
 
 
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_when_one_has_failed_all_hear_which_and_why(store, failed):
-    words = {rank: make_durable(store, rank, 3) for rank in range(3)} | {failed: Failed("disk full")}
-    heard = commit_all(World(3), store, words)
+    votes = {rank: make_durable(store, rank, 3) for rank in range(3)} | {failed: Failed("disk full")}
+    heard = commit_all(World(3), store, votes)
     for error in heard.values():
         assert isinstance(error, PeerFailed)
         assert (error.step, error.failures) == (5, {failed: "disk full"})
@@ -117,9 +117,9 @@ def test_when_one_has_failed_all_hear_which_and_why(store, failed):
 @pytest.mark.parametrize("silent", [1, 2])
 def test_when_one_is_silent_the_others_hear_its_name_within_the_bound(store, silent):
     others = {0, 1, 2} - {silent}
-    words = {rank: make_durable(store, rank, 3) for rank in others}
+    votes = {rank: make_durable(store, rank, 3) for rank in others}
     began = time.monotonic()
-    heard = commit_all(World(3), store, words, ranks=others)
+    heard = commit_all(World(3), store, votes, ranks=others)
     assert time.monotonic() - began < TIMEOUT + 2
     assert set(heard) == others
     for error in heard.values():
@@ -136,9 +136,9 @@ def test_a_silent_leader_is_named(store):
 
 def test_a_word_that_comes_late_does_not_change_the_verdict(store):
     world = World(2)
-    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
-    early = commit_all(world, store, words, ranks=[0])
-    late = commit_all(world, store, words, ranks=[1])
+    votes = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    early = commit_all(world, store, votes, ranks=[0])
+    late = commit_all(world, store, votes, ranks=[1])
     assert isinstance(early[0], CommitTimeout)
     assert isinstance(late[1], CommitTimeout)
     assert late[1].missing == (1,)
@@ -147,9 +147,9 @@ def test_a_word_that_comes_late_does_not_change_the_verdict(store):
 
 def test_a_verdict_given_by_another_survivor_stands(store):
     world = World(1)
-    word = make_durable(store, 0, 1)
+    vote = make_durable(store, 0, 1)
     first = commit_all(world, store, {0: Failed("told before")})
-    second = commit_all(world, store, {0: word})
+    second = commit_all(world, store, {0: vote})
     assert isinstance(first[0], PeerFailed)
     assert isinstance(second[0], PeerFailed)
 
@@ -157,52 +157,52 @@ def test_a_verdict_given_by_another_survivor_stands(store):
 @pytest.mark.parametrize(
     "veto", [StepExists(5, "memory://x"), RootInUse("memory://x", "somebody"), OutOfSpace("k", "full")]
 )
-def test_a_veto_of_the_leader_reaches_all_and_nothing_is_put(store, veto):
-    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
-    heard = commit_all(World(2), store, words, veto=veto)
+def test_a_veto_of_the_leader_reaches_all_and_nothing_is_put(store, abort):
+    votes = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    heard = commit_all(World(2), store, votes, abort=abort)
     for error in heard.values():
-        assert type(error) is type(veto)
-        assert str(error) == str(veto)
+        assert type(error) is type(abort)
+        assert str(error) == str(abort)
     assert not is_committed(store)
 
 
 def test_replicas_that_differ_are_refused_everywhere_by_name(store):
     boxes = (Box.whole(ARRAY.shape),)
-    words = {rank: make_durable(store, rank, 3, boxes=boxes, array=ARRAY + (rank == 2)) for rank in range(3)}
-    for error in commit_all(World(3), store, words).values():
+    votes = {rank: make_durable(store, rank, 3, boxes=boxes, array=ARRAY + (rank == 2)) for rank in range(3)}
+    for error in commit_all(World(3), store, votes).values():
         assert isinstance(error, ReplicasDiverged)
         assert (error.name, error.ranks) == ("x", (0, 2))
     assert not is_committed(store)
 
 
 def test_a_hole_is_refused_everywhere_by_name(store):
-    words = {rank: make_durable(store, rank, 2, boxes=(Box((6 * rank, 0), (5, 2)),)) for rank in range(2)}
-    for error in commit_all(World(2), store, words).values():
+    votes = {rank: make_durable(store, rank, 2, boxes=(Box((6 * rank, 0), (5, 2)),)) for rank in range(2)}
+    for error in commit_all(World(2), store, votes).values():
         assert isinstance(error, TensorIncomplete)
         assert error.name == "x"
         assert "4 of 24" in str(error)
 
 
 def test_a_fragment_that_was_damaged_on_its_way_is_refused_everywhere(store):
-    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    votes = {rank: make_durable(store, rank, 2) for rank in range(2)}
     flip_byte(store, REF.key(fragment_name(1)), 100)
-    for error in commit_all(World(2), store, words).values():
+    for error in commit_all(World(2), store, votes).values():
         assert isinstance(error, CommitError)
         assert "rank-00001.json" in str(error)
     assert not is_committed(store)
 
 
 def test_a_fragment_that_is_gone_is_refused_everywhere(store):
-    words = {rank: make_durable(store, rank, 2) for rank in range(2)}
+    votes = {rank: make_durable(store, rank, 2) for rank in range(2)}
     store.delete(REF.key(fragment_name(1)))
-    heard = commit_all(World(2), store, words)
+    heard = commit_all(World(2), store, votes)
     assert all(isinstance(error, TierNotShared) and error.ranks == (1,) for error in heard.values())
 
 
 def test_a_word_that_is_nonsense_is_a_verdict_too(store):
     world = World(2)
     make_durable(store, 1, 2)
-    world.coordinator(1).tell(f"tier0/{REF.folder}", b"garbage")
+    world.coordinator(1).post(f"tier0/{REF.folder}", b"garbage")
     heard = commit_all(world, store, {0: make_durable(store, 0, 2)}, ranks=[0])
     assert isinstance(heard[0], CommitError)
     assert "rank 1: what it told cannot be read" in str(heard[0])
@@ -269,14 +269,14 @@ def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
     ids=lambda error: type(error).__name__,
 )
 def test_a_refusal_carries_its_error_to_the_other_ranks(error):
-    again = rebuild(refusal(error), 5)
+    again = rebuild(abort_reason(error), 5)
     assert type(again) is type(error)
     assert str(again) == str(error)
     assert {"root": ""} | vars(again) == {"root": ""} | vars(error)
 
 
 def test_any_other_error_becomes_a_commit_error_with_its_name():
-    again = rebuild(refusal(ManifestCorrupt("k", "full of holes")), 5)
+    again = rebuild(abort_reason(ManifestCorrupt("k", "full of holes")), 5)
     assert type(again) is CommitError
     assert "ManifestCorrupt" in str(again)
     assert "full of holes" in str(again)
@@ -312,15 +312,15 @@ def twice(work):
 
 def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store):
     """The first may arrive yet: nobody may clear the files away."""
-    word = make_durable(store, 0, 1)
+    vote = make_durable(store, 0, 1)
     place = OneTier(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
-    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, word)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, vote)
     assert isinstance(verdict, Unknown)
     assert "no answer; then no space left" in verdict.reason
 
 
 def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
-    word = make_durable(store, 0, 1)
+    vote = make_durable(store, 0, 1)
     partitioned = Partitioned(store, AssertionError("it is put once"), arrives=True)
 
     def confirm() -> None:
@@ -328,7 +328,7 @@ def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
             raise RootInUse(store.url, "another job")
 
     place = OneTier(partitioned, twice, confirm=confirm)
-    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, word)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, vote)
     assert isinstance(verdict, Unknown)
     assert "another job" in verdict.reason
     assert (partitioned.puts, is_committed(store)) == (1, False)

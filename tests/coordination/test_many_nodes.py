@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 
 import ckpt.coordination.nodes
+from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict, Word, encode
+from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict, Vote, encode
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.nodes import ManyNodes
-from ckpt.coordination.refusal import Refused
 from ckpt.errors import OutOfSpace, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import unpack
-from ckpt.model.layout import fragment_name
+from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Manifest
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
@@ -38,23 +38,23 @@ def stores() -> Iterator[Stores]:
 
 
 def commit(
-    world: World, stores: Stores, words: dict[int, Word], ranks: set[int] | None = None
+    world: World, stores: Stores, messages: dict[int, Vote], ranks: set[int] | None = None
 ) -> dict[int, Verdict]:
     def work(coordinator: Coordinator) -> Verdict:
         check = checks.get(coordinator.rank, lambda: None)
         store = OneTier(stores[NODES.of[coordinator.rank]], confirm=check)
         place = ManyNodes(store, coordinator, NODES, name="tier0")
         committer = Committer(coordinator, place, name="tier0", timeout=5, takeover=0.3)
-        word = words[coordinator.rank]
-        if isinstance(word, Durable):
-            committer.offer(REF, word)
-        return committer.commit(REF, word)
+        message = messages[coordinator.rank]
+        if isinstance(message, Durable):
+            committer.offer(REF, message)
+        return committer.commit(REF, message)
 
     checks = getattr(world, "checks", {})
     return world.run(work, ranks)
 
 
-def all_durable(stores: Stores) -> dict[int, Word]:
+def all_durable(stores: Stores) -> dict[int, Vote]:
     return {rank: make_durable(stores[NODES.of[rank]], rank, 3) for rank in range(3)}
 
 
@@ -73,7 +73,7 @@ def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store
     assert heard == dict.fromkeys(range(3), Committed(checksum(one)))
     manifest = unpack(one, Manifest, key=REF.manifest)
     assert [fragment.rank for fragment in manifest.fragments] == [0, 1, 2]
-    left = {key for key, _ in world.words}
+    left = {key for key, _ in world.messages}
     assert not left - {f"tier0/{REF.folder}/put"}, left  # the committer may have had to wait for it
     assert max(map(len, world.verdicts.values())) < 200  # verdicts stay
 
@@ -81,15 +81,15 @@ def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store
 def test_a_rank_that_has_failed_is_heard_of_on_all_nodes_and_no_node_has_a_manifest(stores: Stores) -> None:
     heard = commit(World(3, patience=5), stores, {**all_durable(stores), 2: Failed("disk full")})
     assert all(
-        isinstance(verdict, Refused) and verdict.failures == {2: "disk full"} for verdict in heard.values()
+        isinstance(verdict, Aborted) and verdict.failures == {2: "disk full"} for verdict in heard.values()
     )
     assert manifests(stores) == []
 
 
 def test_a_node_that_cannot_put_it_fails_the_save_and_nothing_may_be_removed(stores: Stores) -> None:
-    words = all_durable(stores)
+    messages = all_durable(stores)
     stores[1] = FaultyBackend(stores[1], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))])
-    heard = commit(World(3, patience=5), stores, words)
+    heard = commit(World(3, patience=5), stores, messages)
     for verdict in heard.values():
         assert isinstance(verdict, Unknown), verdict
         assert "on the node of rank 2" in verdict.reason
@@ -111,10 +111,10 @@ def test_a_node_whose_root_was_taken_over_puts_nothing(stores: Stores) -> None:
 
 
 def test_if_the_committer_s_own_node_cannot_put_it_no_node_does(stores: Stores) -> None:
-    words = all_durable(stores)
+    messages = all_durable(stores)
     stores[0] = FaultyBackend(stores[0], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))])
-    heard = commit(World(3, patience=5), stores, words)
-    assert all(isinstance(verdict, Refused) for verdict in heard.values()), heard
+    heard = commit(World(3, patience=5), stores, messages)
+    assert all(isinstance(verdict, Aborted) for verdict in heard.values()), heard
     assert manifests(stores) == []
 
 
@@ -123,24 +123,24 @@ def test_without_the_leader_a_survivor_puts_it_where_it_can(
 ) -> None:
     """Rank 1 shares the leader's node; the other node's lowest rank is alive."""
     monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 3.0)
-    words = all_durable(stores)
+    messages = all_durable(stores)
     world = World(3, patience=5)
     silent = world.coordinator(0)
-    ManyNodes(OneTier(stores[0]), silent, NODES, name="tier0").offer(REF, words[0].fragment)  # type: ignore[union-attr]
-    silent.tell(f"tier0/{REF.folder}", ckpt.coordination.commit.encode(words[0]))  # type: ignore[attr-defined]
-    heard = commit(world, stores, words, {1, 2})
+    ManyNodes(OneTier(stores[0]), silent, NODES, name="tier0").offer(REF, messages[0].fragment)  # type: ignore[union-attr]
+    silent.post(f"tier0/{REF.folder}", ckpt.coordination.commit.encode(messages[0]))  # type: ignore[attr-defined]
+    heard = commit(world, stores, messages, {1, 2})
     one, two = manifests(stores)
     assert one == two
     assert heard == dict.fromkeys((1, 2), Committed(checksum(one)))
 
 
 def test_a_fragment_that_is_not_what_was_told_is_no_part_of_a_checkpoint(stores: Stores) -> None:
-    words = all_durable(stores)
+    messages = all_durable(stores)
     world = World(3, patience=5)
     other = make_durable(stores[1], 2, 3, created_at=7.0)  # put again, with other content
-    assert isinstance(words[2], Durable)
+    assert isinstance(messages[2], Durable)
     assert other.fragment.name == fragment_name(2)
-    heard = commit(world, stores, words)
+    heard = commit(world, stores, messages)
     assert not any(isinstance(verdict, Committed) for verdict in heard.values())
     assert manifests(stores) == []
 
@@ -151,29 +151,29 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
     """The whole node dies, its disk does not; the other node's rank learns that it need not put anything there."""
 
     class Dies(WorldCoordinator):
-        def decide(self, subject: str, verdict: bytes) -> bytes:
+        def set_once(self, subject: str, verdict: bytes) -> bytes:
             if subject == f"tier0/{REF.folder}":  # the outcome
                 raise EOFError
-            return super().decide(subject, verdict)
+            return super().set_once(subject, verdict)
 
     monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 1.0)
-    words, world = all_durable(stores), World(3, patience=5)
+    messages, world = all_durable(stores), World(3, patience=5)
     places = [ManyNodes(OneTier(stores[0]), Dies(world, rank), NODES, name="tier0") for rank in range(2)]
     committers = [
         Committer(Dies(world, rank), place, name="tier0", timeout=5, takeover=0.3)
         for rank, place in enumerate(places)
     ]
     for rank, committer in enumerate(committers):
-        committer.offer(REF, words[rank])  # type: ignore[arg-type]
-    Dies(world, 1).tell(f"tier0/{REF.folder}", encode(words[1]))
+        committer.offer(REF, messages[rank])  # type: ignore[arg-type]
+    Dies(world, 1).post(f"tier0/{REF.folder}", encode(messages[1]))
 
     def die() -> None:
         with pytest.raises(EOFError):
-            committers[0].commit(REF, words[0])
+            committers[0].commit(REF, messages[0])
 
     dying = threading.Thread(target=die)
     dying.start()
-    heard = commit(world, stores, words, {2})
+    heard = commit(world, stores, messages, {2})
     dying.join()
     one, two = manifests(stores)
     assert one == two

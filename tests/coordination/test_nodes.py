@@ -7,8 +7,8 @@ import pytest
 
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.nodes import agree, on_node
-from ckpt.coordination.parcel import drop, receive, send
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import CommitError, ConfigError
 from ckpt.storage.tiers import Nodes, open_tiers
@@ -58,11 +58,11 @@ def test_the_ranks_of_a_node_talk_among_themselves() -> None:
 
     def talk(coordinator: Coordinator) -> tuple[int, int, dict[int, bytes], bytes]:
         mine = on_node(coordinator, nodes)
-        mine.tell("x", str(coordinator.rank).encode())
+        mine.post("x", str(coordinator.rank).encode())
         heard: dict[int, bytes] = {}
         while len(heard) < 2:
-            heard |= mine.hear("x", {0, 1} - heard.keys(), timeout=5)
-        return mine.rank, mine.world_size, heard, mine.decide("y", str(nodes.of[coordinator.rank]).encode())
+            heard |= mine.collect("x", {0, 1} - heard.keys(), timeout=5)
+        return mine.rank, mine.world_size, heard, mine.set_once("y", str(nodes.of[coordinator.rank]).encode())
 
     found = World(4).run(talk)
     assert found[2] == (1, 2, {0: b"0", 1: b"2"}, b"0")
@@ -75,13 +75,13 @@ def test_a_parcel_arrives_and_leaves_nothing(nbytes: int) -> None:
     data = secrets.token_bytes(nbytes)
     sender, receiver = world.coordinator(1), world.coordinator(0)
     pieces = send(sender, "s", data)
-    assert pieces == len(world.words)
-    assert max(map(len, world.words.values())) <= (4 << 20) + 10  # torch's store takes 8 MiB at once
+    assert pieces == len(world.messages)
+    assert max(map(len, world.messages.values())) <= (4 << 20) + 10  # torch's store takes 8 MiB at once
     assert receive(receiver, "s", 1, limit=nbytes, timeout=1) == data
     with pytest.raises(CommitError, match="more than"):
         receive(receiver, "s", 1, limit=nbytes - 1, timeout=1)
     drop(sender, "s", pieces)
-    assert not world.words
+    assert not world.messages
     with pytest.raises(CommitError, match="did not come"):
         receive(receiver, "s", 1, limit=nbytes, timeout=0.1)
 
@@ -89,6 +89,6 @@ def test_a_parcel_arrives_and_leaves_nothing(nbytes: int) -> None:
 def test_a_damaged_parcel_is_an_error() -> None:
     world = World(2)
     send(world.coordinator(1), "s", b"x" * 1000)
-    world.words["s/0", 1] = world.words["s/0", 1][:-4]
+    world.messages["s/0", 1] = world.messages["s/0", 1][:-4]
     with pytest.raises(CommitError, match="damaged"):
         receive(world.coordinator(0), "s", 1, limit=1000, timeout=1)

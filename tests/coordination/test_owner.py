@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release
 from ckpt.errors import RootInUse, StorageError
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
 

@@ -18,18 +18,18 @@ def test_attempts_are_new_each_time_and_fit_a_folder():
 def test_it_hears_its_own_word():
     alone = SingleCoordinator()
     assert (alone.rank, alone.world_size) == (0, 1)
-    assert alone.hear("s", {0}, timeout=0) == {}
-    alone.tell("s", b"word")
-    assert alone.hear("s", {0}, timeout=0) == {0: b"word"}
-    assert alone.hear("s", {1}, timeout=0) == {}
-    assert alone.hear("other", {0}, timeout=0) == {}
+    assert alone.collect("s", {0}, timeout=0) == {}
+    alone.post("s", b"word")
+    assert alone.collect("s", {0}, timeout=0) == {0: b"word"}
+    assert alone.collect("s", {1}, timeout=0) == {}
+    assert alone.collect("other", {0}, timeout=0) == {}
 
 
 def test_the_first_verdict_stands():
     alone = SingleCoordinator()
     assert alone.verdict("s", timeout=0) is None
-    assert alone.decide("s", b"one") == b"one"
-    assert alone.decide("s", b"two") == b"one"
+    assert alone.set_once("s", b"one") == b"one"
+    assert alone.set_once("s", b"two") == b"one"
     assert alone.verdict("s", timeout=0) == b"one"
 
 
@@ -40,6 +40,6 @@ def test_what_is_forgotten_takes_its_verdicts_along(tmp_path):
     ) as manager:
         for step in range(3):
             manager.save({"x": torch.zeros(3)}, step)
-        assert alone.decide("step", b"stays") == b"stays"
+        assert alone.set_once("step", b"stays") == b"stays"
         alone.forget("ste")
         assert list(alone._verdicts) == ["step"]

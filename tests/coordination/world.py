@@ -16,7 +16,7 @@ class World:
 
     def __init__(self, size: int, *, patience: float = 0.3) -> None:
         self.size, self.patience = size, patience
-        self.words: dict[tuple[str, int], bytes] = {}
+        self.messages: dict[tuple[str, int], bytes] = {}
         self.verdicts: dict[str, bytes] = {}
         self.changed = threading.Condition()
 
@@ -43,20 +43,22 @@ class WorldCoordinator:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.world_size = world, rank, world.size
 
-    def tell(self, subject: str, word: bytes) -> None:
+    def post(self, subject: str, message: bytes) -> None:
         with self.world.changed:
-            self.world.words[subject, self.rank] = word
+            self.world.messages[subject, self.rank] = message
             self.world.changed.notify_all()
 
-    def hear(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
+    def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         def come() -> dict[int, bytes]:
             return {
-                rank: self.world.words[subject, rank] for rank in ranks if (subject, rank) in self.world.words
+                rank: self.world.messages[subject, rank]
+                for rank in ranks
+                if (subject, rank) in self.world.messages
             }
 
         return self._wait(come, timeout)
 
-    def decide(self, subject: str, verdict: bytes) -> bytes:
+    def set_once(self, subject: str, verdict: bytes) -> bytes:
         with self.world.changed:
             standing = self.world.verdicts.setdefault(subject, verdict)
             self.world.changed.notify_all()
@@ -67,7 +69,7 @@ class WorldCoordinator:
 
     def forget(self, subject: str) -> None:
         with self.world.changed:
-            self.world.words.pop((subject, self.rank), None)
+            self.world.messages.pop((subject, self.rank), None)
 
     def clone(self) -> WorldCoordinator:
         return self

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.prune import prune
-from ckpt.plan.retention import Retention
+from ckpt.retention.policy import Retention
+from ckpt.retention.prune import prune
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
 from tests.test_review import whole

@@ -110,7 +110,7 @@ def test_a_record_changed_anywhere_is_read_or_refused(kind: Any, examples: int, 
 
 
 def record_ref(fragment: Fragment) -> Any:
-    from ckpt.model.layout import fragment_name
+    from ckpt.model.keys import fragment_name
     from ckpt.model.manifest import FragmentRef
 
     return FragmentRef(fragment_name(max(0, fragment.rank) % 10**5), fragment.rank, 10, "0" * 32)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ckpt.model.encoding import unpack
-from ckpt.model.layout import fragment_name
+from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import Fragment, Manifest
 from ckpt.storage.api import read_object
 from ckpt_backends.memory import forget_memory, open_memory

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ckpt.codec.byte_planes import Encoder
 from ckpt.errors import ChecksumMismatch, OutOfSpace, StagingError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
-from ckpt.pipeline.codec import Encoder
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.stored import StoredImage
 from ckpt.staging.window import Window

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
-from ckpt.model.layout import data_name
+from ckpt.model.keys import data_name
 from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, joined, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge

@@ -11,7 +11,7 @@ from bench.worlds import Job, World, model_of
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.layout import fragment_name
+from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import Packed, fragment_of
 from ckpt.model.reference import fill, ranks_of

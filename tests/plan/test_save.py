@@ -146,8 +146,8 @@ def test_safetensors_reads_every_image(ranks):
         shapes = sorted(
             (list(item.box.shape), DTYPES[leaves[item.leaf].dtype].storage) for item in plan.items
         )
-        lanes = [DTYPES[leaves[item.leaf].dtype].lanes for item in plan.items]
-        if set(lanes) == {1}:
+        writers = [DTYPES[leaves[item.leaf].dtype].writers for item in plan.items]
+        if set(writers) == {1}:
             assert sorted((entry["shape"], entry["dtype"]) for _, entry in found) == shapes
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.layout import data_name, fragment_name
+from ckpt.model.keys import data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest
 from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nets import build, step
 from torch.distributed.tensor import DTensor
 
-import ckpt.catalog.origin as origin
+import ckpt.catalog.tiered_reader as origin
 from ckpt import CheckpointManager, PerRank
 from ckpt.model import manifest
 

@@ -17,12 +17,12 @@ from nets import assert_same, full, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt.catalog.peers
+import ckpt.nodes.server
 from ckpt import CheckpointManager, RestoreReport, Tier
 from ckpt.coordination.owner import Owner
 from ckpt.errors import NoCheckpoint, TierNotShared
 from ckpt.model import manifest
-from ckpt.model.layout import OWNER
+from ckpt.model.keys import OWNER
 
 STRAIGHT, SWAPPED = (0, 0, 1, 1), (1, 1, 0, 0)
 asked: list[str] = []
@@ -31,7 +31,7 @@ reached: set[str] = set()
 
 def watch() -> None:
     """Every request to another node is told."""
-    request = ckpt.catalog.peers.PeerStore._request
+    request = ckpt.nodes.server.NodeStore._request
 
     def told(self: Any, peer: Any, key: str, offset: int, out: memoryview) -> int:
         asked.append(key)
@@ -39,7 +39,7 @@ def watch() -> None:
         reached.update(self._reached.values())
         return size
 
-    ckpt.catalog.peers.PeerStore._request = told  # type: ignore[method-assign]
+    ckpt.nodes.server.NodeStore._request = told  # type: ignore[method-assign]
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:

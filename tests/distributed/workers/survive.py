@@ -21,7 +21,7 @@ from ckpt.coordination import committer
 from ckpt.coordination.commit import Gather, Merge, Put
 from ckpt.errors import CommitTimeout
 from ckpt.pending import PendingSave
-from ckpt.rank_files import RankFiles
+from ckpt.save.rank_files import RankFiles
 from ckpt.storage.registry import open_backend
 
 RANK = int(os.environ["RANK"])

@@ -1,0 +1,399 @@
+"""One step on several stores: every byte from the nearest that has it intact.
+
+The stores hold files of the same attempt, and a chunk has the same checksum on all, however it is encoded there; so a file, or a part of one, may come from a store that lacks the manifest, or has a damaged one: its
+files are then taken to be as the manifest that was found says.
+A store is asked only for what no nearer one could give. What has failed is remembered: a store that does not answer is asked once, a file that is missing is too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from ckpt.catalog.found import Found, OnRepair, Repair
+from ckpt.catalog.fragments import filled, load_fragment
+from ckpt.catalog.index import read_packed
+from ckpt.catalog.missed import Missed, Told
+from ckpt.catalog.parts import Parts
+from ckpt.catalog.verify import Span, check_chunks
+from ckpt.codec.byte_planes import decode
+from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.model.box import Box
+from ckpt.model.checksum import verify
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, stored_size
+from ckpt.pipeline.reader import Sink, read_plan
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.leaf import Leaf
+from ckpt.plan.rebase import rebase, same_file
+from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.sources import Reach, reach_of, verdict, without
+from ckpt.storage.api import StorageBackend
+
+T = TypeVar("T")
+
+
+class TieredReader:
+    """Threads: ``read`` and ``manifest`` from the owner; all else from any.
+
+    Args:
+        sources: Nearest first.
+        on_repair: See `OnRepair`.
+        partial: Positions of sources that have a part of the step by their nature: what is missing there is no damage.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[StorageBackend],
+        ref: StepRef,
+        *,
+        retry: RetryPolicy,
+        on_repair: OnRepair = lambda _: None,
+        partial: Collection[int] = (),
+    ) -> None:
+        self.sources, self.ref, self._partial = sources, ref, partial
+        self.listing: set[int] = set()
+        """Positions of sources that list the step: what is missing there is damage, elsewhere it never was."""
+        self.lost: set[str] = set()
+        """Keys of files of which some part was intact nowhere."""
+        self._retry, self._on_repair = retry, on_repair
+        self._lock = threading.Lock()
+        self._manifests: dict[int, Manifest] = {}
+        self._places: dict[int, Mapping[int, tuple[str, int]]] = {}
+        self._here: Manifest | None = None
+        self._packed = b""
+        self._parts: Parts | None = None
+        self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
+        self._repairs: dict[tuple[str, str], Repair] = {}
+        self._noting = True
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """What was not where it should have been, so far."""
+        with self._lock:
+            return tuple(self._repairs.values())
+
+    def manifest(self) -> Found:
+        """The manifest, of the nearest source that has it intact.
+
+        Raises:
+            FormatTooNew: The nearest source that lists the step has it in a later format.
+            IntegrityError, StorageError: No source has it.
+        """
+
+        def found(position: int) -> tuple[Manifest, bytes]:
+            try:
+                packed = read_packed(self.sources[position], self.ref, retry=self._retry)
+            except ObjectNotFound:
+                raise
+            except Exception:
+                self.listing.add(position)
+                raise
+            self.listing.add(position)
+            return packed
+
+        position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
+        self._here = self._manifests[position] = manifest
+        self._packed = packed
+        self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
+        return Found(position, self._parts.outline, packed)
+
+    def whole(self, work: Callable[[Found], T]) -> T:
+        """Do ``work`` with the manifest; if it is one by reference, and a fragment that ``work`` needs is intact nowhere, anew with that of the next source, whose fragments may be others. The first is left out then.
+
+        Raises:
+            What ``work`` and ``manifest`` raise: if none has all that is needed, the first of it.
+        """
+        found = self.manifest()
+        try:
+            return work(found)
+        except (IntegrityError, StorageError) as error:
+            if self._parts is None or not self._parts.manifest.by_reference:
+                raise
+            with self._lock:
+                self._gone[found.position, ""] = error
+                self._manifests, self._places = {}, {}
+            try:
+                return self.whole(work)
+            except (IntegrityError, StorageError):
+                raise error from None
+
+    def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
+        """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted``, or all (None). Once, before anything is read.
+
+        Raises:
+            IntegrityError, StorageError: A fragment is intact nowhere.
+        """
+        here = self._here
+        if here is None or self._parts is None or not here.by_reference:
+            return found
+        self._here = self._manifests[found.position] = self._parts.filled(wanted, key=self.ref.manifest)
+        return replace(found, manifest=self._here)
+
+    def layout(self, position: int) -> Manifest:
+        """How files lie on a source: as its own manifest says, else as that which was found. Asked when the source is needed."""
+        assert self._here is not None
+        with self._lock:
+            known = self._manifests.get(position)
+        if known is None:
+            known = self._here
+            if self.gone(position, "") is None and self.gone(position, self.ref.manifest) is None:
+                try:
+                    known = self._read_layout(position, self._here)
+                    self.listing.add(position)
+                except (IntegrityError, StorageError) as error:
+                    if reach_of(error) is Reach.STORE:
+                        self.failed(position, "", error, 0)
+            with self._lock:
+                self._manifests[position] = known
+        return known
+
+    def _read_layout(self, position: int, here: Manifest) -> Manifest:
+        manifest, packed = read_packed(self.sources[position], self.ref, retry=self._retry)
+        if packed == self._packed:
+            return here
+
+        def read(named: FragmentRef, file: File | None) -> Fragment:
+            return self._load(position, manifest, named, file)[0]
+
+        return filled(manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest)
+
+    def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
+        """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
+        return self._fragment(manifest, named, file)[1]
+
+    def _fragment(
+        self, manifest: Manifest, named: FragmentRef, file: File | None, *, first: int = 0
+    ) -> tuple[Fragment, bytes]:
+        load = partial(self._load, manifest=manifest, named=named, file=file)
+        return self._nearest(self.ref.key(named.name), 0, load, first=first)[1]
+
+    def _load(
+        self, position: int, manifest: Manifest, named: FragmentRef, file: File | None
+    ) -> tuple[Fragment, bytes]:
+        source = self.sources[position]
+        return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
+
+    def read_span(self, span: Span, data: memoryview) -> int:
+        """Fill ``data`` with chunks that are intact; returns the position of the farthest source that was needed.
+
+        Raises:
+            IntegrityError, StorageError: Some chunk is intact nowhere.
+        """
+        told: list[tuple[str, Exception]] = []
+        for position, source in enumerate(self.sources):
+            if not self._has_such(position, span.key):
+                if len(span.chunks) > 1:
+                    return self._read_singly(span, data)
+                if self._read_moved(position, span, data):
+                    return position
+                continue
+            error = self.gone(position, span.key)
+            if error is None:
+                try:
+                    self._retry.call(partial(source.read_into, span.key, span.offset, data))
+                    for damage in check_chunks(span, data):
+                        raise damage
+                    return position
+                except Exception as raised:  # noqa: BLE001 - judged there
+                    if len(self.sources) > 1 and len(span.chunks) > 1 and reach_of(raised) is Reach.CHUNK:
+                        return self._read_singly(span, data)
+                    error = raised
+            self.failed(position, span.key, error, span.nbytes)
+            told.append((source.url, error))
+        self.lost.add(span.key)
+        raise verdict(told, span.key)
+
+    def _read_singly(self, span: Span, data: memoryview) -> int:
+        """The chunks of a span that is damaged somewhere, each from its nearest source."""
+        farthest = begin = 0
+        for chunk, length in zip(span.chunks, span.lengths, strict=True):
+            one = Span(
+                key=span.key, offset=span.offset + begin, nbytes=length, chunks=(chunk,), lengths=(length,)
+            )
+            farthest = max(farthest, self.read_span(one, data[begin : begin + length]))
+            begin += length
+        return farthest
+
+    def _read_moved(self, position: int, span: Span, data: memoryview) -> bool:
+        """One chunk from a source where it is encoded otherwise. Only if it is to be raw: encoding it anew would not give the same bytes."""
+        (chunk,) = span.chunks
+        here = self._here
+        if here is None or span.nbytes != chunk.nbytes or self.gone(position, ""):
+            return False
+        rank = next(file.rank for file in here.files if self.ref.key(file.name) == span.key)
+        read = ChunkRead(
+            rank=rank, offset=span.offset, nbytes=chunk.nbytes, checksum=chunk.checksum, dtype="uint8",
+            box=Box((), ()), targets=(),
+        )  # fmt: skip
+        for _, there in rebase([read], here, self.layout(position)):
+            key, _ = self.file_at(position, rank)
+            stored = memoryview(bytearray(there.stored_nbytes))
+            try:
+                self._retry.call(partial(self.sources[position].read_into, key, there.offset, stored))
+                if there.encoded_nbytes is None:
+                    verify(stored, chunk.checksum, key=key, offset=there.offset)
+                    data[:] = stored
+                else:
+                    decode(stored, data, key=key, offset=there.offset, digest=chunk.checksum)
+            except (IntegrityError, StorageError) as error:
+                self.failed(position, key, error, chunk.nbytes)
+                return False
+            return True
+        return False
+
+    def lies_alike(self, position: int) -> bool:
+        """Whether the files of the step are the same there, byte for byte, as in the manifest that was found."""
+        there = self.layout(position)
+        return there is self._here or (self._here is not None and there.encoded == self._here.encoded)
+
+    def _has_such(self, position: int, key: str) -> bool:
+        """Whether the file lies there byte for byte as in the manifest that was found, if it lies there."""
+        here = self._here
+        if here is None or self._manifests.get(position) is here or len(self.sources) == 1:
+            return True
+        rank = next((file.rank for file in here.files if self.ref.key(file.name) == key), None)
+        return rank is None or same_file(here, self.layout(position), rank)
+
+    def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
+        """Execute ``plan``, made from the manifest that was found; returns which part of it each source has given.
+
+        Raises:
+            IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
+        """
+        assert self._here is not None
+        told: Told = {}
+        given: list[RestorePlan] = []
+        for position, source in enumerate(self.sources):
+            if not plan.reads:
+                given.append(plan)
+                continue
+            pairs = rebase(plan.reads, self._here, self.layout(position))
+            missed = Missed(self, position, pairs, told)
+            read_plan(
+                replace(plan, reads=tuple(moved for _, moved in pairs)),
+                sink,
+                backend=source,
+                file_of=partial(self.file_at, position),
+                workers=workers,
+                retry=self._retry,
+                on_bytes=lambda _: None,
+                guard=missed.guard,
+            )
+            lacking = missed.reads
+            if len(pairs) < len(plan.reads):
+                lacking = [*lacking, *without(plan, [read for read, _ in pairs]).reads]
+            given.append(without(plan, lacking))
+            plan = without(plan, given[-1].reads) if lacking else replace(plan, reads=())
+        if plan.reads:
+            first = plan.reads[0]
+            if said := told.get((first.rank, first.offset), []):
+                raise verdict(said, self.ref.folder)
+            raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
+        return given
+
+    def file_at(self, position: int, rank: int) -> tuple[str, int]:
+        """Key and size of a rank's file on a source."""
+        return self._files(position)[rank]
+
+    def _files(self, position: int) -> Mapping[int, tuple[str, int]]:
+        """Of each rank; made once for each source: there may be many thousands."""
+        there = self.layout(position)
+        if (known := self._places.get(position)) is None:
+            encodings = there.encodings()
+            known = self._places[position] = {
+                file.rank: (self.ref.key(file.name), stored_size(file, encodings.get(file.rank)))
+                for file in there.files
+            }
+        return known
+
+    def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
+        """What is wrong with a file on a source, as far as its size tells."""
+        key, wanted = self.ref.key(file.name), file.size
+        if dead := self.gone(position, ""):
+            return dead
+        if isinstance(file, File):
+            if (place := self._files(position).get(file.rank)) is None:
+                return ObjectNotFound(key)
+            key, wanted = place
+        try:
+            size = self._retry.call(partial(self.sources[position].head, key)).size
+        except TransientStorageError as error:
+            self.failed(position, key, error, 0)
+            return error
+        except (IntegrityError, StorageError) as error:
+            return error
+        return None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
+
+    # -- what has failed ----------------------------------------------------------------------------------------------------
+
+    def gone(self, position: int, key: str) -> Exception | None:
+        """Why a source need not be asked for a file."""
+        with self._lock:
+            return self._gone.get((position, "")) or self._gone.get((position, key))
+
+    def failed(self, position: int, key: str, error: Exception, nbytes: int) -> None:
+        """Remember that a source could not give (part of) a file. Raises what no other source can mend."""
+        reach = reach_of(error)
+        if reach is None:
+            raise error
+        what = "" if reach is Reach.STORE else key
+        with self._lock:
+            if reach is not Reach.CHUNK:
+                self._gone[position, what] = error
+            whole = position in self.listing and position not in self._partial
+            never = isinstance(error, ObjectNotFound) and not whole
+            if self._noting and not never and position + 1 < len(self.sources):
+                self._note(self.sources[position].url, what, error, nbytes)
+
+    def mended(self, position: int, file: File) -> None:
+        """A source has got a good copy of a file."""
+        key = self.ref.key(file.name)
+        with self._lock:
+            self._gone.pop((position, key), None)
+            if known := self._repairs.get(place := (self.sources[position].url, key)):
+                self._repairs[place] = replace(known, mended=True)
+
+    def is_damaged(self, position: int, file: File) -> bool:
+        """Whether a source has the file, and chunks of it were not intact."""
+        key = self.ref.key(file.name)
+        with self._lock:
+            known = self._repairs.get((self.sources[position].url, key))
+            return known is not None and not known.mended and (position, key) not in self._gone
+
+    @contextmanager
+    def unnoted(self) -> Generator[None]:
+        """What fails meanwhile is known already, or of no interest to the caller."""
+        self._noting = False
+        try:
+            yield
+        finally:
+            self._noting = True
+
+    def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
+        known = self._repairs.get((url, key))
+        if known is None:
+            self._repairs[url, key] = repair = Repair(tier=url, key=key, reason=str(error), nbytes=nbytes)
+            self._on_repair(repair)
+        else:
+            self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
+
+    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
+        """``first``: where to begin; those before it come last."""
+        told: list[tuple[str, Exception]] = []
+        for position in (*range(first, len(self.sources)), *range(first)):
+            source = self.sources[position]
+            error = self.gone(position, key)
+            if error is None:
+                try:
+                    return position, work(position)
+                except Exception as raised:  # noqa: BLE001 - judged there
+                    error = raised
+            self.failed(position, key, error, nbytes)
+            told.append((source.url, error))
+        raise verdict(told, key)

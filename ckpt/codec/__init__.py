@@ -1,0 +1,1 @@
+"""Codecs: how the bytes of a chunk become fewer bytes, and back."""

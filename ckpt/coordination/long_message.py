@@ -1,0 +1,61 @@
+"""Words too long for one message of the job's store: compressed, in pieces.
+
+Torch's store ends the connection of whoever sends it more than 8 MiB at once.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64decode, b64encode
+from typing import Final
+
+from ckpt.coordination.api import Coordinator
+from ckpt.errors import CommitError
+
+_PIECE_BYTES: Final = 4 << 20
+
+
+def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
+    """Tell ``data``, any bytes, as this rank's word on ``subject``; returns the number of pieces, for ``drop``."""
+    import zstandard  # only jobs on several nodes pay for the import
+
+    # a store's words are text
+    text = b64encode(zstandard.ZstdCompressor(level=3).compress(data))
+    pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
+    for number, piece in enumerate(pieces[1:], 1):
+        coordinator.post(f"{subject}/{number}", piece)
+    coordinator.post(f"{subject}/0", b"%d:" % len(pieces) + pieces[0])  # last: who hears it finds the others
+    return len(pieces)
+
+
+def receive(coordinator: Coordinator, subject: str, rank: int, *, limit: int, timeout: float) -> bytes:
+    """What ``rank`` sent on ``subject``, waiting up to ``timeout`` seconds for it.
+
+    Raises:
+        CommitError: It did not come, is damaged, or has more than ``limit`` bytes.
+    """
+    import zstandard
+
+    deadline = time.monotonic() + timeout
+    count, _, first = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
+    rest = [_hear(coordinator, f"{subject}/{number}", rank, deadline) for number in range(1, int(count))]
+    try:
+        frame = b64decode(b"".join([first, *rest]), validate=True)
+        if not 0 <= zstandard.frame_content_size(frame) <= limit:
+            raise CommitError(f"rank {rank} sent more than the {limit} bytes that it announced")
+        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=limit, allow_extra_data=False)
+    except (ValueError, zstandard.ZstdError) as error:
+        raise CommitError(f"what rank {rank} sent is damaged: {error}") from None
+
+
+def drop(coordinator: Coordinator, subject: str, pieces: int) -> None:
+    """The parcel is needed no longer. Never raises."""
+    for number in range(pieces):
+        coordinator.forget(f"{subject}/{number}")
+
+
+def _hear(coordinator: Coordinator, subject: str, rank: int, deadline: float) -> bytes:
+    messages = coordinator.collect(subject, {rank}, timeout=max(0.0, deadline - time.monotonic()))
+    if rank not in messages:
+        raise CommitError(f"what rank {rank} was to send did not come")
+    return messages[rank]

@@ -1,0 +1,121 @@
+"""After which step do all ranks stop? Any of them may be asked to, at any moment, and others may be steps ahead of it.
+
+Whoever hears that the job is to stop *promises* a step: the one after the last at which it was told to go on. It goes past that one only when it knows what all have agreed on, which is the
+largest promise. So no rank can be past the agreed step before it knows of it, however far apart they are. Promises are made by a thread in the background: a rank that is deep in a step,
+or waits in a collective, holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Final
+
+import msgspec
+
+from ckpt.coordination.api import Coordinator
+from ckpt.errors import CkptError, CommitTimeout
+
+_LISTEN_SECONDS: Final = 3600.0
+_PARTED: Final = b"0"
+"""A rank's bell, when it hears none any more."""
+
+
+class _Agreed(msgspec.Struct, frozen=True):
+    """Where all stop; or the ranks that have not answered."""
+
+    step: int = -1
+    missing: tuple[int, ...] = ()
+
+
+class LastStep:
+    """One decision of one manager. All ranks make one.
+
+    Threads: ``requested`` from the training thread; ``listen`` and ``agree`` from one background thread each; ``part`` from the owner.
+
+    Args:
+        patience: Seconds that ranks wait for each other's promises. A rank that does not answer is dead or stopped.
+    """
+
+    def __init__(self, coordinator: Coordinator, *, patience: float) -> None:
+        # each waits on a connection of its own
+        self._coordinator, self._bell = coordinator.clone(), coordinator.clone()
+        self._rank, self._world = coordinator.rank, set(range(coordinator.world_size))
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._asked = -1
+        self._promise: int | None = None
+        self._step = -1
+        self._known = threading.Event()
+        self._over = False
+
+    def requested(self, step: int) -> bool:
+        """Whether ``step``, which is over, is the last one, or later than that. Waits, once promised, until all have agreed; for ever if they do not."""
+        with self._lock:
+            if self._promise is None:
+                self._asked = step
+                return False
+        if step < self._promise:
+            return False
+        self._known.wait()
+        return step >= self._step
+
+    def agree(self, message: bytes) -> int:
+        """This rank has heard that all shall stop: returns after which step. The first to come here calls the others, each of which gets ``word`` from ``listen``, and gathers the promises.
+
+        Raises:
+            CommitTimeout: Some rank did not promise in time. There is no last step.
+            CommitError: The store is gone.
+        """
+        self._make_promise()
+        caller = int(self._coordinator.set_once("stop/caller", str(self._rank).encode()))
+        if caller == self._rank:
+            for rank in self._world:
+                self._coordinator.set_once(f"stop/bell/{rank}", message)
+            self._coordinator.set_once("stop/step", msgspec.json.encode(self._gather()))
+        wait = 2 * self._patience
+        heard = self._coordinator.verdict("stop/step", timeout=wait)
+        if heard is None:
+            raise CommitTimeout(self._asked, [caller], wait, "the last step, to be named by the first")
+        agreed = msgspec.json.decode(heard, type=_Agreed)
+        if agreed.missing:
+            raise CommitTimeout(self._asked, agreed.missing, self._patience, "the promise to stop")
+        self._step = agreed.step
+        self._known.set()
+        return self._step
+
+    def listen(self) -> bytes | None:
+        """Wait until another rank calls, and return its word; None if this one parts first, or the store is gone."""
+        with contextlib.suppress(CkptError):
+            while not self._over:
+                called = self._bell.verdict(f"stop/bell/{self._rank}", timeout=_LISTEN_SECONDS)
+                if called is not None:
+                    return called if called != _PARTED else None
+        return None
+
+    def part(self) -> None:
+        """This rank asks no more: leave its promise, in case others are called later, and end ``listen``."""
+        self._over = True
+        with contextlib.suppress(CkptError):
+            self._make_promise()
+        with contextlib.suppress(CkptError):
+            self._coordinator.set_once(f"stop/bell/{self._rank}", _PARTED)
+
+    def _make_promise(self) -> None:
+        with self._lock:
+            if self._promise is None:
+                self._promise = self._asked + 1
+        self._coordinator.post("stop/promise", str(self._promise).encode())
+
+    def _gather(self) -> _Agreed:
+        missing, largest = set(self._world), -1
+        deadline = time.monotonic() + self._patience
+        while missing:
+            left = max(0.0, deadline - time.monotonic())
+            messages = self._coordinator.collect("stop/promise", missing, timeout=left)
+            if not messages:
+                return _Agreed(missing=tuple(sorted(missing)))
+            missing -= messages.keys()
+            largest = max(largest, *map(int, messages.values()))
+        return _Agreed(largest)

@@ -1,0 +1,85 @@
+"""The only place that builds or reads a key below the root of a tier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import Final, SupportsIndex, cast
+
+from ckpt.errors import ConfigError, ManifestCorrupt
+
+MANIFEST: Final = "manifest.json"
+CLAIM_MARKER: Final = "verdict"
+"""Whether a save is being finished or cleared away from outside of its job. See docs/format.md."""
+OWNER: Final = "writer.json"
+"""Who writes to this root: attempt, host and process. See docs/format.md."""
+
+_STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
+_FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepRef:
+    """One attempt at one step: a folder below the root. Orders by step."""
+
+    step: int
+    attempt: str
+
+    @property
+    def folder(self) -> str:
+        return f"step-{self.step:09d}.{self.attempt}"
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.folder}/{MANIFEST}"
+
+    @property
+    def claim_marker(self) -> str:
+        return f"{self.folder}/{CLAIM_MARKER}"
+
+    def key(self, name: str) -> str:
+        """Key of a file named in the manifest; a name that is not one of ours never becomes a key."""
+        if not _FILE.fullmatch(name):
+            raise ManifestCorrupt(self.manifest, f"{name[:80]!r} is not the name of a checkpoint file")
+        return f"{self.folder}/{name}"
+
+
+def parse_folder(name: str) -> StepRef | None:
+    """None for a folder that is not ours."""
+    match = _STEP.fullmatch(name)
+    ref = StepRef(int(match.group(1)), match.group(2)) if match else None
+    return ref if ref is not None and ref.folder == name else None  # more zeros than we write: not ours
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file in a step's folder is one that a save makes."""
+    return name in {MANIFEST, CLAIM_MARKER} or _FILE.fullmatch(name) is not None
+
+
+def data_name(rank: int, *, encoded: bool = False) -> str:
+    """An encoded file is no safetensors file, and is not called one."""
+    return f"rank-{rank:05d}.{'encoded' if encoded else 'safetensors'}"
+
+
+def fragment_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def step_of(state: object, step: object, *, last: int | None) -> int:
+    """The step that is meant: the one given, else ``state["step"]``, else the one after ``last``.
+
+    Raises:
+        ConfigError: It is no whole number from 0 on. NumPy's and torch's integers are, too.
+    """
+    if step is None:
+        told = state.get("step") if isinstance(state, Mapping) else None
+        step = told if type(told) is int else 0 if last is None else last + 1
+    try:
+        number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**18:
+        raise ConfigError(f"step={step!r}: a step is a whole number from 0 on")
+    return number

@@ -1,0 +1,480 @@
+"""Files of one step from the local tiers of other nodes, over TCP, while a restore lasts.
+
+The lowest rank of each node serves. A request is of one fixed form: a token that only the job's ranks know, the tier, a key, an offset and a length; one to a connection. What can be read is the manifests
+and, of the one step that is being restored, the files that a save makes; nothing can be written. What arrives is checked as what comes from any store: chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NoReturn
+
+import msgspec
+
+from ckpt.config import job_address
+from ckpt.errors import CkptError, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.model.keys import MANIFEST, StepRef, is_file_name, parse_folder
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    StorageBackend,
+    Upload,
+    aligned_memory,
+    check_key,
+)
+
+_MAGIC: Final = b"ckp1"
+_TOKEN_BYTES: Final = 32
+_REQUEST: Final = struct.Struct(
+    f">4s{_TOKEN_BYTES}sHQQH"
+)  # magic, token, tier, offset, length, bytes of the key
+_ANSWER: Final = struct.Struct(">4sBQ")  # magic, outcome, size of the object
+_OK, _NOT_THERE, _FAILED = 0, 1, 2
+_PIECE_BYTES: Final = 8 << 20
+_SERVING: Final = 8
+"""Requests that are answered at once; each takes a buffer of 8 MiB at most."""
+_WAITING: Final = 1024
+"""Connections that have not shown the token yet."""
+_WAITING_PER_ADDRESS: Final = 128
+"""Of those, as many from one address: its ranks and their threads."""
+_KEY_BYTES: Final = 1024
+_PAUSE_SECONDS: Final = 0.1
+_CONNECT_SECONDS: Final = 5.0
+_REQUEST_SECONDS: Final = 5.0
+"""For all of a request, which one packet holds."""
+_ANSWER_SECONDS: Final = 60.0
+"""How long either side waits for the other's next bytes."""
+
+_log = logging.getLogger("ckpt")
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What lies in one step's folder on one node: whether it has the manifest, and the size of each data file by name."""
+
+    listed: bool
+    files: dict[str, int]
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """What one node tells: how it is reached, and what it has, by tier and folder. No addresses: it does not serve."""
+
+    rank: int
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+    tiers: dict[int, dict[str, Step]]
+
+
+@dataclass(slots=True)
+class _Caller:
+    """A connection that has not shown the token yet, and what it has sent so far."""
+
+    connection: socket.socket
+    host: str
+    deadline: float
+    sent: bytearray = field(default_factory=bytearray)
+
+    def missing(self) -> int:
+        """How many bytes its request still lacks."""
+        if len(self.sent) < _REQUEST.size:
+            return _REQUEST.size - len(self.sent)
+        return _REQUEST.size + int(_REQUEST.unpack_from(self.sent)[-1]) - len(self.sent)
+
+
+class NodeServer:
+    """Serves this node's local tiers, by their index, at ``addresses`` and ``port``.
+
+    One thread listens and reads requests, without waiting for any single connection. Only a connection that has
+    shown the token takes one of the threads that read files and answer.
+
+    Threads: ``allow`` and ``close`` from the owner.
+    """
+
+    def __init__(self, stores: Mapping[int, StorageBackend]) -> None:
+        self._stores, self._allowed = stores, ""
+        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.served_bytes = 0
+        self._changed = threading.Condition()
+        self._open: set[socket.socket] = set()
+        self._waiting: dict[socket.socket, _Caller] = {}  # the listening thread's; the oldest first
+        self._closing = False
+        self._listening = _listen(interfaces())
+        self.addresses = tuple(str(each.getsockname()[0]) for each in self._listening)
+        self.port: int = self._listening[0].getsockname()[1]
+        self._wake, self._woken = socket.socketpair()
+        self._workers = Workers("serve", _SERVING + 1)
+        self._workers.submit(self._listen)
+
+    def allow(self, ref: StepRef) -> None:
+        """The files of ``ref`` may be read from now on, and those of no other step."""
+        with self._changed:
+            self._allowed = ref.folder
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End, also in the middle of an answer."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            for connection in self._open:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # it was closed before
+            self._wake.send(b"x")
+        self._workers.close()
+        for each in (*self._listening, self._wake, self._woken):
+            each.close()
+
+    # -- the listening thread -----------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for each in (*self._listening, self._woken):
+                each.setblocking(False)
+                selector.register(each, selectors.EVENT_READ)
+            try:
+                while not self._closing:
+                    first = next(iter(self._waiting.values()), None)
+                    left = None if first is None else max(0.0, first.deadline - time.monotonic())
+                    for key, _ in selector.select(left):
+                        self._ready(selector, key.fileobj)
+                    self._drop_late(selector)
+            finally:
+                for caller in list(self._waiting.values()):
+                    self._drop(selector, caller)
+
+    def _ready(self, selector: selectors.BaseSelector, which: object) -> None:
+        if not isinstance(which, socket.socket):
+            return
+        if which in self._listening:
+            try:
+                connection, place = self._accept(which)
+            except OSError:  # it has gone again, or too many files are open
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, _PAUSE_SECONDS)
+                return
+            self._admit(selector, connection, str(place[0]))
+        elif (caller := self._waiting.get(which)) is not None:
+            self._hear(selector, caller)
+
+    def _accept(self, listening: socket.socket) -> tuple[socket.socket, tuple[object, ...]]:
+        return listening.accept()
+
+    def _admit(self, selector: selectors.BaseSelector, connection: socket.socket, host: str) -> None:
+        """The oldest that have not shown the token make room, first those from the same address."""
+        connection.setblocking(False)
+        from_there = [caller for caller in self._waiting.values() if caller.host == host]
+        if len(from_there) >= _WAITING_PER_ADDRESS:
+            self._drop(selector, from_there[0])
+        elif len(self._waiting) >= _WAITING:
+            self._drop(selector, next(iter(self._waiting.values())))
+        self._waiting[connection] = _Caller(connection, host, time.monotonic() + _REQUEST_SECONDS)
+        selector.register(connection, selectors.EVENT_READ)
+
+    def _hear(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
+        try:
+            piece = caller.connection.recv(caller.missing())
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        caller.sent += piece
+        head = bytes(caller.sent[: len(_MAGIC)])
+        if not piece or not _MAGIC.startswith(head) or not self._knows_token(caller.sent):
+            self._drop(selector, caller)
+        elif len(caller.sent) >= _REQUEST.size and not caller.missing():
+            selector.unregister(caller.connection)
+            del self._waiting[caller.connection]
+            with self._changed:
+                self._open.add(caller.connection)
+            self._workers.submit(self._serve, caller)
+
+    def _knows_token(self, sent: bytearray) -> bool:
+        """False once it is clear that it does not. The token is compared as a whole: a guess of its first bytes tells nothing."""
+        if len(sent) < _REQUEST.size:
+            return True
+        _, token, *_, key_bytes = _REQUEST.unpack_from(sent)
+        return hmac.compare_digest(token, self.token) and key_bytes <= _KEY_BYTES
+
+    def _drop(self, selector: selectors.BaseSelector, caller: _Caller) -> None:
+        selector.unregister(caller.connection)
+        del self._waiting[caller.connection]
+        caller.connection.close()
+
+    def _drop_late(self, selector: selectors.BaseSelector) -> None:
+        now = time.monotonic()
+        for caller in list(self._waiting.values()):
+            if caller.deadline > now:
+                return
+            self._drop(selector, caller)
+
+    # -- the threads that answer --------------------------------------------------------------------------------------------
+
+    def _serve(self, caller: _Caller) -> None:
+        try:
+            with caller.connection as connection:
+                if not self._closing:
+                    connection.settimeout(_ANSWER_SECONDS)
+                    self._answer(connection, caller.sent)
+        except OSError as error:  # it has gone, or is too slow; it may ask again
+            _log.debug("ckpt: a request from another node was not answered: %s", error)
+        finally:
+            with self._changed:
+                self._open.discard(caller.connection)
+
+    def _answer(self, connection: socket.socket, request: bytearray) -> None:
+        _, _, tier, offset, length, _ = _REQUEST.unpack_from(request)
+        try:
+            store, key = self._stores[tier], check_key(request[_REQUEST.size :].decode())
+            self._check(key)
+            size = store.head(key).size
+        except ObjectNotFound:
+            connection.sendall(_ANSWER.pack(_MAGIC, _NOT_THERE, 0))
+            return
+        except (CkptError, KeyError, UnicodeError):
+            connection.sendall(_ANSWER.pack(_MAGIC, _FAILED, 0))
+            return
+        connection.sendall(_ANSWER.pack(_MAGIC, _OK, size))
+        memory = aligned_memory(min(length, _PIECE_BYTES)) if length else memoryview(b"")
+        for at in range(offset, min(offset + length, size), _PIECE_BYTES):
+            piece = memory[: min(_PIECE_BYTES, offset + length - at, size - at)]
+            try:
+                store.read_into(key, at, piece)
+            except CkptError:
+                return  # the other side sees the end too soon
+            connection.sendall(piece)
+            self.served_bytes += len(piece)
+
+    def _check(self, key: str) -> None:
+        """Raises ``ObjectNotFound`` for what may not be read. A rank may hear of the step a moment before this one."""
+        folder, _, name = key.partition("/")
+        if parse_folder(folder) is None or not is_file_name(name):
+            raise ObjectNotFound(key)
+        if name == MANIFEST:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self._allowed == folder, _CONNECT_SECONDS)
+            if self._allowed != folder:
+                raise ObjectNotFound(key)
+
+
+class NodeStore:
+    """One tier as the other nodes have it, to be read only. Threads: any, at once.
+
+    A node that does not answer is asked once more, and then not again: its files are not there.
+    """
+
+    def __init__(self, tier: int, url: str, peers: Sequence[Peer]) -> None:
+        self._tier, self._peers = tier, peers
+        self._url = f"{url} of other nodes"
+        self._dead: set[int] = set()
+        self._reached: dict[int, str] = {}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(put_if_absent=False, shared=True)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        """The steps that the nodes have told of."""
+        return iter(
+            {name for peer in self._peers for name in peer.tiers.get(self._tier, {})} if not prefix else ()
+        )
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Data files that the nodes have told of."""
+        for peer in self._peers:
+            for folder, step in peer.tiers.get(self._tier, {}).items():
+                for name, size in step.files.items():
+                    if (key := f"{folder}/{name}").startswith(prefix):
+                        yield ObjectInfo(key=key, size=size)
+
+    def head(self, key: str) -> ObjectInfo:
+        for peer in self._holders(key):
+            folder, _, name = key.partition("/")
+            if (size := peer.tiers[self._tier][folder].files.get(name)) is not None:
+                return ObjectInfo(key=key, size=size)
+            with suppress(ObjectNotFound):
+                return ObjectInfo(key=key, size=self._ask(peer, key, 0, memoryview(b"")))
+        raise ObjectNotFound(key)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        for peer in self._holders(key):
+            with suppress(ObjectNotFound):
+                self._ask(peer, key, offset, out.cast("B"))
+                return
+        raise ObjectNotFound(key, "no node that answers has it")
+
+    def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:  # noqa: ARG002
+        self._abort_all(key)
+
+    def upload(self, key: str, size: int) -> Upload:  # noqa: ARG002
+        self._abort_all(key)
+
+    def delete(self, key: str) -> None:
+        self._abort_all(key)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _abort_all(self, key: str) -> NoReturn:
+        raise StorageError(key, "other nodes' tiers are only read")
+
+    def _holders(self, key: str) -> Sequence[Peer]:
+        """Those that have told of it. A fragment lies where its rank's file does."""
+        folder, _, name = key.partition("/")
+        stem = name.partition(".")[0]
+        found = deque[Peer]()
+        for peer in self._peers:
+            step = peer.tiers.get(self._tier, {}).get(folder)
+            if step is None or peer.rank in self._dead:
+                continue
+            if (
+                step.listed
+                if name == MANIFEST
+                else any(file.partition(".")[0] == stem for file in step.files)
+            ):
+                found.append(peer)
+        return found
+
+    def _ask(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
+        for again in (False, True):
+            try:
+                return self._request(peer, key, offset, out)
+            except OSError as error:
+                if again:
+                    self._dead.add(peer.rank)
+                    _log.warning("ckpt: the node of rank %d does not give its files: %s", peer.rank, error)
+        raise ObjectNotFound(key, f"the node of rank {peer.rank} does not answer")
+
+    def _request(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
+        name = key.encode()
+        request = _REQUEST.pack(_MAGIC, bytes.fromhex(peer.token), self._tier, offset, len(out), len(name))
+        head = memoryview(bytearray(_ANSWER.size))
+        with self._connect(peer) as connection:
+            connection.sendall(request + name)
+            _fill(connection, head)
+            magic, outcome, size = _ANSWER.unpack(head)
+            if magic != _MAGIC:
+                raise ConnectionError("who answers is none of ours")
+            if outcome == _NOT_THERE:
+                raise ObjectNotFound(key)
+            if outcome != _OK:
+                raise TransientStorageError(key, f"the node of rank {peer.rank} cannot read it")
+            if out and offset + len(out) > size:
+                raise StorageError(key, f"has {size} bytes, {offset + len(out)} were wanted")
+            _fill(connection, out)
+            return int(size)
+
+    def _connect(self, peer: Peer) -> socket.socket:
+        known = self._reached.get(peer.rank)
+        failure: OSError = ConnectionError("it told no address")
+        for address in (known,) if known else peer.addresses:
+            try:
+                connection = socket.create_connection((address, peer.port), _CONNECT_SECONDS)
+            except OSError as error:
+                failure = error
+            else:
+                connection.settimeout(_ANSWER_SECONDS)
+                self._reached[peer.rank] = address
+                return connection
+        raise failure
+
+
+class Union:
+    """A local tier as all nodes have it together, for who looks for steps: this node's part first. Threads: any."""
+
+    def __init__(self, own: StorageBackend, others: NodeStore) -> None:
+        self._own, self._others = own, others
+        self.put, self.upload, self.delete = others.put, others.upload, others.delete
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._others.capabilities
+
+    @property
+    def url(self) -> str:
+        return self._own.url
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        return iter({*self._own.folders(prefix), *self._others.folders(prefix)})
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = {info.key: info for store in (self._others, self._own) for info in store.list(prefix)}
+        return iter(found.values())
+
+    def head(self, key: str) -> ObjectInfo:
+        try:
+            return self._own.head(key)
+        except ObjectNotFound:
+            return self._others.head(key)
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> None:
+        try:
+            self._own.read_into(key, offset, out)
+        except ObjectNotFound:
+            self._others.read_into(key, offset, out)
+
+    def close(self) -> None:
+        """Its parts are others' to close."""
+
+
+def interfaces() -> tuple[str, ...]:
+    """The addresses to listen at.
+
+    That of the interface which leads to the launcher's rank 0, if it leads to another machine or is known to
+    others by that address; else what the host's name stands for, and this machine's own.
+    """
+    with suppress(OSError):
+        if (leader := job_address()) is not None:
+            kind, _, _, _, place = socket.getaddrinfo(*leader, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+                probe.connect(place)  # sends nothing
+                found = str(probe.getsockname()[0])
+            if not _is_near(found):
+                return (found,)
+    named: list[str] = []
+    with suppress(OSError):
+        told = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        named = [str(info[4][0]) for info in told]
+    return tuple(dict.fromkeys([*sorted(named, key=_is_near), "127.0.0.1"]))
+
+
+def _is_near(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
+    """Sockets at one port of each of ``hosts`` where that can be; at this machine's own address if it can be at none."""
+    found: list[socket.socket] = []
+    for host in hosts:
+        with suppress(OSError):
+            port = found[0].getsockname()[1] if found else 0
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            found.append(socket.create_server((host, port), family=family, backlog=1024))
+    return tuple(found) or (socket.create_server(("127.0.0.1", 0), backlog=1024),)
+
+
+def _fill(connection: socket.socket, out: memoryview) -> None:
+    """Each part may take as long as the connection's time limit."""
+    while out:
+        got = connection.recv_into(out)
+        if not got:
+            raise ConnectionError("the connection ended too soon")
+        out = out[got:]

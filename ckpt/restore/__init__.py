@@ -1,0 +1,1 @@
+"""Restoring: the newest intact step becomes the state, on all ranks the same step."""

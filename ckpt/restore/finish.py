@@ -1,0 +1,59 @@
+"""A restore finishes what the job before it could not: a save of which every part is durable, and whose leader died before it put the manifest.
+
+Only what is newer than the newest checkpoint comes into question, and nothing newer than a step that is asked for by number. What costs little is looked at first: the owner, the later steps, the fragments, and the
+sizes of the files. The data is not read here: the restore that follows reads all of it, compares it with its checksums, and takes the step before if it is damaged.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt.catalog.finalize import finalize
+from ckpt.coordination.owner import Owner
+from ckpt.errors import CkptError, IntegrityError, JobUnseen, StorageError
+from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+
+_log = logging.getLogger("ckpt")
+
+
+class Finisher:
+    """Threads: one.
+
+    Args:
+        me: This job: what an earlier start of the same torchrun run has left is known to be dead.
+
+    Attributes:
+        finished: (step, URL), in the order in which they were finished.
+    """
+
+    def __init__(self, me: Owner, workers: Workers) -> None:
+        self._me, self._workers = me, workers
+        self._tried: set[tuple[str, StepRef]] = set()
+        self.finished: list[tuple[int, str]] = []
+
+    def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
+        """Whether ``ref``, which has no manifest on ``backend``, is a checkpoint now. Never raises an error of ours: there may be others to restore."""
+        if (backend.url, ref) in self._tried:
+            return False
+        self._tried.add((backend.url, ref))
+        try:
+            finalize(backend, ref, workers=self._workers, job_is_dead=self._is_dead, read_data=False)
+        except JobUnseen as error:
+            _log.warning("ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step)
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
+        except CkptError as error:  # refused, incomplete, or somebody's who is at work
+            _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
+        else:
+            _log.warning(
+                "ckpt: step %d on %s had all its parts, and a leader that died: finished its commit",
+                ref.step, backend.url,
+            )  # fmt: skip
+            self.finished.append((ref.step, backend.url))
+            return True
+        return False
+
+    def _is_dead(self, owner: Owner) -> bool:
+        return owner.went_before(self._me)

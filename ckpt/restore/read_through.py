@@ -1,0 +1,388 @@
+"""Read-through: what a restore needs from far is put into the nearest folder on the way, so that the next restore is local.
+
+A folder that only this machine sees is filled by the machine's ranks together, one that all see by all of them: whoever takes a file first (the coordinator decides) fetches it, the others wait for its end. So no file is fetched twice into one folder, and
+nobody needs to know who its neighbours are. Who fetches takes its own part of what passes by, so that it need not read it again.
+
+Nothing here can make a restore fail: what a folder does not take, or nobody could fetch, is read straight from where it is. A folder lists the step only if all of its files came together there; else they are a
+partial cache, of which a later restore takes what it needs, and which prune clears away like the remains of a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+from ckpt.catalog.found import Found
+from ckpt.catalog.tiered_reader import TieredReader
+from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
+from ckpt.catalog.verify import Fault, Meter, Span, verify_files
+from ckpt.codec.byte_planes import decode
+from ckpt.config import ranks_on_this_node
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.claim_marker import clear_away
+from ckpt.coordination.owner import Owner
+from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, StorageError
+from ckpt.model import units
+from ckpt.model.checksum import checksum
+from ckpt.model.keys import StepRef, fragment_name
+from ckpt.model.manifest import File, FragmentRef, stored_size
+from ckpt.model.packed import read_fragment
+from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.sources import without
+from ckpt.retention.claim import Claim
+from ckpt.retention.evictor import Evictor
+from ckpt.storage.registry import scheme_of
+from ckpt.storage.tiers import OpenTier
+
+_DONE: Final = b"done"
+_FEW: Final = 16
+_LOST: Final = b"lost"
+_REFUSED: Final = b"refused"
+
+_log = logging.getLogger("ckpt")
+
+
+class ReadThrough:
+    """One restore's use of its caches. Threads: the owner's.
+
+    Args:
+        tiers: The sources of ``origin``, as tiers; none to go without.
+        found: The step.
+        subject: Tells this restore from others.
+        patience: Seconds to wait for other ranks, in all.
+        waiting: Steps that stay where a cache has a capacity, for farther tiers read them.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        origin: TieredReader,
+        found: Found,
+        *,
+        coordinator: Coordinator,
+        subject: str,
+        patience: float,
+        workers: Workers,
+        retry: RetryPolicy,
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
+    ) -> None:
+        self._tiers, self.origin, self._found, self._coordinator = tiers, origin, found, coordinator
+        self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
+        self._me = Owner.here(coordinator.attempt)
+        self._waiting, self._deadline = waiting, time.monotonic() + patience
+        self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
+        self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
+        self._missing: list[File] = []
+        self.fetched: dict[int, int] = {}
+        """Position of the source that the file of a rank was fetched from, by this rank or another."""
+        self.taken: Counter[int] = Counter()
+        """Bytes that were put into their place meanwhile, by the position of their source."""
+        self.cached_bytes = 0
+        """Of the data files that this rank has put into a cache."""
+
+    def look(self, plan: RestorePlan) -> None:
+        """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as far as their sizes tell. Before any rank fetches."""
+        near = range(self._caches[0] + 1) if self._caches else ()
+        wanted: Counter[int] = Counter()
+        for read in plan.reads:
+            wanted[read.rank] += read.nbytes
+        needed = [file for rank, file in sorted(self._files.items()) if self._is_worth(file, wanted[rank])]
+        self._missing = [file for file in needed if near and all(self.origin.fault(p, file) for p in near)]
+
+    def _is_worth(self, file: File, wanted: int) -> bool:
+        """Whether a file is fetched for so many bytes of it. Between nodes that have tiers of their own not for a few: buffers, say, of another node's rank."""
+        least = file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
+        return wanted > least
+
+    def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
+        """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was not put into its place meanwhile.
+
+        Raises:
+            CommitError: The other ranks cannot be reached.
+        """
+        self._deadline = time.monotonic() + self._patience
+        taster = _Taster(plan, sink)
+        missing = self._missing
+        for position in self._caches:
+            # else its own files of the step are others than these
+            if not self.origin.gone(position, "") and self.origin.lies_alike(position):
+                if position > self._caches[0]:
+                    missing = [file for file in missing if self.origin.fault(position, file)]
+                missing = self._fill(position, missing, taster)
+                if position < self._found.position:
+                    self._list(position)
+            if not missing:
+                break
+        for read, source in taster.placed:
+            self.taken[source] += read.nbytes
+        return without(plan, [read for read, _ in taster.placed])
+
+    def _fill(self, position: int, files: Sequence[File], taster: _Taster) -> list[File]:
+        """Returns those that it does not take."""
+        if files and not self._has_room(position, files):
+            return list(files)
+        subject, me = self._subjects(position), str(self._coordinator.rank).encode()
+        mine: list[File] = []
+        theirs: list[File] = []
+        refused: list[File] = []
+        count = max(1, len(self._files))
+        for file in sorted(files, key=lambda file: (file.rank - self._coordinator.rank) % count):
+            if refused:
+                refused.append(file)
+            elif self._coordinator.set_once(subject(file.rank), me) != me:
+                theirs.append(file)
+            elif self._fetch(position, file, taster, f"{subject(file.rank)}/end") == _REFUSED:
+                self._withdraw(position, [*mine, file] if file.rank in self.fetched else mine)
+                refused += [*mine, file]
+            else:
+                mine.append(file)
+        for file in theirs:
+            word = self._heard(f"{subject(file.rank)}/end")
+            if word is None or not word.isdigit():
+                refused += [file] if word == _REFUSED else []
+            else:
+                self.fetched[file.rank] = int(word)
+        return refused
+
+    def _fetch(self, position: int, file: File, taster: _Taster, subject: str) -> bytes:
+        """Returns, and tells on ``subject``, how it went."""
+        cache, began, size = self._tiers[position], time.perf_counter(), self._size(file)
+        word = _LOST
+        try:
+            source = copy_files(
+                self.origin, [file], cache.backend, encodings=self._encodings,
+                workers=self._workers, retry=self._retry, meter=Meter(size, None), on_span=taster.taste,
+            )  # fmt: skip
+            self.origin.mended(position, file)
+            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
+            word = str(source).encode()
+            self._copy_fragment(position, file)
+            seconds = time.perf_counter() - began
+            _log.info(
+                "ckpt: %s was put into %s from %s: %s in %.2f s",
+                self.origin.ref.key(file.name), cache.url, self._tiers[source].url, units.size(size), seconds,
+            )  # fmt: skip
+        except (IntegrityError, StorageError) as error:
+            if self.origin.ref.key(file.name) not in self.origin.lost:
+                word = _REFUSED
+                _log.warning(
+                    "ckpt: %s does not take what was fetched from farther tiers, it is read straight from there: %s",
+                    cache.url,
+                    error,
+                )
+        finally:
+            self._coordinator.set_once(subject, word)
+        return word
+
+    def _copy_fragment(self, position: int, file: File) -> None:
+        """Without it the step is not listed there, and the remains have no age; the data serves all the same."""
+        manifest = self._found.manifest
+        named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
+        with suppress(IntegrityError):
+            copy_fragments(
+                self.origin, manifest, named, self._tiers[position].backend,
+                workers=self._workers, retry=self._retry,
+            )  # fmt: skip
+
+    def _withdraw(self, position: int, files: Sequence[File]) -> None:
+        """Leave no room taken on a disk that is full: the next save needs it more. But for what somebody else, who found all of it there, is about to list."""
+        backend, ref = self._tiers[position].backend, self.origin.ref
+        for file in files:
+            data, gone = ref.key(file.name), False
+            with suppress(StorageError):
+                if (
+                    position in self.origin.listing
+                ):  # then the fragment was there before, and the data was not
+                    backend.delete(data)
+                    gone = True
+                else:
+                    gone = clear_away(backend, ref, ref.key(fragment_name(file.rank)), data)
+            self.cached_bytes -= self._size(file) if gone else 0
+
+    def _has_room(self, position: int, files: Sequence[File]) -> bool:
+        """Where the cache has a capacity: whoever comes first makes room, for all who see the folder, each reckoned to need as much."""
+        cache = self._tiers[position]
+        if cache.tier.capacity is None:
+            return True
+        subject, word = self._subjects(position)("room"), _REFUSED
+        me = str(self._coordinator.rank).encode()
+        if self._coordinator.set_once(subject, me) != me:
+            return self._heard(f"{subject}/end") == _DONE
+        shared = cache.backend.capabilities.shared
+        ranks = self._coordinator.world_size if shared else ranks_on_this_node()
+        if cache.nodes:
+            ranks = len(cache.nodes.mates(self._coordinator.rank))
+        mine = sum(map(self._size, files))
+        try:
+            claim = Claim(cache.backend, self._me)
+            evictor = Evictor(
+                cache, claim, waiting=self._waiting, elsewhere=partial(self._elsewhere, position)
+            )
+            nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
+            evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
+            word = _DONE
+        except RootInUse as error:
+            _log.warning("ckpt: %s is another job's, and gives up nothing: %s", cache.url, error)
+        except (OutOfSpace, StorageError) as error:
+            _log.warning("ckpt: %s does not take what farther tiers have, it is read straight from there: %s", cache.url, error)  # fmt: skip
+        finally:
+            self._coordinator.set_once(f"{subject}/end", word)
+        return word == _DONE
+
+    def _may_change(self, position: int) -> bool:
+        """Whether no other job that may be alive writes to the folder: what it has there is its own to replace."""
+        cache = self._tiers[position]
+        try:
+            self._retry.call(Claim(cache.backend, self._me).use)
+        except StorageError as error:
+            _log.warning("ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error)
+            return False
+        except RootInUse as error:
+            _log.warning("ckpt: %s is another job's, and is left as it is: %s", cache.url, error)
+            return False
+        return True
+
+    def _elsewhere(self, position: int, ref: StepRef) -> bool:
+        """Whether a durable tier other than the cache has a step."""
+        for place, tier in enumerate(self._tiers):
+            if place != position and not tier.in_memory and not self.origin.gone(place, ""):
+                with suppress(IntegrityError, StorageError):
+                    self._retry.call(partial(tier.backend.head, ref.manifest))
+                    return True
+        return False
+
+    def mend(self) -> None:
+        """After all was read: write files anew of which a cache had chunks damaged, once each. What is there is replaced at once by a file of which every byte was verified, never written into."""
+        for position in self._caches:
+            damaged = [file for file in self._files.values() if self.origin.is_damaged(position, file)]
+            if not damaged or self.origin.gone(position, "") or not self.origin.lies_alike(position):
+                continue
+            if not self._may_change(position):
+                continue
+            subject, me = self._subjects(position), str(self._coordinator.rank).encode()
+            for file in damaged:
+                mending = f"{subject(file.rank)}/mend"
+                if self._coordinator.set_once(mending, me) == me:
+                    self._mend(position, file, f"{mending}/end")
+                elif self._heard(f"{mending}/end") == _DONE:
+                    self.origin.mended(position, file)
+
+    def _mend(self, position: int, file: File, subject: str) -> None:
+        cache, word, key = self._tiers[position], _LOST, self.origin.ref.key(file.name)
+        try:
+            with self.origin.unnoted():  # it is read again from there, but for the chunks that are bad
+                copy_files(
+                    self.origin, [file], cache.backend, encodings=self._encodings, workers=self._workers,
+                    retry=self._retry, meter=Meter(self._size(file), None),
+                )  # fmt: skip
+            self.origin.mended(position, file)
+            word = _DONE
+            _log.info("ckpt: %s was mended on %s", key, cache.url)
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: %s stays damaged on %s: %s", key, cache.url, error)
+        finally:
+            self._coordinator.set_once(subject, word)
+
+    def _list(self, position: int) -> None:
+        """The step is one of the cache's if, and only if, everything of it is there; of several nodes each lists what it has a part of. What this restore has not fetched is read: its size says little."""
+        parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
+        cache, me = self._tiers[position], str(self._coordinator.rank).encode()
+        if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
+            return
+        if self._coordinator.set_once(self._subjects(position)("list"), me) != me:
+            return
+        older = [file for file in self._files.values() if file.rank not in self.fetched]
+        if cache.nodes:
+            older = [file for file in older if self.origin.fault(position, file) is None]
+        try:
+            faults = [fault for file in older for fault in self._faults(position, file)]
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+            return
+        for fault in faults:
+            _log.warning("ckpt: step %d is not listed on %s: %s %s", self.origin.ref.step, cache.url, fault.key, fault.what)  # fmt: skip
+        if faults:
+            return
+        there = [part for part in parts if self.origin.fault(position, part) is None]
+        try:
+            look = partial(self._look, position, there)
+            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry, look=look)
+        except CkptError as error:
+            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+
+    def _faults(self, position: int, file: File) -> Sequence[Fault]:
+        """What is wrong with a file on a cache, every byte of it read. What a manifest by reference leaves to its fragment is read first, and let go of again."""
+        encoding = self._encodings.get(file.rank)
+        if not file.chunks:
+            named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
+            data = self.origin.fragment(self._found.manifest, named, file)
+            part = read_fragment(data, key=self.origin.ref.key(named.name))
+            file, encoding = part.file or file, next(iter(part.encoded), None)
+        faults, _ = verify_files(
+            self._tiers[position].backend, self.origin.ref, [file], workers=self._workers, on_progress=None,
+            retry=self._retry, encodings={file.rank: encoding} if encoding else {},
+        )  # fmt: skip
+        return faults
+
+    def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
+        for part in parts:
+            if fault := self.origin.fault(position, part):
+                raise fault if isinstance(fault, StorageError) else StorageError(part.name, str(fault))
+
+    def _size(self, file: File) -> int:
+        return stored_size(file, self._encodings.get(file.rank))
+
+    def _heard(self, subject: str) -> bytes | None:
+        """The verdict, if it comes before all patience is gone."""
+        return self._coordinator.verdict(subject, timeout=max(0.0, self._deadline - time.monotonic()))
+
+    def _subjects(self, position: int) -> Callable[[object], str]:
+        """Of those who see the folder."""
+        return partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
+
+    def _scope(self, position: int) -> str:
+        """Who sees the folder: all, or this node, or as far as is known this machine."""
+        if nodes := self._tiers[position].nodes:
+            return f"node{nodes.of[self._coordinator.rank]}"
+        if self._tiers[position].backend.capabilities.shared:
+            return "all"
+        place = f"{self._me.machine} {self._tiers[position].url}"
+        return checksum(place.encode())[:12]
+
+
+def _is_folder(tier: OpenTier) -> bool:
+    return scheme_of(tier.tier.url) == "file" and not tier.in_memory  # "memory" looks like a path
+
+
+class _Taster:
+    """Takes what a rank wants out of the files that it fetches. Threads: ``taste`` from any."""
+
+    def __init__(self, plan: RestorePlan, sink: Sink) -> None:
+        self._wanted = {(read.rank, read.offset): read for read in plan.reads}
+        self._sink = sink
+        self.placed: list[tuple[ChunkRead, int]] = []
+
+    def taste(self, file: File, span: Span, data: memoryview, source: int) -> None:
+        """See ``OnSpan``."""
+        begin = 0
+        for length in span.lengths:
+            if read := self._wanted.get((file.rank, span.offset + begin)):
+                self._sink.place(read, _raw(read, data[begin : begin + length], span.key))
+                self.placed.append((read, source))
+            begin += length
+
+
+def _raw(read: ChunkRead, data: memoryview, key: str) -> memoryview:
+    if read.encoded_nbytes is None:
+        return data
+    memory = memoryview(bytearray(read.nbytes))
+    decode(data, memory, key=key, offset=read.offset, digest=read.checksum)
+    return memory

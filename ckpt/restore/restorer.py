@@ -1,0 +1,398 @@
+"""The newest step that is whole -> the state, on all ranks the same one.
+
+The leader lists and proposes; every rank matches; when all fit, every rank reads, each chunk from the nearest tier that has it intact; only when all have
+read is anything but tensor memory touched. A rank that finds some chunk intact nowhere makes all
+go to the step before. What comes from far is put into the nearest folder on the way.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from ckpt.adapters.broadcast import Broadcast, can_broadcast
+from ckpt.adapters.load import match
+from ckpt.adapters.matching import Matched
+from ckpt.adapters.selection import ALL, Selection
+from ckpt.adapters.sink import TensorSink
+from ckpt.catalog.candidates import candidates
+from ckpt.catalog.found import Found, Repair
+from ckpt.catalog.tiered_reader import TieredReader
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.owner import Owner
+from ckpt.coordination.together import Damaged, Together
+from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
+from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
+from ckpt.model.keys import StepRef, parse_folder
+from ckpt.nodes.server import Peer
+from ckpt.nodes.survey import NodeSurvey, Sources
+from ckpt.pipeline.reader import Sink
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.copies import nearest_copies
+from ckpt.plan.restore import RestorePlan, plan_restore
+from ckpt.restore.finish import Finisher
+from ckpt.restore.read_through import ReadThrough
+from ckpt.restore.report import RestoreReport
+from ckpt.storage.tiers import OpenTier
+
+_PATIENCE_SECONDS: Final = 3600.0
+"""How long ranks wait for each other in a restore: reading may take that long on slow storage."""
+
+Replicas = Literal["read", "broadcast"]
+"""Whether ranks that want the same each read it, or one does and gives it to the others."""
+
+_PATTERN: Final = "\0"
+"""Before what is no name, but a pattern that fits none."""
+
+_log = logging.getLogger("ckpt")
+
+
+class _Proposal(msgspec.Struct, frozen=True):
+    """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices.
+
+    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
+    """
+
+    folder: str
+    nearest: int
+    answering: tuple[int, ...]
+    peers: tuple[Peer, ...] = ()
+    passed: tuple[tuple[int, str], ...] = ()
+    finished: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    matched: Matched
+    nbytes: int
+    read_bytes: int
+    received_bytes: int
+    tier: str
+    world_size: int
+    repaired: tuple[Repair, ...]
+    cached_bytes: int
+    unexpected: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    found: Found
+    matched: Matched
+    plan: RestorePlan
+    cache: ReadThrough
+
+
+class Restorer:
+    """Threads: the training thread. All ranks call ``restore`` alike."""
+
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        coordinator: Coordinator,
+        workers: Workers,
+        notify: Callable[[Event], None],
+        *,
+        serial: int,
+        listers: Workers,
+        read_through: bool = True,
+        selection: Selection = ALL,
+        replicas: Replicas = "read",
+        waiting: Callable[[], frozenset[StepRef]] = frozenset,
+    ) -> None:
+        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended. ``waiting``: steps that saves under way read from nearer tiers."""
+        self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
+        self._retry, self._listers = RetryPolicy(), listers
+        self._read_through, self._selection, self._waiting = read_through, selection, waiting
+        self._shared = _is_shared(replicas, coordinator)
+        self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
+        self._overwritten = False
+        self._finished: tuple[tuple[int, str], ...] = ()
+
+    def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
+        """Fill ``state``. None if there is no checkpoint and none was asked for by number.
+
+        Raises:
+            RestoreError: It does not fit, or no step is intact; tensors may have been overwritten in the latter case, and the message says so.
+            StorageError: The tiers cannot be listed.
+        """
+        began = time.perf_counter()
+        skipped: list[tuple[int, str]] = []
+        subject = f"{self._together.subject}/nodes"
+        with NodeSurvey(self._tiers, self._coordinator, subject=subject, step=step) as neighbours:
+            found = self._first(state, step, skipped, neighbours)
+        if found is not None:
+            ref, landed = found
+            _apply(landed.matched, ref)
+            return self._report(ref, landed, time.perf_counter() - began, skipped)
+        if not skipped and step is None:
+            return None
+        raise NoCheckpoint(
+            ", ".join(tier.url for tier in self._tiers), _told(step, skipped, self._overwritten)
+        )
+
+    def _first(
+        self,
+        state: MutableMapping[str, Any],
+        step: int | None,
+        skipped: list[tuple[int, str]],
+        neighbours: NodeSurvey,
+    ) -> tuple[StepRef, _Landed] | None:
+        """The first proposal that lands. Appends to ``skipped`` those before it."""
+        proposals = self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
+        while (proposal := self._together.next(proposals, _Proposal)) is not None:
+            skipped += proposal.passed
+            if not proposal.folder:
+                break
+            url, ref = self._tiers[proposal.nearest].url, _ref(proposal)
+            self._finished = proposal.finished
+            try:
+                return ref, self._land(state, proposal, neighbours)
+            except RestoreError as misfit:
+                if skipped and self._overwritten:
+                    raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
+                raise
+            except Damaged as damage:
+                _log.warning(
+                    "ckpt: step %d on %s is damaged, looking for the next best: %s", ref.step, url, damage
+                )
+                self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
+                skipped.append((ref.step, str(damage)))
+        return None
+
+    def _report(
+        self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
+    ) -> RestoreReport:
+        report = RestoreReport(
+            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.nbytes,
+            read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
+            skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
+            missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
+            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised, finished=self._finished,
+        )  # fmt: skip
+        if report.uninitialised:
+            _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
+        if report.missing and not landed.matched.wanted:
+            _log.warning("ckpt: step %d has nothing of the state: all tensors kept what they had", ref.step)
+        _log.info("ckpt: restored %s", report)
+        for finished, tier in report.finished:
+            self._notify(CommitFinished(step=finished, tier=tier))
+        for repair in report.repaired:
+            self._notify(Repaired(step=ref.step, **asdict(repair)))
+        self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
+        return report
+
+    # -- the leader's choice ------------------------------------------------------------------------------------------------
+
+    def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
+        """Listed once more when none would do: another job may have pruned what there was, and saved newer ones."""
+        stores = neighbours.stores()
+        seen: set[StepRef] = set()
+        passed: list[tuple[int, str]] = []
+        finisher = Finisher(Owner.here(self._coordinator.attempt), self._workers)
+        for again in (False, True):
+            if again and not seen:
+                break
+            for found in candidates(
+                stores, step, workers=self._listers, finish=neighbours.unless_apart(finisher.finish)
+            ):
+                if found.ref in seen:
+                    continue
+                seen.add(found.ref)
+                if fault := neighbours.fault(found, stores):
+                    _log.warning(
+                        "ckpt: step %d is not whole, looking for the next best: %s", found.ref.step, fault
+                    )
+                    passed.append((found.ref.step, fault))
+                    continue
+                yield _Proposal(
+                    found.ref.folder, found.nearest, found.answering, neighbours.peers(found.ref), tuple(passed),
+                    tuple(finisher.finished),
+                )  # fmt: skip
+                passed.clear()
+        if passed:
+            yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
+
+    # -- every rank's part --------------------------------------------------------------------------------------------------
+
+    def _land(self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey) -> _Landed:
+        """Match on all ranks, and only then read on all.
+
+        Raises:
+            Damaged: Some rank met damage that no tier mends; all shall take the next best.
+            RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
+        """
+        ref = _ref(proposal)
+        sources = neighbours.sources(
+            [self._tiers[index] for index in proposal.answering], ref, proposal.peers
+        )
+        origin = TieredReader(
+            [tier.backend for tier in sources.tiers], ref,
+            retry=self._retry, on_repair=_warn(ref), partial=sources.partial,
+        )  # fmt: skip
+        fit, nowhere = self._together.do(
+            "match",
+            ref.step,
+            lambda: self._fit(state, sources, origin),
+            lambda fit: (*fit.matched.unexpected, *map(_as_pattern, fit.matched.unused)),
+        )
+        unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
+        if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
+            patterns = ", ".join(repr(each[1:].replace(_PATTERN, "/")) for each in unused)
+            raise ConfigError(
+                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, in a model parted by dots; an optimizer's settings are optimizer/param_groups"
+            )
+        if unexpected and self._selection.strict:
+            raise EntryUnexpected(unexpected, ref.step)
+        self._overwritten = True
+        taking = _Taking(fit, origin, self._workers)
+        read_bytes, received_bytes = self._take(taking, fit, ref.step)
+        return _Landed(
+            fit.matched, fit.plan.wanted_bytes, read_bytes, received_bytes, taking.from_most,
+            fit.found.manifest.world_size, origin.repairs, fit.cache.cached_bytes, unexpected,
+        )  # fmt: skip
+
+    def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
+        """Read everything into place, on all ranks; returns the bytes that this one has read, and those it got from others."""
+
+        def agree(what: str, work: Callable[[], object]) -> None:
+            self._together.do(what, step, lambda: (work(),), lambda _: ())
+
+        if not self._shared:
+            agree("read", lambda: taking.all_of(fit.plan))
+            return fit.plan.read_bytes, 0
+        agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
+        spread = Broadcast(fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers)
+        spread.run(agree)
+        agree("mend", fit.cache.mend)
+        return spread.read_bytes, spread.received_bytes
+
+    def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader) -> _Fit:
+        with _uncollected():
+            found, matched, plan = origin.whole(partial(self._matched, state, sources, origin))
+        cache = ReadThrough(
+            sources.tiers if self._read_through and self._selection.only is None else (), origin, found,
+            coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
+            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
+        )  # fmt: skip
+        cache.look(plan)
+        return _Fit(found, matched, plan, cache)
+
+    def _matched(
+        self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader, found: Found
+    ) -> tuple[Found, Matched, RestorePlan]:
+        rank, world = self._coordinator.rank, self._coordinator.world_size
+        matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
+        # a copy may lie in the file of any rank of another node
+        found = origin.filled(found, None if sources.distance else matched.wanted)
+        plan = plan_restore(found.manifest, matched.wanted)
+        if sources.distance:
+            near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+            plan = nearest_copies(plan, found.manifest, near)
+        return found, matched, plan
+
+
+class _Taking:
+    """What one rank reads of a step. Threads: one at a time."""
+
+    def __init__(self, fit: _Fit, origin: TieredReader, workers: Workers) -> None:
+        self._fit, self._origin, self._workers = fit, origin, workers
+        self._nbytes = Counter({fit.found.position: 0})
+        self.sink = TensorSink(fit.matched.wanted, fit.matched.targets)
+
+    def cached(self, plan: RestorePlan) -> RestorePlan:
+        """Fill the caches; returns what of ``plan`` was not put into its place meanwhile."""
+        left = self._fit.cache.fill(plan, self.sink)
+        self._nbytes.update(self._fit.cache.taken)
+        return left
+
+    def all_of(self, plan: RestorePlan) -> None:
+        self.read(self.cached(plan), self.sink)
+        self._fit.cache.mend()
+
+    def read(self, plan: RestorePlan, sink: Sink) -> None:
+        given = self._origin.read(plan, sink, workers=self._workers)
+        for position, part in enumerate(given):
+            for read in part.reads:
+                self._nbytes[max(position, self._fit.cache.fetched.get(read.rank, 0))] += read.nbytes
+
+    @property
+    def from_most(self) -> str:
+        """Where most of it came from."""
+        most = max(self._nbytes, key=lambda at: (self._nbytes[at], -at))
+        return self._origin.sources[most].url
+
+
+def _as_pattern(pattern: str) -> str:
+    """As no name of the state is, nor anything that is below another."""
+    return _PATTERN + pattern.replace("/", _PATTERN)
+
+
+def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
+    """Raises ``ConfigError`` for what is no way to restore replicas, or none here."""
+    if replicas not in get_args(Replicas):
+        raise ConfigError(f'replicas={replicas!r}: give "read" or "broadcast"')
+    if replicas == "read" or coordinator.world_size == 1:
+        return False
+    if not can_broadcast(coordinator.world_size):
+        raise ConfigError(
+            'replicas="broadcast" needs torch.distributed with all ranks of this manager: call init_process_group() first'
+        )
+    return True
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """No garbage collection meanwhile: a plan is thousands of objects that live, and to look through a process with torch in it costs as long as reading half a GiB."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()
+
+
+def _apply(matched: Matched, ref: StepRef) -> None:
+    try:
+        matched.apply()
+    except CkptError:
+        raise
+    except Exception as error:
+        raise RestoreError(
+            f"step {ref.step} was read, but an object of the state did not take its part: {error!r}"
+        ) from error
+
+
+def _ref(proposal: _Proposal) -> StepRef:
+    ref = parse_folder(proposal.folder)
+    assert ref is not None, proposal.folder
+    return ref
+
+
+def _warn(ref: StepRef) -> Callable[[Repair], None]:
+    def warn(repair: Repair) -> None:
+        _log.warning(
+            "ckpt: step %d: %s does not have it intact, the next tier is asked: %s",
+            ref.step, repair.tier, repair.reason,
+        )  # fmt: skip
+
+    return warn
+
+
+def _told(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: bool) -> str:
+    if not skipped:
+        return f"step {step} is not there"
+    reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])
+    torn = ". Tensors of the state may have been overwritten in part: do not train on with it"
+    return f"none is intact ({reasons}){torn if overwritten else '; nothing in the state was changed'}"

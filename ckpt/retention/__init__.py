@@ -1,0 +1,1 @@
+"""What a tier keeps: the inventory of a tier, the retention policy, pruning and quotas."""

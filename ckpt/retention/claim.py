@@ -1,0 +1,137 @@
+"""What a job may remove from a root, and whether it still may.
+
+Jobs that share a root cannot know of each other whether they live: a process on another machine, or in
+another container, cannot be seen. So a job removes only what it can answer for, and it looks at
+``writer.json`` again before each removal.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ckpt.catalog.index import committed
+from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release, succeed
+from ckpt.errors import RootInUse
+from ckpt.model.keys import StepRef
+from ckpt.storage.api import StorageBackend
+
+_TRIAL: Final = re.compile(r"t\d+$")
+
+
+class Claim:
+    """One job's hold on one root.
+
+    A job that saves takes the root with ``take``. A job that only restores has the use of a root
+    (``use``) that belongs to nobody, or to a job that is known to have ended.
+
+    A checkpoint may be removed by the job that saved it, by a job that found it when it took the root,
+    and by the job that brought it there. A checkpoint that another job commits afterwards stays: that
+    job may be alive. The remains of a save may be removed at once if the job that has taken the root
+    knows that their job has ended. Other remains stay for a day (``retention.prune``).
+
+    Threads: any.
+
+    Attributes:
+        claimed: Whether ``writer.json`` may name this job.
+    """
+
+    def __init__(self, backend: StorageBackend, me: Owner) -> None:
+        self._backend, self._me = backend, me
+        self._there: frozenset[StepRef] | None = None
+        self._brought: set[StepRef] = set()
+        self._ended: frozenset[str] = frozenset()
+        self._seen = me.attempt
+        self.claimed = False
+
+    @property
+    def own(self) -> str:
+        """The running attempt."""
+        return self._me.attempt
+
+    def take(self) -> list[StepRef]:
+        """Make the root this job's. Returns the checkpoints that are there.
+
+        Raises:
+            RootInUse: The root belongs to a job that is alive on this machine.
+        """
+        self.claimed, self._seen = True, self.own  # it may lie there though the call fails
+        self._me = succeed(self._backend, self._me)
+        self._ended = frozenset(self._me.ended)  # known also if there is no room for the note
+        claim(self._backend, self._me)
+        there = committed(self._backend)
+        if self._there is None:
+            self._there = frozenset(there)
+        return there
+
+    def use(self) -> None:
+        """See that nothing speaks against removing what ``may_remove`` allows.
+
+        Raises:
+            RootInUse: The root belongs to another job, which is not known to have ended.
+        """
+        owner = read_owner(self._backend)
+        others = owner is not None and owner.attempt != self.own
+        if owner and others and (self._there is not None or not owner.has_ended(self._me)):
+            raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
+        self._seen = owner.attempt if owner is not None else self.own
+        if owner is not None and not others:
+            self._ended = frozenset(owner.ended)
+
+    def confirm(self) -> bool:
+        """Return whether the root names this job. Asked before each put of a manifest.
+
+        Raises:
+            RootInUse: Another job has taken the root over.
+        """
+        return confirm(self._backend, self._me)
+
+    def confirm_removal(self) -> None:
+        """Asked before each removal.
+
+        Raises:
+            RootInUse: Another job has taken the root over since ``take`` or ``use``.
+        """
+        owner = read_owner(self._backend)
+        if owner is not None and owner.attempt not in {self.own, self._seen}:
+            raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
+
+    def release(self) -> None:
+        """Give the root back, if it is still this job's."""
+        if self.claimed:
+            release(self._backend, self._me)
+
+    def bring(self, ref: StepRef) -> None:
+        """This job puts ``ref``, a step of another job, into the root."""
+        self._brought.add(ref)
+
+    def brings(self, ref: StepRef) -> bool:
+        """Whether this job puts ``ref``, a step of another job, into the root."""
+        return ref in self._brought
+
+    def may_remove(self, ref: StepRef) -> bool:
+        """Whether a checkpoint is this job's to remove."""
+        return (
+            self._there is None
+            or ref in self._there
+            or ref in self._brought
+            or job_of(ref) == self.own
+            or job_of(ref) in self._ended
+        )
+
+    def is_dead(self, ref: StepRef) -> bool:
+        """Whether no process can complete the save that was begun as ``ref``.
+
+        That is so if its job is known to have ended, and this job has taken the root or is taking it now.
+        """
+        return ref not in self._brought and job_of(ref) in self._ended
+
+    @property
+    def has_heritage(self) -> bool:
+        """Whether jobs that owned the root before are known to have ended."""
+        return bool(self._ended)
+
+
+def job_of(ref: StepRef) -> str:
+    """The attempt, without the count of tries at a step."""
+    return _TRIAL.sub("", ref.attempt)

@@ -1,0 +1,197 @@
+"""What goes where there is no room: remains, then the oldest steps, the newest only if it lies elsewhere too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Iterator
+
+from ckpt.config import NO_CODEC
+from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
+from ckpt.model.keys import StepRef
+from ckpt.model.units import size
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.retention.claim import Claim
+from ckpt.retention.inventory import Inventory, StoredStep
+from ckpt.retention.policy import Retention, first_to_go, newest
+from ckpt.retention.prune import judge, remove
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+
+
+class Evictor:
+    """One tier's. Several at once on one tier, of ranks or threads, may take off more than is needed, never what must stay: each looks by itself, what farther tiers wait for waits on every rank
+    until all have it there, and who comes second finds a step gone.
+
+    Threads: one at a time.
+
+    Args:
+        claim: The job's hold on the root.
+        waiting: Steps that a farther tier still reads from here.
+        elsewhere: Whether another durable tier has a step. Asked only where nothing else can go.
+    """
+
+    def __init__(
+        self,
+        tier: OpenTier,
+        claim: Claim,
+        *,
+        waiting: Callable[[], frozenset[StepRef]],
+        elsewhere: Callable[[StepRef], bool],
+    ) -> None:
+        self._tier, self._claim, self._waiting, self._elsewhere = tier, claim, waiting, elsewhere
+        self._retry = RetryPolicy()
+        self._inventory = Inventory(tier.backend, part=tier.tier.local is True)
+        self._rule = Retention.of(tier.tier)
+
+    def make_room(self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False) -> None:
+        """See that ``ref``, of ``staged`` bytes before any codec, fits into the capacity. Not where the store cannot be looked at: it will tell by itself.
+
+        With a codec it is reckoned by what the newest step here takes; before there is one, as it was staged, but no more than the capacity.
+
+        Args:
+            restored: What the job goes on from; stays until there is a newer step of its own.
+            stored: The size is that of files as they will lie there.
+
+        Raises:
+            OutOfSpace: It cannot fit.
+            RootInUse: The root is another job's.
+        """
+        capacity = self._tier.tier.capacity_bytes or 0
+        try:
+            found = self._inventory.look()
+        except StorageError as error:  # whether the store takes the save is the save's to find out
+            _log.warning("ckpt: what lies on %s cannot be seen: %s", self._tier.url, error)
+            return
+        needed, how = staged, ""
+        if self._tier.tier.codec != NO_CODEC and not stored:
+            if (ratio := _ratio(found)) is None:
+                needed = min(staged, capacity)
+            else:
+                needed, how = int(staged * ratio), f" ({size(staged)} before the codec)"
+        if needed > capacity:
+            raise OutOfSpace(
+                ref.folder,
+                f"this checkpoint of {size(needed)}{how} is larger than the capacity of {size(capacity)}: raise it, or take the tier out",
+            )
+        over = sum(held.nbytes for held in found) + needed - capacity
+        tried: set[StepRef] = set()
+        while over > 0:
+            going = list(self._going(found, ref, over, restored, tried))
+            if sum(held.nbytes for held in going) < over:
+                raise OutOfSpace(ref.folder, self._why(found, needed, capacity))
+            over -= self._remove(going, "its capacity is reached", tried)
+
+    def settle(self, ref: StepRef, *, restored: int | None) -> None:
+        """After ``ref`` was encoded and committed, and its size is known: what is over the capacity goes. Never raises."""
+        capacity = self._tier.tier.capacity_bytes or 0
+        try:
+            found = self._inventory.look()
+            over = sum(held.nbytes for held in found) - capacity
+            tried: set[StepRef] = set()
+            while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
+                over -= self._remove(going, "its capacity is reached", tried)
+        except CkptError as error:
+            _log.warning("ckpt: nothing was evicted from %s: %s", self._tier.url, error)
+            return
+        if over > 0:
+            _log.warning("ckpt: step %d takes %s more than the capacity of %s", ref.step, size(over), self._tier.url)  # fmt: skip
+
+    def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
+        """The store was full: free ``nbytes`` or more. Returns whether anything was freed."""
+        self._retry.call(self._claim.use)
+        found, over, tried = self._inventory.look(), nbytes, set[StepRef]()
+        while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
+            over -= self._remove(going, "the store is full", tried)
+        return over < nbytes
+
+    def _going(
+        self,
+        found: list[StoredStep],
+        ref: StepRef,
+        over: int,
+        restored: int | None,
+        tried: Container[StepRef],
+    ) -> Iterator[StoredStep]:
+        """Yield what is to be removed to free ``over`` bytes.
+
+        Remains come first, then steps as the rule ranks them. The newest step comes last, and only if another tier has it too.
+        What was ``tried`` before is left out.
+        """
+        own = self._claim.own
+        whole = {held.ref: held for held in found if held.state == "whole"}
+        metrics = {other: held.metrics for other, held in whole.items()}
+        last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
+        waiting = self._waiting()
+        order = [
+            one.held
+            for one in judge(found, self._rule, own=own, claim=self._claim)
+            if not one.kept and one.held.ref not in whole
+        ]
+        order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
+        parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
+        order += [held for held in parts if held.ref.step != restored]
+        # copies that this job is making, of a step that its predecessor has saved
+        order += [h for h in found if h.state == "begun" and self._claim.brings(h.ref)]
+        order += [whole[last]] if last is not None else []
+        for held in order:
+            if over <= 0:
+                return
+            if (
+                held.ref not in waiting
+                and held.ref not in tried
+                and held.ref != ref
+                and (held.ref not in whole or self._claim.may_remove(held.ref))
+                and (held.ref != last or self._elsewhere(held.ref))
+            ):
+                over -= held.nbytes
+                yield held
+
+    def _counts(self, ref: StepRef, restored: int | None) -> bool:
+        """Whether a restarted job may want it: of what others have saved, nothing after the step that was restored."""
+        return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
+
+    def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
+        """Returns how many bytes were freed; adds all of ``going`` to ``tried``.
+
+        Raises:
+            RootInUse: The root is another job's now.
+        """
+        freed = 0
+        tried.update(held.ref for held in going)
+        if going:
+            self._retry.call(self._claim.use)
+        for held in going:
+            try:
+                gone = remove(self._tier.backend, held, self._claim)
+            except RootInUse:
+                raise
+            except CkptError as error:
+                _log.warning("ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error)
+                continue
+            if not gone:
+                _log.warning("ckpt: step %d on %s was not evicted: it is being finished", held.ref.step, self._tier.url)  # fmt: skip
+            else:
+                freed += held.nbytes
+                what = "what was begun of step" if held.state == "begun" else "step"
+                _log.info("ckpt: %s %d was evicted from %s: %s, which gives %s", what, held.ref.step, self._tier.url, why, size(held.nbytes))  # fmt: skip
+        return freed
+
+    def _why(self, found: list[StoredStep], needed: int, capacity: int) -> str:
+        waiting = self._waiting() & {held.ref for held in found}
+        held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
+        return (
+            f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and what lies there cannot go: the newest has no other copy, farther tiers wait for "
+            f"these steps: {held}. Give it room for two checkpoints, and one for each step that may wait (backlog)"
+        )
+
+
+def _ratio(found: list[StoredStep]) -> float | None:
+    """Bytes that lie there for each that was staged, of the newest step that a codec has shrunk; None if there is none."""
+    encoded = (
+        held
+        for held in found
+        if held.staged_bytes > 0 and any(info.key.endswith(".encoded") for info in held.objects)
+    )
+    newest_first = max(encoded, key=lambda held: held.ref, default=None)
+    return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None

@@ -1,0 +1,192 @@
+"""What lies on a tier: which steps are whole, how big they are, and since when.
+
+The index asks for manifests only. Whoever removes steps must know more: a manifest whose files are gone is no reason to give up an older step that is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from ckpt.catalog.index import attempts, is_committed, own_objects, unfinished_of
+from ckpt.errors import (
+    AccessDenied,
+    FormatTooNew,
+    IntegrityError,
+    LinkRefused,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
+from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
+from ckpt.model.keys import StepRef, fragment_name
+from ckpt.model.metrics import metrics_of
+from ckpt.model.packed import read_part
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.storage.api import ObjectInfo, StorageBackend, Unfinished, read_object
+
+State = Literal["whole", "broken", "begun", "newer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredStep:
+    """One attempt at a step, as it lies there.
+
+    Attributes:
+        objects: Files of ours in its folder.
+        unfinished: Writes to such files that were cut off, or are under way. Looked for only where the state is "begun" or "broken".
+        state: "whole" has a manifest and all files it names (where other nodes have theirs: all that belong to the fragments here), of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
+        metrics: As they were saved.
+        staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
+        is_part: Whether it has begun here and may be a checkpoint all the same: where nodes have their own tiers, another node may
+            have put the manifest. The fragment of each data file is here, so this node had its part durable.
+        touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
+    """
+
+    ref: StepRef
+    objects: tuple[ObjectInfo, ...]
+    state: State
+    metrics: Mapping[str, float]
+    touched: float | None
+    staged_bytes: int = 0
+    unfinished: tuple[Unfinished, ...] = ()
+    is_part: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes, unfinished writes included."""
+        return sum(info.size for info in self.objects) + sum(cut.size for cut in self.unfinished)
+
+
+class Inventory:
+    """A tier's steps. Remembers the whole ones, which never change: each look costs a listing of the root, and one request for every step that is known.
+
+    Threads: one at a time.
+
+    Args:
+        part: Whether the rest of each step may lie on other nodes.
+    """
+
+    def __init__(self, backend: StorageBackend, *, part: bool = False) -> None:
+        self._backend, self._retry, self._part = backend, RetryPolicy(), part
+        self._known: dict[StepRef, StoredStep] = {}
+
+    @property
+    def metrics(self) -> list[Mapping[str, float]]:
+        """Of the whole ones that were seen last."""
+        return [held.metrics for held in self._known.values()]
+
+    def look(self, *, begun: bool = False) -> list[StoredStep]:
+        """All attempts, newest step first; or only those that were ``begun`` and never committed."""
+        refs = attempts(self._backend)
+        if begun:
+            refs = [ref for ref in refs if not is_committed(self._backend, ref)]
+        found = [self._held(ref) for ref in refs]
+        self._known = {held.ref: held for held in found if held.state == "whole"}
+        return found
+
+    def _held(self, ref: StepRef) -> StoredStep:
+        there = is_committed(self._backend, ref)
+        if there and ref in self._known:
+            return self._known[ref]
+        objects = tuple(own_objects(self._backend, ref))
+        try:
+            outline = self._outline(ref) if there else None
+        except FormatTooNew:
+            return StoredStep(ref=ref, objects=objects, state="newer", metrics={}, touched=None)
+        whole = outline is not None and self._is_whole(ref, objects, outline)
+        unfinished = () if whole else unfinished_of(self._backend, ref)
+        return StoredStep(
+            ref=ref,
+            objects=objects,
+            state="whole" if whole else "broken" if there else "begun",
+            metrics=metrics_of(outline.metadata) if outline else {},
+            touched=max(
+                (
+                    date
+                    for date in (self._touched(ref, objects), *(cut.modified for cut in unfinished))
+                    if date
+                ),
+                default=None,
+            ),
+            unfinished=unfinished,
+            is_part=self._part and not there and not unfinished and _has_all_fragments(objects),
+            staged_bytes=sum(file.size for file in self._here(objects, outline)) if outline else 0,
+        )
+
+    def _is_whole(self, ref: StepRef, objects: Sequence[ObjectInfo], outline: _Outline) -> bool:
+        files = self._here(objects, outline)
+        needed = [file.name for file in files]
+        if outline.by_reference:  # without them nobody knows what is in the files
+            here = {file.rank for file in files}
+            needed += [each.name for each in outline.fragments if not self._part or each.rank in here]
+        there = all(self._is_there(ref, objects, name) for name in needed)
+        return there and bool(files or not self._part)
+
+    def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
+        """The data files that belong here. A rank's fragment and its file lie on one node."""
+        if not self._part:
+            return outline.files
+        here = {info.key.rpartition("/")[2] for info in objects}
+        return [file for file in outline.files if here & {file.name, fragment_name(file.rank)}]
+
+    def _outline(self, ref: StepRef) -> _Outline | None:
+        """None if the manifest is damaged, or was removed just now."""
+        try:
+            data = self._retry.call(partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES))
+            return unpack(data, _Outline, key=ref.manifest)
+        except LinkRefused:
+            return None
+        except (FormatTooNew, AccessDenied, TransientStorageError):
+            raise  # says nothing about the checkpoint
+        except (IntegrityError, StorageError):
+            return None
+
+    def _is_there(self, ref: StepRef, objects: Sequence[ObjectInfo], name: str) -> bool:
+        """A listing may lag behind, so what it lacks is asked for by name."""
+        try:
+            key = ref.key(name)
+            if all(info.key != key for info in objects):
+                self._retry.call(partial(self._backend.head, key))
+        except (IntegrityError, LinkRefused, ObjectNotFound):
+            return False
+        return True
+
+    def _touched(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> float | None:
+        dates = [info.modified for info in objects if info.modified is not None]
+        if not dates or len(dates) < len(objects):
+            for info in objects:
+                with suppress(ObjectNotFound, IntegrityError):
+                    if info.key.endswith(".json") and info.key != ref.manifest:
+                        read = partial(read_object, self._backend, info.key, limit=MAX_RECORD_BYTES)
+                        data = self._retry.call(read)
+                        dates.append(read_part(data, key=info.key).created_at)
+        return max(dates, default=None)
+
+
+def _has_all_fragments(objects: Sequence[ObjectInfo]) -> bool:
+    names = {info.key.rpartition("/")[2] for info in objects}
+    data = {name.partition(".")[0] for name in names if not name.endswith(".json")}
+    return bool(data) and names.issuperset(f"{name}.json" for name in data)
+
+
+class _NamedFile(msgspec.Struct, array_like=True):
+    """The beginning of a ``File``, or of a ``FragmentRef``."""
+
+    name: str
+    rank: int
+    size: int
+
+
+class _Outline(msgspec.Struct):
+    """Of a manifest, what costs little to read: a manifest may hold a million tensors, and training goes on beside."""
+
+    files: tuple[_NamedFile, ...]
+    metadata: msgspec.Raw
+    fragments: tuple[_NamedFile, ...] = ()
+    by_reference: bool = False

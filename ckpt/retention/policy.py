@@ -1,0 +1,113 @@
+"""Which checkpoints of a tier may go, and which go first?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.config import Best, Tier
+from ckpt.errors import ConfigError
+from ckpt.model.keys import StepRef
+
+NEWEST: Final = "newest"
+NEWEST_OWN: Final = "newest of the running job"
+Metrics = Mapping[StepRef, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """What a tier keeps. Without ``keep_last``: everything.
+
+    Attributes:
+        keep_last: This many of the newest steps.
+        keep_every: Beside them, every step that is a multiple of this.
+        keep_best: Beside them, the steps with the best metric.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: Best | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r}: give a whole number from 1 on, or leave it out to keep all"
+                )
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) is not None and self.keep_last is None:
+                raise ConfigError(
+                    f"{name} adds to keep_last: say how many of the newest to keep, such as keep_last=3"
+                )
+
+    @classmethod
+    def of(cls, tier: Tier) -> Retention:
+        """As the tier says."""
+        return cls(keep_last=tier.keep_last, keep_every=tier.keep_every, keep_best=tier.best)
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.keep_last is None
+
+
+def reasons(
+    committed: Collection[StepRef], rule: Retention, metrics: Metrics, *, own: str = ""
+) -> dict[StepRef, tuple[str, ...]]:
+    """Why each of ``committed`` is kept; without a reason it need not be. All attempts at a step stay or go together.
+
+    Args:
+        metrics: As they were saved; may lack steps and names. What is not finite is nobody's best.
+        own: The running attempt. Its newest step stays whatever others there are: after a rollback the steps given up may have higher numbers.
+    """
+    numbers = sorted({ref.step for ref in committed}, reverse=True)
+    last = set(numbers if rule.keep_last is None else numbers[: rule.keep_last])
+    every = {step for step in numbers if rule.keep_every and step % rule.keep_every == 0}
+    best = set(_best(committed, rule.keep_best, metrics)) if rule.keep_best else set[int]()
+    mine = newest(committed, own=own)
+    why = {
+        NEWEST: last,
+        f"multiple of {rule.keep_every}": every,
+        f"best {rule.keep_best.metric}" if rule.keep_best else "": best,
+        NEWEST_OWN: {mine.step} - last if mine else set(),
+    }
+    return {ref: tuple(name for name, kept in why.items() if ref.step in kept) for ref in committed}
+
+
+def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) -> str:
+    """What to say if the rule goes by a metric that no step has, though they have others; else nothing."""
+    names = sorted({name for told in metrics for name in told})
+    if rule.keep_best is None or not names or rule.keep_best.metric in names:
+        return ""
+    return f"keep_best goes by {rule.keep_best.metric!r}, which no checkpoint has: there is {', '.join(map(repr, names))}"
+
+
+def first_to_go(
+    committed: Collection[StepRef], rule: Retention, metrics: Metrics | None = None, *, own: str = ""
+) -> list[StepRef]:
+    """All of ``committed``, as a full tier gives them up: what the rule would, then what is only new, last what is kept for its number or metric; each oldest first."""
+    why = reasons(committed, rule, metrics or {}, own=own)
+
+    def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
+        mine = bool(own) and ref.attempt.startswith(
+            own
+        )  # after a rollback those of others are the older ones
+        return (2 if set(why[ref]) - {NEWEST, NEWEST_OWN} else len(why[ref]), mine, ref)
+
+    return sorted(committed, key=rank)
+
+
+def newest(committed: Collection[StepRef], *, own: str = "") -> StepRef | None:
+    """The one that a restarted job would want: the newest of the running attempt, else of all."""
+    mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
+    return max(mine or committed, default=None)
+
+
+def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:
+    """Of equal ones the newest."""
+    values = [(metrics.get(ref, {}).get(rule.metric, math.nan), ref.step) for ref in committed]
+    sign = -1 if rule.mode == "max" else 1
+    ranked = sorted((sign * value, -step) for value, step in values if math.isfinite(value))
+    return list(dict.fromkeys(-step for _, step in ranked))[: rule.count]

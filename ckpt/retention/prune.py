@@ -1,0 +1,232 @@
+"""Removing what a tier need not keep: manifests first, so that nothing torn is ever listed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.catalog.index import attempts
+from ckpt.coordination.claim_marker import claim_for_removal, release_marker
+from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
+from ckpt.model.keys import StepRef, is_file_name, parse_folder
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.inventory import Inventory, State, StoredStep
+from ckpt.retention.policy import Retention, reasons
+from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
+
+GRACE_SECONDS: Final = 24 * 3600.0
+"""What was begun later than this ago, and never committed, is left alone: somebody may still commit it."""
+
+_RETRY: Final = RetryPolicy()
+
+NEEDED: Final = "a farther tier waits for it"
+FOREIGN: Final = "another job's, committed after this one had taken the root"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What was removed, or would be. ``state`` tells a checkpoint ("whole") from the remains of a save that failed ("begun") and from a checkpoint that has lost files ("broken")."""
+
+    ref: StepRef
+    nbytes: int
+    state: State
+
+    @property
+    def committed(self) -> bool:
+        return self.state == "whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One attempt and why it stays; without a reason it goes."""
+
+    held: StoredStep
+    kept: tuple[str, ...]
+
+
+def judge(
+    found: Sequence[StoredStep],
+    rule: Retention,
+    *,
+    own: str = "",
+    alive: bool = True,
+    grace_seconds: float = GRACE_SECONDS,
+    undated: bool = False,
+    protected: Callable[[], frozenset[StepRef]] = frozenset,
+    claim: Claim | None = None,
+) -> list[Judged]:
+    """What becomes of each of ``found``, in their order.
+
+    Args:
+        own: The running attempt: its newest step stays whatever the numbers of others.
+        alive: Whether it is known to run: then what is uncommitted of it stays until it is old, also where the store tells no dates.
+        grace_seconds: Age from which what is not whole counts as remains.
+        undated: Whether what has no date at all counts as such too.
+        protected: Those that stay whatever the rule; asked after the steps were listed.
+        claim: The job's hold on the root. It is left out where a person decides.
+    """
+    metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
+    why = reasons(metrics, rule, metrics, own=own)
+    needed = protected()
+    now = time.time()
+
+    def kept(held: StoredStep) -> tuple[str, ...]:
+        if held.ref in needed:
+            return (*why.get(held.ref, ()), NEEDED)
+        if held.state == "whole":
+            foreign = claim is not None and not claim.may_remove(held.ref)
+            return why[held.ref] or ((FOREIGN,) if foreign else ())
+        if held.state == "newer":
+            return ("written by a later ckpt",)
+        if held.state == "broken" and not metrics:
+            return ("nothing here is whole",)
+        if held.state == "begun" and claim is not None and claim.is_dead(held.ref) and not held.is_part:
+            return ()
+        if alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
+            return ("the running job's",)
+        young = not undated if held.touched is None else now - held.touched <= grace_seconds
+        in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
+        return ("not old enough to be given up",) if young and in_use else ()
+
+    return [Judged(held=held, kept=kept(held)) for held in found]
+
+
+def _is_old(held: StoredStep, grace_seconds: float) -> bool:
+    """A save touches its folder all the time; what a read-through has left there, never again."""
+    return held.touched is not None and time.time() - held.touched > grace_seconds
+
+
+def prune(
+    backend: StorageBackend,
+    rule: Retention,
+    *,
+    own: str = "",
+    dry_run: bool = False,
+    grace_seconds: float = GRACE_SECONDS,
+    undated: bool = False,
+    protected: Callable[[], frozenset[StepRef]] = frozenset,
+    inventory: Inventory | None = None,
+    claim: Claim | None = None,
+) -> list[Pruned]:
+    """Apply ``rule``, and clear away what failed saves have left and, unless all is kept, checkpoints that have lost files. Only files in folders of steps are touched, and only those named as ours.
+
+    Cut at any moment it leaves whole checkpoints and remains that the next call removes. Arguments are those of ``judge``; ``holdings`` remembers from call to call.
+    """
+    found = (inventory or Inventory(backend)).look(begun=rule.keeps_all)
+    judged = judge(
+        found,
+        rule,
+        own=own,
+        grace_seconds=grace_seconds,
+        undated=undated,
+        protected=protected,
+        claim=claim,
+    )
+    return carry_out(backend, judged, dry_run=dry_run, claim=claim)
+
+
+def carry_out(
+    backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False, claim: Claim | None = None
+) -> list[Pruned]:
+    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing and what somebody finishes just now.
+
+    Raises:
+        RootInUse: Another job has taken the root over. Nothing was removed since.
+        StorageError: Of one that could not be removed, the others all the same; unless the store does not answer.
+    """
+    gone: list[StoredStep] = []
+    failure: StorageError | None = None
+    for held in sorted((one.held for one in judged if not one.kept), key=lambda held: held.ref):
+        try:
+            if dry_run or remove(backend, held, claim):
+                gone.append(held)
+        except TransientStorageError:
+            raise
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.nbytes]
+
+
+def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
+    """Take one attempt off, if ``claim`` still holds: manifest first; what was never committed, unless somebody finishes it just now, or copies it there. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it.
+
+    Returns:
+        Whether it is gone.
+
+    Raises:
+        RootInUse: The claim does not hold any more.
+    """
+    if claim is not None:
+        _RETRY.call(claim.confirm_removal)
+    marked = False
+    if held.state == "begun" and held.objects:
+        try:
+            if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
+                release_marker(backend, held.ref)
+                claim_for_removal(backend, held.ref)
+                return False
+            if not (marked := claim_for_removal(backend, held.ref)):
+                return False
+        except OutOfSpace:  # whole checkpoints go first then, and what no fragment tells of
+            if any(info.key.endswith(".json") for info in held.objects):
+                return False
+    backend.delete(held.ref.manifest)
+    for info in held.objects:
+        backend.delete(info.key)
+    discard(backend, held.unfinished)
+    if marked:
+        release_marker(backend, held.ref)
+    return True
+
+
+def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
+    """Free what unfinished writes take."""
+    if isinstance(backend, KeepsUnfinished):
+        for one in found:
+            backend.discard(one)
+
+
+def discard_left(backend: StorageBackend, claim: Claim) -> None:
+    """Free what unfinished writes of jobs that have ended take. Of other jobs: what no folder shows, and no process can still be at."""
+    if isinstance(backend, KeepsUnfinished):
+        shown = attempts(backend)
+        # where there are folders, each write lies in that of its step, and others are not ours to look into
+        prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
+        for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
+            folder, _, name = one.key.partition("/")
+            if (ref := parse_folder(folder)) is None or not is_file_name(name) or job_of(ref) == claim.own:
+                continue
+            if claim.is_dead(ref) or (one.abandoned and ref not in shown):
+                _RETRY.call(claim.confirm_removal)
+                backend.discard(one)
+
+
+def sweep(backend: StorageBackend, claim: Claim, *, but_newest: bool = False) -> None:
+    """Remove what earlier jobs have left in a store of which each job uses only its own steps.
+
+    ``but_newest``: the newest checkpoint of all stays too.
+
+    Raises:
+        RootInUse: The root belongs to another job, which is not known to have ended.
+    """
+    found = Inventory(backend).look()
+    claim.use()  # after the listing: what is in it is not of a job that takes the root from now on
+    newest = max((held.ref for held in found if held.state == "whole"), default=None)
+    for held in found:
+        if held.state == "begun":
+            goes = claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
+        else:
+            goes = held.state != "newer" and claim.may_remove(held.ref)
+        if goes and job_of(held.ref) != claim.own and not (but_newest and held.ref == newest):
+            remove(backend, held, claim)
+
+
+def _is_abandoned(held: StoredStep) -> bool:
+    """Whether a finisher has put its mark there, and is long gone: nobody takes a day from it to the manifest."""
+    dates = [info.modified for info in held.objects if info.key == held.ref.claim_marker and info.size]
+    return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from ckpt.catalog.finalize import finalize
+from ckpt.coordination.claim_marker import claim_for_finish, claim_for_removal, clear_away, release_marker
+from ckpt.coordination.owner import Owner, claim
+from ckpt.errors import CommitError, OutOfSpace, TransientStorageError
+from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.pipeline.workers import Workers
+from ckpt.retention.policy import Retention
+from ckpt.retention.prune import prune
+from ckpt.storage.api import read_object
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt_backends.memory import forget_memory, open_memory
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS
+
+REF = StepRef(7, "abc123")
+DEAD = Owner(attempt="abc123", host="far", machine="elsewhere", pid=1, started=1)
+
+
+@pytest.fixture
+def store():
+    name = uuid.uuid4().hex
+    yield open_memory(f"memory://{name}", {"shared": True})
+    forget_memory(name)
+
+
+@pytest.fixture
+def left(store):
+    """All parts of two ranks, and no manifest."""
+    claim(store, DEAD)
+    write_checkpoint(store, REF.step, ARRAYS, world_size=2, commit=False)
+    return store
+
+
+def names(store) -> set[str]:
+    return {info.key.rpartition("/")[2] for info in store.list(f"{REF.folder}/")}
+
+
+def clear(store, rank: int) -> bool:
+    return clear_away(store, REF, REF.key(fragment_name(rank)), REF.key(data_name(rank)))
+
+
+def finish(store) -> None:
+    with Workers("test", 2) as workers:
+        finalize(store, REF, workers=workers, job_is_dead=True)
+
+
+def test_a_rank_clears_its_own_away_and_leaves_no_mark(left):
+    assert clear(left, 1)
+    assert names(left) == {"rank-00000.json", "rank-00000.safetensors"}
+    assert clear(left, 0)
+    assert names(left) == set()
+
+
+def test_nothing_is_cleared_away_while_somebody_finishes_it(left):
+    before = names(left)
+    assert claim_for_finish(left, REF)
+    assert not clear(left, 0)
+    assert names(left) == before | {"verdict"}
+    finish(left)
+    assert not clear(left, 0)
+    assert names(left) == before | {"manifest.json"}
+
+
+def test_nothing_is_finished_while_a_rank_clears_away(left):
+    assert claim_for_removal(left, REF)
+    with pytest.raises(CommitError, match="being cleared away"):
+        finish(left)
+    assert "manifest.json" not in names(left)
+
+
+def test_who_comes_second_finds_it_finished(left):
+    """Two jobs look for the newest step at once: to both it had no manifest."""
+    finish(left)
+    manifest = read_object(left, REF.manifest, limit=1 << 20)
+    finish(left)
+    assert read_object(left, REF.manifest, limit=1 << 20) == manifest
+    assert "verdict" not in names(left)
+
+
+@pytest.mark.parametrize("verb", ["folders", "list", "head", "read_into", "put"])
+def test_a_store_that_stutters_is_asked_again(left, verb):
+    finish(FaultyBackend(left, [Rule(verb=verb, nth=1, fault=Raise(TransientStorageError))]))
+    assert "manifest.json" in names(left)
+
+
+def test_the_first_mark_stands_and_the_same_again_is_no_error(left):
+    assert claim_for_removal(left, REF)
+    assert claim_for_removal(left, REF)
+    assert not claim_for_finish(left, REF)
+    release_marker(left, REF)
+    assert claim_for_finish(left, REF)
+    assert claim_for_finish(left, REF)
+    assert not claim_for_removal(left, REF)
+
+
+def test_a_pruner_leaves_what_is_being_finished(left):
+    claim_for_finish(left, REF)
+    before = names(left)
+    prune(left, Retention(keep_last=1), grace_seconds=-1, undated=True)
+    assert names(left) == before
+    release_marker(left, REF)
+    prune(left, Retention(keep_last=1), grace_seconds=-1, undated=True)
+    assert names(left) == set()
+
+
+def test_on_a_full_disk_only_what_no_fragment_tells_of_goes(left):
+    full = FaultyBackend(left, [Rule(verb="put", key="verdict", fault=Raise(OutOfSpace))])
+    before = names(left)
+    with pytest.raises(OutOfSpace):
+        clear(full, 0)
+    assert names(left) == before
+    left.delete(REF.key(fragment_name(0)))
+    assert clear(full, 0)
+    assert names(left) == {"rank-00001.json", "rank-00001.safetensors"}

@@ -1,0 +1,124 @@
+"""Wherever the ranks are when one of them is asked to stop, all stop after the same step, and none has passed it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.single import SingleCoordinator
+from ckpt.elastic.last_step import LastStep
+from ckpt.errors import CommitTimeout
+from tests.coordination.world import World
+
+
+def train(coordinator: Coordinator, seed: int, stride: int, callers: set[int], end: int = 400) -> int:
+    """A rank that trains at its own pace until it is told to stop; returns its last step. Callers are asked to stop at a random moment."""
+    chance = random.Random(seed * 100 + coordinator.rank)
+    last = LastStep(coordinator, patience=5)
+
+    def collect() -> None:
+        if coordinator.rank in callers:
+            time.sleep(chance.uniform(0, 0.02))
+            last.agree(b"15")
+        elif last.listen() is not None:
+            last.agree(b"15")
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    for step in range(0, end, stride):
+        if chance.random() < 0.2:
+            time.sleep(chance.uniform(0, 0.003))
+        if last.requested(step):
+            assert last.requested(step)
+            break
+    else:
+        step = end
+    last.part()
+    thread.join(10)
+    assert not thread.is_alive()
+    return step
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    size=st.integers(1, 5),
+    seed=st.integers(0, 10**6),
+    stride=st.integers(1, 3),
+    callers=st.sets(st.integers(0, 4)),
+)
+def test_all_ranks_stop_after_the_same_step(size: int, seed: int, stride: int, callers: set[int]) -> None:
+    steps = World(size).run(lambda coordinator: train(coordinator, seed, stride, callers))
+    assert len(set(steps.values())) == 1, steps
+    assert all(isinstance(step, int) for step in steps.values()), steps
+
+
+def test_a_rank_that_is_ahead_is_not_overtaken_by_the_decision() -> None:
+    world = World(2)
+    behind, ahead = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
+    assert not behind.requested(3)
+    for step in range(10):
+        assert not ahead.requested(step)
+    threads = [threading.Thread(target=last.agree, args=(b"15",)) for last in (behind, ahead)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert next(step for step in range(4, 20) if behind.requested(step)) == 10
+    assert not ahead.requested(9)
+    assert ahead.requested(10)
+
+
+def test_nobody_goes_past_its_promise_before_all_have_agreed() -> None:
+    world = World(2)
+    early, late = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
+    assert not early.requested(5)
+    agreeing = threading.Thread(target=early.agree, args=(b"15",))
+    agreeing.start()
+    while not world.messages:
+        time.sleep(0.001)
+    answers: list[bool] = []
+    training = threading.Thread(target=lambda: answers.append(early.requested(6)))
+    training.start()
+    training.join(0.1)
+    assert answers == []  # it waits
+    assert not late.requested(7)
+    assert late.listen() == b"15"
+    assert late.agree(b"15") == 8
+    training.join(5)
+    assert answers == [False]
+    agreeing.join(5)
+    assert early.requested(8)
+
+
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    last = LastStep(World(3, patience=0.1).coordinator(1), patience=0.2)
+    assert not last.requested(4)
+    with pytest.raises(CommitTimeout, match=r"step 4.*rank\(s\) 0, 2"):
+        last.agree(b"15")
+
+
+def test_who_parts_leaves_its_promise_and_hears_no_call() -> None:
+    world = World(2)
+    done, other = (LastStep(world.coordinator(rank), patience=5) for rank in range(2))
+    assert not done.requested(9)
+    listening = threading.Thread(target=done.listen, daemon=True)
+    listening.start()
+    done.part()
+    listening.join(5)
+    assert not listening.is_alive()
+    assert other.agree(b"15") == 10
+
+
+def test_a_world_of_one_stops_after_the_step_under_way() -> None:
+    last = LastStep(SingleCoordinator(), patience=5)
+    assert not last.requested(41)
+    assert last.agree(b"15") == 42
+    assert not last.requested(41)
+    assert last.requested(42)
+    last.part()

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpt.errors import ManifestCorrupt
+from ckpt.model.keys import MANIFEST, OWNER, StepRef, data_name, fragment_name, parse_folder
+from ckpt.storage.api import check_key
+
+REF = StepRef(1200, "abc123")
+OURS = re.compile(r"rank-[0-9]{5,}\.(safetensors|json)")
+
+
+def test_the_keys_of_a_step():
+    assert REF.folder == "step-000001200.abc123"
+    assert REF.manifest == "step-000001200.abc123/manifest.json"
+    assert REF.key(data_name(3)) == "step-000001200.abc123/rank-00003.safetensors"
+    assert REF.key(fragment_name(123456)) == "step-000001200.abc123/rank-123456.json"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", ".", "..", "../x", "/etc/passwd", "rank-00000.safetensors/../../x", "../rank-00000.json",
+        "rank-00000.json\n", " rank-00000.json", "rank-0.json", "rank--0001.json", "rank-00000.pkl",
+        "rank-00000.safetensors.tmp", "RANK-00000.json", "rank-00000_json", "C:\\rank-00000.json",
+        "rank-٠٠٠٠٠.json", MANIFEST, OWNER,
+    ],
+)  # fmt: skip
+def test_a_foreign_name_never_becomes_a_key(name):
+    with pytest.raises(ManifestCorrupt, match="not the name of a checkpoint file"):
+        REF.key(name)
+
+
+@given(st.text() | st.from_regex(r"rank-\d{4,7}\.(safetensors|json)\n?"))
+@example("rank-00001.json")
+def test_only_our_names_become_keys_and_those_stay_in_the_folder(name):
+    if OURS.fullmatch(name):
+        assert check_key(REF.key(name)) == f"{REF.folder}/{name}"
+    else:
+        with pytest.raises(ManifestCorrupt):
+            REF.key(name)
+
+
+@given(st.integers(0, 10**18 - 1), st.from_regex(r"[0-9a-z]{6,32}", fullmatch=True))
+def test_a_folder_of_ours_is_read_back(step, attempt):
+    assert parse_folder(StepRef(step, attempt).folder) == StepRef(step, attempt)
+
+
+@given(
+    st.text()
+    | st.from_regex(r"\A(step-)?[-+ ]?\d{1,19}(\.[0-9a-zA-Z]{1,33})?[\n/]?\Z")
+    | st.from_regex(r"\Astep-0*[0-9]{1,3}\.[0-9a-z]{6}\Z")
+)
+@example("step-٠٠٠٠٠٠٠٠٠.abc123")
+@example("step-0000000000001.abc123")
+@example("step-000000001.abc123\n")
+def test_a_folder_is_ours_only_if_we_would_name_it_so(name):
+    ref = parse_folder(name)
+    assert ref is None or ref.folder == name
+
+
+@pytest.mark.parametrize(
+    "name", ["step-1.abc123", "step-000000001", "step-000000001.ab", "step-000000001.ABC123", "tmp", ""]
+)
+def test_folders_of_others_are_not_ours(name):
+    assert parse_folder(name) is None
+
+
+def test_steps_order_by_number():
+    refs = [StepRef(10, "aaaaaa"), StepRef(9, "zzzzzz"), StepRef(1_000_000_000, "aaaaaa")]
+    assert [ref.step for ref in sorted(refs)] == [9, 10, 1_000_000_000]
+
+
+@pytest.mark.parametrize("rank", [0, 99_999, 100_000, 16_777_216])
+def test_names_of_ranks_are_names_of_ours(rank):
+    assert OURS.fullmatch(data_name(rank))
+    assert OURS.fullmatch(fragment_name(rank))

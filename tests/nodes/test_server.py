@@ -1,0 +1,294 @@
+"""What a node gives to others, and what it does not."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import ckpt.nodes.server
+from ckpt.config import Tier
+from ckpt.errors import CommitError, ObjectNotFound, StorageError
+from ckpt.model.keys import StepRef
+from ckpt.nodes.server import _ANSWER, _MAGIC, _REQUEST, NodeServer, NodeStore, Peer, Step
+from ckpt.nodes.survey import NodeSurvey
+from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import Nodes, OpenTier
+from tests.coordination.world import World
+
+REF, OTHER = StepRef(5, "abc123"), StepRef(6, "abc123")
+DATA = secrets.token_bytes((9 << 20) + 5)
+KEY = REF.key("rank-00002.safetensors")
+
+
+@dataclass
+class Node:
+    server: NodeServer
+    peer: Peer
+    store: NodeStore
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    root = tmp_path / "tier"
+    backend = open_backend(str(root))
+    for ref in (REF, OTHER):
+        backend.put(ref.key("rank-00002.safetensors"), [DATA])
+        backend.put(ref.key("rank-00002.json"), [b"{}"])
+        backend.put(ref.manifest, [b"truth"])
+        backend.put(f"{ref.folder}/notes.txt", [b"secret"])
+    backend.put("writer.json", [b"secret"])
+    (tmp_path / "beside").write_text("secret")
+    server = NodeServer({1: backend})
+    steps = {ref.folder: Step(True, {"rank-00002.safetensors": len(DATA)}) for ref in (REF, OTHER)}
+    peer = Peer(2, ("127.0.0.1",), server.port, server.token.hex(), {1: steps})
+    server.allow(REF)
+    yield Node(server, peer, NodeStore(1, str(root), [peer]))
+    server.close()
+
+
+def read(store: NodeStore, key: str, offset: int, nbytes: int) -> bytes:
+    out = bytearray(nbytes)
+    store.read_into(key, offset, memoryview(out))
+    return bytes(out)
+
+
+def asked(node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = _MAGIC) -> bytes:
+    """What comes back for a request, whoever makes it."""
+    name = key.encode()
+    with socket.create_connection(("127.0.0.1", node.server.port), 5) as connection:
+        connection.settimeout(10)
+        connection.sendall(_REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name)
+        got = b""
+        with suppress(OSError):  # what it did not care to read is thrown away, and the connection with it
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(1 << 16):
+                got += piece
+    return got
+
+
+def test_any_range_of_the_chosen_step_is_read_and_its_size_is_told(node: Node) -> None:
+    for offset, nbytes in ((0, len(DATA)), (len(DATA) - 7, 7), (8 << 20, 12), (17, 4096)):
+        assert read(node.store, KEY, offset, nbytes) == DATA[offset : offset + nbytes]
+    assert node.store.head(KEY).size == len(DATA)
+    assert node.store.head(REF.key("rank-00002.json")).size == 2
+    assert read(node.store, REF.manifest, 0, 5) == b"truth"
+    assert read(node.store, OTHER.manifest, 0, 5) == b"truth"
+    assert sorted(node.store.folders("")) == [REF.folder, OTHER.folder]
+
+
+def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
+    with pytest.raises(StorageError, match="were wanted"):
+        read(node.store, KEY, len(DATA) - 2, 3)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        OTHER.key("rank-00002.safetensors"),
+        "writer.json",
+        "../beside",
+        f"{REF.folder}/../writer.json",
+        f"{REF.folder}/../../beside",
+        f"{REF.folder}/notes.txt",
+        "/etc/passwd",
+        f"{REF.folder}/rank-00002.safetensors/x",
+        "",
+        "\0",
+    ],
+)
+def test_nothing_else_is_read(node: Node, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.nodes.server._CONNECT_SECONDS", 0.2)  # how long it waits to hear of the step
+    answer = asked(node, key)
+    assert len(answer) == _ANSWER.size
+    assert _ANSWER.unpack(answer)[1] != 0
+    assert node.server.served_bytes == 0
+
+
+def test_who_knows_no_token_gets_no_answer(node: Node) -> None:
+    assert asked(node, KEY, secrets.token_bytes(32)) == b""
+    assert asked(node, KEY, magic=b"GET ") == b""
+    assert asked(node, KEY) != b""
+    assert len(asked(node, KEY, tier=7)) == _ANSWER.size  # a tier that it does not serve
+
+
+def test_those_who_connect_and_say_nothing_do_not_hold_up_the_end(node: Node) -> None:
+    silent = [socket.create_connection(("127.0.0.1", node.server.port), 5) for _ in range(12)]
+    began = time.monotonic()
+    node.server.close()
+    assert time.monotonic() - began < 5
+    for connection in silent:
+        connection.close()
+
+
+def test_those_who_connect_and_say_little_do_not_keep_others_waiting(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 0.5)
+    slow = [socket.create_connection(("127.0.0.1", node.server.port), 5) for _ in range(12)]
+    for connection in slow:
+        connection.sendall(_MAGIC)
+    began = time.monotonic()
+    assert read(node.store, KEY, 3, 5) == DATA[3:8]
+    assert time.monotonic() - began < 10
+    assert all(is_closed(connection) for connection in slow)
+    for connection in slow:
+        connection.close()
+
+
+def test_a_node_that_is_gone_is_asked_twice_and_not_again(node: Node) -> None:
+    node.server.close()
+    with pytest.raises(ObjectNotFound, match=r"does not answer|no node that answers"):
+        read(node.store, KEY, 0, 4)
+    began = time.monotonic()
+    with pytest.raises(ObjectNotFound):
+        read(node.store, KEY, 0, 4)
+    assert time.monotonic() - began < 0.1
+
+
+def test_the_next_address_and_the_next_node_are_tried(node: Node) -> None:
+    dead = msgspec.structs.replace(node.peer, rank=0, port=1)
+    other = msgspec.structs.replace(node.peer, addresses=("127.0.0.1.invalid", "127.0.0.1"))
+    assert read(NodeStore(1, "here", [dead, other]), KEY, 3, 5) == DATA[3:8]
+
+
+def test_nothing_is_written_through_it(node: Node) -> None:
+    for attempt in (
+        lambda: node.store.put(KEY, [b"x"]),
+        lambda: node.store.upload(KEY, 1),
+        lambda: node.store.delete(KEY),
+    ):
+        with pytest.raises(StorageError, match="only read"):
+            attempt()
+
+
+def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> None:
+    """A thread that still waits for requests would keep the process from ending."""
+    coordinator = World(2).coordinator(0)
+
+    def gone(subject: str, word: bytes) -> None:
+        raise CommitError("the job's store is gone")
+
+    coordinator.post = gone  # type: ignore[method-assign]
+    tier = OpenTier(0, Tier(str(tmp_path), local=True), open_backend(str(tmp_path)), Nodes((0, 1)))
+    with pytest.raises(CommitError), NodeSurvey([tier], coordinator, subject="restore/0/nodes", step=None):
+        raise AssertionError("not told")
+    assert not [thread.name for thread in threading.enumerate() if "serve" in thread.name]
+
+
+class Full:
+    """What accept() says where too many files are open: at once, and again and again."""
+
+    asked = 0
+
+    def __call__(self, listening: socket.socket) -> None:
+        self.asked += 1
+        raise OSError(errno.EMFILE, "too many open files")
+
+
+def test_a_process_with_too_many_files_open_does_not_spin(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Full()
+    with monkeypatch.context() as patch:
+        patch.setattr(node.server, "_accept", full)
+        socket.create_connection(("127.0.0.1", node.server.port), 5).close()
+        time.sleep(0.5)
+    assert 1 <= full.asked <= 10
+    assert read(node.store, KEY, 0, 5) == DATA[:5]
+
+
+# -- callers that are none of ours ------------------------------------------------------------------------------------
+
+
+def connect(node: Node) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", node.server.port), 5)
+    connection.settimeout(10)
+    return connection
+
+
+def is_closed(connection: socket.socket, seconds: float = 5) -> bool:
+    connection.settimeout(seconds)
+    try:
+        return connection.recv(1) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_four_hundred_silent_connections_shut_nobody_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They waited in line for eight places of five seconds each."""
+    monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 600.0)
+    silent = [connect(node) for _ in range(400)]
+    began = time.monotonic()
+    for offset in range(20):
+        assert read(node.store, KEY, offset, 5) == DATA[offset : offset + 5]
+    assert time.monotonic() - began < 10
+    assert len(node.server._waiting) <= ckpt.nodes.server._WAITING_PER_ADDRESS
+    assert is_closed(silent[0])
+    assert not is_closed(silent[-1], 0.2)
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"G", b"ckp2", b"c\0", _MAGIC + bytes(_REQUEST.size - 4)])
+def test_a_wrong_byte_ends_the_connection(node: Node, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 600.0)
+    with connect(node) as connection:
+        connection.sendall(sent)
+        assert is_closed(connection)
+
+
+def test_a_part_of_the_token_tells_nothing(node: Node) -> None:
+    """Whether its first bytes are right or wrong, the connection stays until all of it is there."""
+    for token in (node.server.token, bytes(32)):
+        with connect(node) as connection:
+            connection.sendall(_MAGIC + token[:31])
+            assert not is_closed(connection, 0.2)
+
+
+def test_a_request_in_single_bytes_is_answered(node: Node) -> None:
+    name = KEY.encode()
+    with connect(node) as connection:
+        for byte in _REQUEST.pack(_MAGIC, node.server.token, 1, 7, 4, len(name)) + name:
+            connection.sendall(bytes([byte]))
+        got = b""
+        while piece := connection.recv(1 << 16):
+            got += piece
+    assert got[_ANSWER.size :] == DATA[7:11]
+
+
+def test_a_key_that_is_too_long_is_not_waited_for(node: Node) -> None:
+    with connect(node) as connection:
+        connection.sendall(_REQUEST.pack(_MAGIC, node.server.token, 1, 0, 4, 65_535))
+        assert is_closed(connection, 4)
+
+
+@pytest.mark.parametrize("leader", [None, ("127.0.0.1", 29500), ("192.0.2.1", 29500)])
+def test_it_listens_only_where_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leader: tuple[str, int] | None
+) -> None:
+    """Not at every interface of the machine."""
+    monkeypatch.setattr(ckpt.nodes.server, "job_address", lambda: leader)
+    server = NodeServer({0: open_backend(str(tmp_path))})
+    try:
+        assert server.addresses
+        assert not {"", "0.0.0.0", "::"} & set(server.addresses)
+        assert set(server.addresses) <= set(ckpt.nodes.server.interfaces())
+        for address in server.addresses:
+            socket.create_connection((address, server.port), 5).close()
+        if "127.0.0.1" not in server.addresses:
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection(("127.0.0.1", server.port), 5)
+    finally:
+        server.close()

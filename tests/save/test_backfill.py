@@ -1,0 +1,205 @@
+"""What a dead job had not drained is drained by the next one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import AccessDenied, TransientStorageError
+from ckpt.retention.pruner import Pruner
+from ckpt.save.backfill import Backfill
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Raise, Rule
+from tests.coordination.world import World, WorldCoordinator
+from tests.test_capacity import IMAGE
+from tests.test_review import faulty, whole
+from tests.test_tiers import Gated, gated  # noqa: F401 - a fixture
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"x": torch.full((50_000,), step)}
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
+
+
+def left_by_a_job(near: Path, *steps: int) -> None:
+    """It drained nothing before it died."""
+    with CheckpointManager(near) as manager:
+        manager.restore(state(0))
+        for step in steps:
+            manager.save(state(step), step)
+
+
+def go_on(near: Tier | Path, *far: Tier | Path, step: int, **settings: object) -> None:
+    with CheckpointManager([near, *far], **settings) as manager:  # type: ignore[arg-type]
+        assert manager.restore(state(0)) is not None
+        manager.save(state(step), step)
+
+
+def test_the_newest_follow_and_restore_from_there(near, far, caplog):
+    caplog.set_level(logging.INFO, "ckpt")
+    left_by_a_job(near, 1, 2, 3, 4, 5)
+    go_on(near, far, step=6, backlog=3)
+    assert whole(far) == [3, 4, 5, 6]
+    assert "lacks steps 5, 4, 3" in caplog.text
+    assert "step 4 of the job before is on " + str(far) in caplog.text
+    shutil.rmtree(near)
+    with CheckpointManager(far) as manager:
+        for step in (3, 4, 5, 6):
+            found = state(0)
+            manager.restore(found, step)
+            assert found["x"].unique().tolist() == [step]
+
+
+def test_only_what_the_far_tier_takes_and_would_keep(near, far, tmp_path):
+    left_by_a_job(near, 100, 150, 200, 250, 300, 310)
+    some = tmp_path / "some"
+    go_on(near, Tier(str(far), every=50, keep_last=2, keep_every=100), Tier(str(some), every=300), step=320)
+    assert whole(far) == [100, 200, 250, 300]
+    assert whole(some) == [300]
+
+
+def test_nothing_without_a_restore_nor_before_the_first_commit(near, far):
+    left_by_a_job(near, 1, 2)
+    with CheckpointManager([near, far]) as manager:
+        manager.restore(state(0))
+    assert not far.exists()
+    with CheckpointManager([near, far]) as manager:
+        manager.save(state(3), 3)
+    assert whole(far) == [3]
+
+
+def test_history_that_was_given_up_stays_where_it_is(near, far):
+    left_by_a_job(near, 10, 20, 30)
+    with CheckpointManager([near, far]) as manager:
+        manager.restore(state(0), step=20)
+        manager.save(state(25), 25)
+    assert whole(far) == [10, 20, 25]
+
+
+def test_what_is_on_its_way_is_not_pruned_near(near, far, gated):  # noqa: F811
+    left_by_a_job(near, 1, 2, 3)
+    with CheckpointManager([Tier(str(near), keep_last=1), far]) as manager:
+        manager.restore(state(0))
+        manager.save_async(state(4), 4).result(20, tier=str(near))
+        threading.Timer(0.5, gated.open.set).start()
+    assert whole(far) == [1, 2, 3, 4]
+
+
+def test_a_far_tier_that_does_not_take_it_costs_a_warning(near, far, monkeypatch, caplog):
+    left_by_a_job(near, 1, 2)
+    faulty(monkeypatch, far, [Rule(verb="upload", key="step-000000002", fault=Raise(AccessDenied))])
+    go_on(near, far, step=3)
+    assert whole(far) == [1, 3]
+    assert "step 2 of the job before is not taken to" in caplog.text
+
+
+def test_a_far_tier_that_was_away_has_it_in_the_end(near, far, monkeypatch):
+    left_by_a_job(near, 1, 2)
+    away = [
+        Rule(verb="upload", key="step-000000002", nth=n, fault=Raise(TransientStorageError)) for n in (1, 2)
+    ]
+    faulty(monkeypatch, far, away)
+    go_on(near, far, step=3)
+    assert whole(far) == [1, 2, 3]
+
+
+def test_a_file_damaged_near_is_not_taken_farther(near, far, caplog):
+    left_by_a_job(near, 1, 2, 3)
+    (data,) = near.glob("step-000000002.*/*.safetensors")
+    damaged = bytearray(data.read_bytes())
+    damaged[-5] ^= 1
+    data.write_bytes(damaged)
+    go_on(near, far, step=4)
+    assert whole(far) == [1, 3, 4]
+    assert "checksum mismatch" in caplog.text
+
+
+def test_a_far_tier_with_a_capacity_gives_up_older_ones_only(near, far):
+    left_by_a_job(near, 1, 2, 3, 4)
+    go_on(near, Tier(str(far), capacity=3 * IMAGE + 100_000), step=5)
+    assert whole(far) == [3, 4, 5]
+
+
+def test_the_leader_takes_the_files_of_all_ranks(near, far, monkeypatch):
+    def job(coordinator, tiers, steps):
+        mine = {f"x{coordinator.rank}": torch.ones(50_000)}
+        with CheckpointManager(tiers, coordinator=coordinator) as manager:
+            manager.restore(mine)
+            for step in steps:
+                manager.save(mine, step)
+
+    assert World(2, patience=30).run(lambda one: job(one, [near], (1, 2))) == {0: None, 1: None}
+    monkeypatch.setattr(WorldCoordinator, "attempt", "def456")
+    assert World(2, patience=30).run(lambda one: job(one, [near, far], (3,))) == {0: None, 1: None}
+    assert whole(far) == [1, 2, 3]
+
+
+def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(near, far, monkeypatch):
+    left_by_a_job(near, 1, 2)
+    pruned = threading.Event()
+    go, prune = Backfill._go, Pruner._prune
+
+    def slow(self, way, line):
+        pruned.wait(30)  # the prune after the first commit comes while the steps are still to be read
+        go(self, way, line)
+
+    def told(self):
+        prune(self)
+        pruned.set()
+
+    monkeypatch.setattr(Backfill, "_go", slow)
+    monkeypatch.setattr(Pruner, "_prune", told)
+    go_on(Tier(str(near), keep_last=1), far, step=3)
+    assert whole(far) == [1, 2, 3]
+    assert whole(near) == [3]
+
+
+class Held(Gated):
+    """Lets all through but the fragment of one step, which waits at the gate."""
+
+    def upload(self, key, size):
+        return self.inner.upload(key, size)
+
+    def put(self, key, parts, *, if_absent=False):
+        if key.startswith("step-000000001.") and key.endswith(".json"):
+            self.began.append(key)
+            assert self.open.wait(30)
+        return self.inner.put(key, parts, if_absent=if_absent)
+
+
+def test_what_was_evicted_while_it_was_on_its_way_is_not_listed(near, far, monkeypatch, caplog):
+    """There is room for two on the far tier, and the running job's own go first."""
+    left_by_a_job(near, 1)
+    held = Held(str(far))
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: held if url == str(far) else open_backend(url, options),
+    )
+    with CheckpointManager([near, Tier(str(far), capacity=2 * IMAGE + 100_000)]) as manager:
+        assert manager.restore(state(0)) is not None
+        manager.save(state(2), 2)
+        while not held.began:
+            time.sleep(0.01)
+        manager.save(state(3), 3)  # takes off what the catch-up has put there so far
+        held.open.set()
+    assert whole(far) == [2, 3]
+    assert not list(far.glob("step-000000001.*/manifest.json"))
+    assert "step 1 of the job before is not taken to" in caplog.text
