@@ -24,7 +24,7 @@ from ckpt.retention.policy import Retention
 from ckpt.retention.prune import prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
-from tests.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
+from tests.restore.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
 from tests.test_review import whole
 
 Watch = Callable[..., FaultyBackend]

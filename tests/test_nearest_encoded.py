@@ -15,7 +15,7 @@ from ckpt.catalog.transfer import fetch_step
 from ckpt.cli.main import main
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.test_restorer import flip
+from tests.restore.test_restorer import flip
 from tests.test_review import whole
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckpt.config import Best, Tier
     from ckpt.coordination.owner import Owner
     from ckpt.model.keys import StepRef
-    from ckpt.retention.inventory import StoredStep, State
+    from ckpt.retention.inventory import State, StoredStep
     from ckpt.retention.policy import Retention
     from ckpt.retention.prune import Judged, Pruned
 

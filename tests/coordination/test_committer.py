@@ -155,9 +155,9 @@ def test_a_verdict_given_by_another_survivor_stands(store):
 
 
 @pytest.mark.parametrize(
-    "veto", [StepExists(5, "memory://x"), RootInUse("memory://x", "somebody"), OutOfSpace("k", "full")]
+    "abort", [StepExists(5, "memory://x"), RootInUse("memory://x", "somebody"), OutOfSpace("k", "full")]
 )
-def test_a_veto_of_the_leader_reaches_all_and_nothing_is_put(store, abort):
+def test_a_abort_of_the_leader_reaches_all_and_nothing_is_put(store, abort):
     votes = {rank: make_durable(store, rank, 2) for rank in range(2)}
     heard = commit_all(World(2), store, votes, abort=abort)
     for error in heard.values():

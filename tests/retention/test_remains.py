@@ -25,7 +25,7 @@ from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import prune
 from ckpt.retention.pruner import Pruner
-from ckpt.retention.quota import Room
+from ckpt.retention.quota import Quota
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt.storage.tiers import OpenTier, open_tiers
 
@@ -59,11 +59,11 @@ def claim_of(root: Path, attempt: str) -> Claim:
     return Claim(tier(root).backend, Owner.here(attempt))
 
 
-def room(root: Path, capacity: int) -> Room:
+def room(root: Path, capacity: int) -> Quota:
     coordinator = SingleCoordinator()
     claim = claim_of(root, coordinator.attempt)
     claim.take()
-    return Room(
+    return Quota(
         tier(root, capacity=capacity),
         coordinator,
         claim,
