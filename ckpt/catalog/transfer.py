@@ -162,7 +162,9 @@ def commit_copy(
         ObjectExists: As ``fetch_step``.
         StorageError: It is being cleared away there, or was.
     """
-    _make_way(destination, ref, packed, retry)
+    if _make_way(destination, ref, packed, retry):
+        look()
+        return
     look()  # without a mark: one that cannot be finished shall not keep its remains from being cleared away
     if not retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
@@ -187,19 +189,19 @@ def _look(
     )
 
 
-def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
-    """A damaged copy of the manifest is removed first: it would keep the good one out. An intact one that differs, or of a later format, is not ours to judge."""
+def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> bool:
+    """Return whether the manifest is there. A damaged copy of the manifest is removed first: it would keep the good one out. An intact one that differs, or of a later format, is not ours to judge."""
     try:
         there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
         if there == packed:
-            return
+            return True
         unpack(there, Manifest, key=ref.manifest)
     except ObjectNotFound:
-        return
+        return False
     except IntegrityError as error:
         if not isinstance(error, FormatTooNew):
             retry.call(partial(destination.delete, ref.manifest))
-            return
+            return False
     raise ObjectExists(
         ref.manifest,
         f"{destination.url} has another manifest of the same attempt: remove the folder {ref.folder} there, then copy again",

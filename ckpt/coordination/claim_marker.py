@@ -4,7 +4,7 @@ Ranks of a job agree through the job's store. `ckpt finalize` and a later job ca
 before it removes files that a complete set of fragments may name. Whose mark stands has its way; the other leaves everything as it is.
 
 A rank takes the refusing mark off again once its files are gone: from then on the set is not complete, which a finisher looks for with its own mark in place. A finisher takes its mark off when the manifest is there, which a rank
-looks for with its own mark in place. So at any instruction, in any order, with any process stopped for any time: no manifest names a file that is removed after it.
+looks for with its own mark in place. Who removes a checkpoint puts a third mark before the manifest goes, and takes it off last. So at any instruction, in any order, with any process stopped for any time: no manifest names a file that is removed after it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ckpt.storage.api import StorageBackend, is_there
 
 _REFUSED: Final = b""
 """An empty file: there is room for it on a full disk."""
+_REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
 
 
@@ -34,6 +35,19 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
         release_marker(backend, ref)
         return False
     return True
+
+
+def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
+    """Return whether a checkpoint may be removed: no process finishes it, or copies it here, from now on.
+
+    The mark comes before the manifest goes. A removal that is cut off leaves the mark, and the next one ends what it began.
+    """
+    return _mark(backend, ref, _REMOVED)
+
+
+def is_removal_marker(mark_bytes: int) -> bool:
+    """Whether a mark of this size is that of a removal."""
+    return mark_bytes == len(_REMOVED)
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from ckpt.catalog.index import attempts, is_committed, own_objects, unfinished_of
+from ckpt.coordination.claim_marker import is_removal_marker
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
@@ -44,7 +45,9 @@ class StoredStep:
         metrics: As they were saved.
         staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
         is_part: Whether it has begun here and may be a checkpoint all the same: where nodes have their own tiers, another node may
-            have put the manifest. The fragment of each data file is here, so this node had its part durable.
+            have put the manifest. The fragment of a data file is here, so a rank of this node had its part durable. What lies beside it
+            may be a copy that a restore was making when it was killed.
+        is_cut: Whether its removal was begun. No process makes it a checkpoint again.
         touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
     """
 
@@ -56,6 +59,7 @@ class StoredStep:
     staged_bytes: int = 0
     unfinished: tuple[Unfinished, ...] = ()
     is_part: bool = False
+    is_cut: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +105,7 @@ class Inventory:
             return StoredStep(ref=ref, objects=objects, state="newer", metrics={}, touched=None)
         whole = outline is not None and self._is_whole(ref, objects, outline)
         unfinished = () if whole else unfinished_of(self._backend, ref)
+        is_cut = any(info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects)
         return StoredStep(
             ref=ref,
             objects=objects,
@@ -115,7 +120,8 @@ class Inventory:
                 default=None,
             ),
             unfinished=unfinished,
-            is_part=self._part and not there and not unfinished and _has_all_fragments(objects),
+            is_part=self._part and not there and not is_cut and _has_any_rank(objects),
+            is_cut=is_cut,
             staged_bytes=sum(file.size for file in self._here(objects, outline)) if outline else 0,
         )
 
@@ -169,10 +175,11 @@ class Inventory:
         return max(dates, default=None)
 
 
-def _has_all_fragments(objects: Sequence[ObjectInfo]) -> bool:
+def _has_any_rank(objects: Sequence[ObjectInfo]) -> bool:
+    """Whether the data file and the fragment of some rank are here."""
     names = {info.key.rpartition("/")[2] for info in objects}
-    data = {name.partition(".")[0] for name in names if not name.endswith(".json")}
-    return bool(data) and names.issuperset(f"{name}.json" for name in data)
+    data = {name.partition(".")[0] for name in names if name.endswith((".safetensors", ".encoded"))}
+    return any(f"{name}.json" in names for name in data)
 
 
 class _NamedFile(msgspec.Struct, array_like=True):

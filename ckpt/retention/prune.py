@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from ckpt.catalog.index import attempts
-from ckpt.coordination.claim_marker import claim_for_removal, release_marker
+from ckpt.coordination.claim_marker import (
+    claim_committed_for_removal,
+    claim_for_removal,
+    is_removal_marker,
+    release_marker,
+)
 from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef, is_file_name, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
@@ -83,6 +89,8 @@ def judge(
             return ("written by a later ckpt",)
         if held.state == "broken" and not metrics:
             return ("nothing here is whole",)
+        if held.state == "begun" and held.is_cut:  # a removal that was cut off, or is under way
+            return ()
         if held.state == "begun" and claim is not None and claim.is_dead(held.ref) and not held.is_part:
             return ()
         if alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
@@ -153,7 +161,11 @@ def carry_out(
 
 
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
-    """Take one attempt off, if ``claim`` still holds: manifest first; what was never committed, unless somebody finishes it just now, or copies it there. A folder that holds nothing goes too where the store has such, with the cut-off writes of a dead process in it.
+    """Take one attempt off, if ``claim`` still holds: the mark, then the manifest, then the files, and the mark last.
+
+    What somebody finishes just now, or copies there, stays. A folder that holds nothing goes too where the store has such, with
+    the cut-off writes of a dead process in it. A removal that is cut off leaves a checkpoint, or remains that no process can
+    make one again and that the next retention removes.
 
     Returns:
         Whether it is gone.
@@ -164,24 +176,36 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     if claim is not None:
         _RETRY.call(claim.confirm_removal)
     marked = False
-    if held.state == "begun" and held.objects:
+    if held.objects:
         try:
-            if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
-                release_marker(backend, held.ref)
-                claim_for_removal(backend, held.ref)
+            if not (marked := _mark(backend, held)):
                 return False
-            if not (marked := claim_for_removal(backend, held.ref)):
-                return False
-        except OutOfSpace:  # whole checkpoints go first then, and what no fragment tells of
-            if any(info.key.endswith(".json") for info in held.objects):
-                return False
+        except OutOfSpace:
+            if held.state == "begun":  # whole checkpoints go first then, and what no fragment tells of
+                if any(info.key.endswith(".json") for info in held.objects):
+                    return False
+            else:  # the manifest makes room for the mark
+                backend.delete(held.ref.manifest)
+                with suppress(OutOfSpace):
+                    marked = claim_committed_for_removal(backend, held.ref)
     backend.delete(held.ref.manifest)
     for info in held.objects:
-        backend.delete(info.key)
+        if info.key != held.ref.claim_marker:
+            backend.delete(info.key)
     discard(backend, held.unfinished)
     if marked:
         release_marker(backend, held.ref)
     return True
+
+
+def _mark(backend: StorageBackend, held: StoredStep) -> bool:
+    """Whether the mark says that ``held`` goes, so that no process finishes it."""
+    mark = claim_for_removal if held.state == "begun" and not held.is_cut else claim_committed_for_removal
+    if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
+        release_marker(backend, held.ref)
+        mark(backend, held.ref)
+        return False
+    return mark(backend, held.ref)
 
 
 def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
@@ -219,7 +243,7 @@ def sweep(backend: StorageBackend, claim: Claim, *, but_newest: bool = False) ->
     newest = max((held.ref for held in found if held.state == "whole"), default=None)
     for held in found:
         if held.state == "begun":
-            goes = claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
+            goes = held.is_cut or claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
         else:
             goes = held.state != "newer" and claim.may_remove(held.ref)
         if goes and job_of(held.ref) != claim.own and not (but_newest and held.ref == newest):
@@ -227,6 +251,11 @@ def sweep(backend: StorageBackend, claim: Claim, *, but_newest: bool = False) ->
 
 
 def _is_abandoned(held: StoredStep) -> bool:
-    """Whether a finisher has put its mark there, and is long gone: nobody takes a day from it to the manifest."""
-    dates = [info.modified for info in held.objects if info.key == held.ref.claim_marker and info.size]
+    """Whether the mark of a process that is long gone is in the way: no process takes a day from it to the manifest."""
+    ours = 0 if held.state == "begun" else None  # a refused save is cleared away by several
+    dates = [
+        info.modified
+        for info in held.objects
+        if info.key == held.ref.claim_marker and info.size != ours and not is_removal_marker(info.size)
+    ]
     return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

@@ -123,6 +123,5 @@ class Pruner:
 
     def _is_ours(self, held: StoredStep) -> bool:
         """Whether every rank knows that it may go. Which steps of the job before a farther tier lacks, the leader alone knows."""
-        return job_of(held.ref) == self._claim.own or (
-            held.state == "begun" and self._claim.is_dead(held.ref)
-        )
+        remains = held.state == "begun" and (held.is_cut or self._claim.is_dead(held.ref))
+        return remains or job_of(held.ref) == self._claim.own

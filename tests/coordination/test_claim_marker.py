@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import contextlib
 import uuid
 
 import pytest
 
 from ckpt.catalog.finalize import finalize
+from ckpt.catalog.index import is_committed
+from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import verify_step
 from ckpt.coordination.claim_marker import claim_for_finish, claim_for_removal, clear_away, release_marker
 from ckpt.coordination.owner import Owner, claim
-from ckpt.errors import CommitError, OutOfSpace, TransientStorageError
+from ckpt.errors import CkptError, CommitError, OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.pipeline.workers import Workers
+from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune
+from ckpt.retention.prune import prune, remove
 from ckpt.storage.api import read_object
-from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS
@@ -118,3 +123,79 @@ def test_on_a_full_disk_only_what_no_fragment_tells_of_goes(left):
     left.delete(REF.key(fragment_name(0)))
     assert clear(full, 0)
     assert names(left) == {"rank-00001.json", "rank-00001.safetensors"}
+
+
+def removed(store, backend=None) -> bool:
+    (held,) = Inventory(store).look()
+    return remove(backend or store, held)
+
+
+@pytest.mark.parametrize("verb", ["put", "delete"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_a_removal_that_is_cut_anywhere_is_no_checkpoint_again_and_the_next_retention_ends_it(
+    left, verb, nth, when
+):
+    finish(left)
+    cut = FaultyBackend(left, [Rule(verb=verb, nth=nth, fault=Crash(when))])
+    with contextlib.suppress(SimulatedCrash):
+        removed(left, cut)
+    if names(left) and not is_committed(left, REF):
+        with pytest.raises(CkptError):
+            finish(left)
+        assert not is_committed(left, REF)
+        # of a job that runs, and just now begun: only the mark says that it goes
+        prune(left, Retention(keep_last=1), own=REF.attempt)
+        assert names(left) == set()
+    elif names(left):
+        finish_is_whole(left)
+        assert removed(left)
+        assert names(left) == set()
+
+
+def finish_is_whole(store) -> None:
+    with Workers("test", 2) as workers:
+        assert not verify_step(store, REF, workers=workers).faults
+
+
+def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
+    """The remover is held up behind its first deletion, that of the manifest."""
+    finish(left)
+    source = open_memory(f"memory://{uuid.uuid4().hex}", {})
+    with Workers("test", 2) as workers:
+        fetch_step(left, REF, source, workers=workers)
+
+        class HeldUp:
+            held = False
+
+            def __getattr__(self, name):
+                return getattr(left, name)
+
+            def delete(self, key):
+                left.delete(key)
+                if key == REF.manifest and not self.held:
+                    self.held = True
+                    with pytest.raises(CommitError, match="being cleared away"):
+                        finish(left)
+                    with pytest.raises(StorageError, match="being cleared away"):
+                        fetch_step(source, REF, left, workers=workers)
+
+        assert removed(left, HeldUp())
+    assert names(left) == set()
+
+
+def test_a_step_that_is_being_finished_once_more_is_not_removed(left):
+    finish(left)
+    assert claim_for_finish(left, REF)
+    before = names(left)
+    assert not removed(left)
+    assert names(left) == before
+    release_marker(left, REF)
+    assert removed(left)
+
+
+def test_a_full_disk_without_room_for_a_mark_keeps_no_step_from_going(left):
+    finish(left)
+    full = FaultyBackend(left, [Rule(verb="put", key="verdict", fault=Raise(OutOfSpace))])
+    assert removed(left, full)
+    assert names(left) == set()

@@ -301,6 +301,30 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(tmp_path: Pa
     assert (part.exists(), cut.exists()) == (True, False)
 
 
+@pytest.mark.parametrize("left", ["data", "write"])
+@pytest.mark.parametrize("what", ["clear", "prune"])
+def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_part(
+    tmp_path: Path, left: str, what: str
+) -> None:
+    """It was copying the file of rank 5, of another node, beside that of rank 0."""
+    part = attempt(tmp_path, 3, ONE, version=None)
+    (part / "rank-00000.json").write_bytes(b"{}")
+    if left == "data":
+        (part / "rank-00005.safetensors").write_bytes(bytes(1000))
+    else:
+        other = cut_off(tmp_path, 4, ONE, 40_960)
+        for path in other.iterdir():
+            path.rename(part / path.name.replace("rank-00000", "rank-00005"))
+        other.rmdir()
+    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    claim = claim_of(tmp_path, TWO)
+    claim.take()
+    pruner = Pruner(tier(tmp_path, local=True), claim, SaveConfig(), leads=True, protected=frozenset)
+    pruner.clear() if what == "clear" else pruner.ask()
+    pruner.close()
+    assert {"rank-00000.json", "rank-00000.safetensors"} <= {path.name for path in part.iterdir()}
+
+
 def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restored(tmp_path: Path) -> None:
     parts = [attempt(tmp_path, step, ONE, version=None) for step in (3, 4)]
     for part in parts:
