@@ -9,6 +9,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 
 # The environment of whoever calls must not reach into ours.
 unexport PYTHONHOME
@@ -16,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast torture safety check check-protocol bench licences build clean
+.PHONY: help demo demo-tiers test test-fast torture safety check check-protocol bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -56,6 +57,10 @@ bench: $(STAMP) ## all scenarios against the peers: tables and plots in bench/re
 licences: $(STAMP) ## the table of docs/licences.md, from what is installed
 	$(BIN)/python docs/licences.py
 
+docs: $(DOCS_STAMP) ## the documentation site, in .build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "open .build/site/index.html; the search needs a server: $(BIN)/python -m http.server -d .build/site"
+
 # One call on a machine with an accelerator: its own Python and torch are used, nothing is installed. Both halves run whatever the first says.
 DEVICE_PYTHON ?= python3
 DEVICE_OUT ?= bench/results
@@ -78,4 +83,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): once, a few minutes, PyTorch is large"
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+# What only the site needs, which no test waits for.
+$(DOCS_STAMP): $(STAMP)
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[docs]'
 	@touch $@

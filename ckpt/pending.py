@@ -141,6 +141,7 @@ class PendingSave:
     # -- for the manager ----------------------------------------------------------------------------------------------------
 
     def add_written(self, nbytes: int) -> None:
+        """Count bytes of this rank that have been written."""
         with self._changed:
             self._written += nbytes
 

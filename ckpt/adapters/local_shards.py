@@ -15,17 +15,27 @@ from ckpt.model.box import Box, split_flat
 
 
 class LocalShards:
-    """A tensor of ``shape`` as this rank holds it. It is saved as an ordinary tensor, and restored in place into its parts, whatever layout it was saved under.
+    """A tensor of which this rank holds some boxes.
+
+    It is saved as an ordinary tensor, and restored in place into its parts, whatever layout it was
+    saved under. Pass the same object to every save while its memory is the same: the save then
+    does not examine it again.
 
     Args:
-        shape: Of the whole tensor, in elements.
-        shards: Offsets and memory of each part held here; a part has the shape of its memory, which may be a view of something larger. Together, the ranks must hold every element;
-            an element that several hold must be part of equal boxes. None at all is fine, if ``dtype`` is given.
-        replicas: Global ranks known to hold the same boxes with the same values, this one included: they share the writing.
-        dtype: Of the tensor; that of the parts if there are any.
-        owner: The optimizer whose ``step`` alone changes the memory, if there is one: then it is copied while training goes on, and that step waits for it.
+        shape: Shape of the whole tensor, in elements.
+        shards: Pairs (offsets, memory), one for each part that this rank holds. A part has the
+            shape of its memory, which may be a view. Together, the ranks must hold every element.
+            An element that several ranks hold must belong to equal boxes. There may be no part at
+            all if ``dtype`` is given.
+        replicas: Global ranks that are known to hold the same boxes with the same values, this rank
+            included. They share the writing.
+        dtype: Dtype of the tensor. It defaults to that of the parts.
+        owner: The optimizer whose ``step`` alone changes the memory, if there is one. The memory is
+            then copied while training continues, and that step waits for the copy.
 
-    Pass the same object to every save while its memory is the same: it is not looked at anew then.
+    Attributes:
+        boxes: The boxes of the parts, in order.
+        tensors: The memory of the parts, in order.
     """
 
     __slots__ = ("__weakref__", "boxes", "dtype", "owner", "replicas", "shape", "tensors")

@@ -15,6 +15,7 @@ class CkptError(Exception):
     """
 
     exit_code: ClassVar[int] = 1
+    """What the command line returns for this error."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(clean(message))

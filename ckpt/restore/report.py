@@ -10,23 +10,35 @@ from ckpt.model.units import duration, rate, size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What was restored and what it took.
+    """What a restore loaded, and what that took.
 
     Attributes:
-        step, attempt: What was restored.
-        saved_world_size: How many ranks had saved it.
-        tier: URL of the tier that it came from: with several, the one that most bytes of this rank came from. What was fetched into a cache on the way came from where it was fetched.
-        nbytes: Bytes that landed in this rank's state; this rank has read ``read_bytes`` from stores for it.
-        received_bytes: What other ranks read for this one (``replicas="broadcast"``), in memory.
-        seconds: The whole call: finding, matching, reading, verifying, and the waiting for other ranks.
-        skipped: Newer (step, reason) that were damaged.
-        repaired: What nearer tiers should have had intact, and came from farther ones; of this rank. What could be written anew there is ``mended``.
-        cached_bytes: Of the files that this rank has put into a near tier on the way, for the next restore.
-        missing, unexpected: With ``strict=False``: names that kept what they had, and names that have no place in the state of any rank.
-        renamed: (name in the state, name in the checkpoint), of this rank.
-        converted: (name in the state, dtype in the checkpoint, dtype here), of this rank.
-        uninitialised: Tensors of modules that were on the meta device and still are, because nothing was read for them: buffers that are not saved (``persistent=False``), and names that were not asked for.
-        finished: (step, tier) of saves whose leader had died with only the manifest missing, and whose commit this restore has finished.
+        step: The step that was restored.
+        attempt: The attempt (the run of the job) that saved it.
+        saved_world_size: How many ranks saved it.
+        tier: URL of the tier from which most bytes of this rank came. Data that was fetched into a
+            nearer folder on the way counts for the tier from which it was fetched.
+        nbytes: Bytes that were loaded into this rank's state.
+        read_bytes: Bytes that this rank read from stores.
+        received_bytes: Bytes in memory that other ranks read for this one
+            (``replicas="broadcast"``).
+        seconds: Duration of the whole call: finding, matching, reading, verifying, and waiting for
+            other ranks.
+        skipped: Pairs (step, reason) of newer steps that were damaged.
+        repaired: What nearer tiers should have had intact, and what came from farther tiers
+            instead, for this rank. An entry that was rewritten on the nearer tier is ``mended``.
+        cached_bytes: Bytes of the files that this rank wrote into a nearer tier, for the next
+            restore.
+        missing: With ``strict=False``: names that the checkpoint lacks. They kept their values.
+        unexpected: With ``strict=False``: names that have no place in the state of any rank.
+        renamed: Pairs (name in the state, name in the checkpoint), for this rank.
+        converted: Triples (name in the state, dtype in the checkpoint, dtype in the state), for
+            this rank.
+        uninitialised: Tensors of modules that are still on the meta device, because nothing was
+            read for them: buffers that are not saved (``persistent=False``), and names that were
+            not asked for.
+        finished: Pairs (step, tier) of saves whose leader died when only the manifest was missing,
+            and whose commit this restore finished.
     """
 
     step: int
