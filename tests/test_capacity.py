@@ -15,6 +15,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, PeerFailed
+from ckpt.save.tier_writer import TierWriter
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World
 from tests.test_review import faulty, whole
@@ -217,6 +218,29 @@ def test_the_images_of_all_ranks_count(tmp_path):
 
     assert World(2, patience=30).run(save) == {0: None, 1: None}
     assert whole(tmp_path) == [4, 5]
+
+
+def test_a_rank_that_does_not_lead_makes_room_of_what_the_leader_has_found(tmp_path, monkeypatch):
+    """The job before has closed in order, so that no note tells of it. The disk is full for rank 1 alone, once."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(state(step), step)
+    write, full = TierWriter._write_all, [True]
+
+    def once_full(writer, *args):
+        if writer._coordinator.rank == 1 and full and full.pop():
+            raise OutOfSpace("somewhere")
+        return write(writer, *args)
+
+    monkeypatch.setattr(TierWriter, "_write_all", once_full)
+
+    def save(coordinator):
+        mine = {f"x{coordinator.rank}": torch.ones(50_000, dtype=torch.int64)}
+        with CheckpointManager(Tier(str(tmp_path), capacity="1GB"), coordinator=coordinator) as manager:
+            manager.save(mine, 3)
+
+    assert World(2, patience=30).run(save) == {0: None, 1: None}
+    assert whole(tmp_path) == [2, 3]
 
 
 def test_no_room_is_told_to_all_ranks(tmp_path):

@@ -124,6 +124,19 @@ def test_closing_frees_the_memory_unless_it_holds_the_newest_step(near, tmp_path
         assert manager.steps() == [1, 10, 12]
 
 
+def test_an_older_step_that_was_restored_stays_in_memory_until_there_is_a_new_one(near):
+    tiers, _ = near
+    only_memory = [tiers[0], Tier(tiers[1].url, every=10)]
+    with CheckpointManager(only_memory) as manager:
+        for step in (1, 2):
+            manager.save({"x": torch.full((3,), step)}, step)
+    with CheckpointManager(only_memory) as manager:
+        manager.restore({"x": torch.zeros(3, dtype=torch.int64)}, step=1)
+        assert manager.steps() == [1, 2]
+        manager.save({"x": torch.ones(3)}, 3)
+        assert manager.steps() == [3]
+
+
 def test_a_state_that_grows_takes_a_larger_slot_and_leaves_nothing_of_the_small_one(near):
     tiers, folder = near
     with CheckpointManager(tiers) as manager:

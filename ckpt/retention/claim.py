@@ -8,6 +8,7 @@ another container, cannot be seen. So a job removes only what it can answer for,
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Final
 
 from ckpt.catalog.index import committed
@@ -32,13 +33,24 @@ class Claim:
 
     Threads: any.
 
+    Args:
+        found_by_leader: For a rank that never takes the root itself, though its job saves: the checkpoints that were there when
+            the leader took it, None while it has not.
+
     Attributes:
         claimed: Whether ``writer.json`` may name this job.
     """
 
-    def __init__(self, backend: StorageBackend, me: Owner) -> None:
-        self._backend, self._me = backend, me
+    def __init__(
+        self,
+        backend: StorageBackend,
+        me: Owner,
+        *,
+        found_by_leader: Callable[[], frozenset[StepRef] | None] | None = None,
+    ) -> None:
+        self._backend, self._me, self._found_by_leader = backend, me, found_by_leader
         self._there: frozenset[StepRef] | None = None
+        self._found: frozenset[StepRef] | None = None
         self._brought: set[StepRef] = set()
         self._ended: frozenset[str] = frozenset()
         self._seen = me.attempt
@@ -111,13 +123,13 @@ class Claim:
 
     def may_remove(self, ref: StepRef) -> bool:
         """Whether a checkpoint is this job's to remove."""
-        return (
-            self._there is None
-            or ref in self._there
-            or ref in self._brought
-            or job_of(ref) == self.own
-            or job_of(ref) in self._ended
-        )
+        if self._there is None and self._found_by_leader is None:  # it has the use of a root that is no job's
+            return True
+        if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
+            return True
+        if self._found is None:
+            self._found = self._found_by_leader() if self._found_by_leader is not None else self._there
+        return ref in (self._found or ())
 
     def is_dead(self, ref: StepRef) -> bool:
         """Whether no process can complete the save that was begun as ``ref``.

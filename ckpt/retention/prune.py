@@ -230,23 +230,35 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
                 backend.discard(one)
 
 
-def sweep(backend: StorageBackend, claim: Claim, *, but_newest: bool = False) -> None:
+def sweep(
+    backend: StorageBackend, claim: Claim, *, restored: StepRef | None = None, part: bool = False
+) -> None:
     """Remove what earlier jobs have left in a store of which each job uses only its own steps.
 
-    ``but_newest``: the newest checkpoint of all stays too.
+    Args:
+        restored: The step that this job goes on from, while it has no step of its own. It stays, and so does the newest
+            checkpoint of all.
+        part: Whether the rest of each step may lie on other nodes. Then the newest part of a step stays too, since another
+            node may list that step.
 
     Raises:
         RootInUse: The root belongs to another job, which is not known to have ended.
     """
-    found = Inventory(backend).look()
+    found = Inventory(backend, part=part).look()
     claim.use()  # after the listing: what is in it is not of a job that takes the root from now on
-    newest = max((held.ref for held in found if held.state == "whole"), default=None)
+    stays: set[StepRef | None] = set()
+    if restored is not None:
+        whole, parts = (
+            [held.ref for held in found if held.state == "whole"],
+            [held.ref for held in found if held.is_part],
+        )
+        stays = {restored, max(whole, default=None), max(parts, default=None)}
     for held in found:
         if held.state == "begun":
             goes = held.is_cut or claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
         else:
             goes = held.state != "newer" and claim.may_remove(held.ref)
-        if goes and job_of(held.ref) != claim.own and not (but_newest and held.ref == newest):
+        if goes and job_of(held.ref) != claim.own and held.ref not in stays:
             remove(backend, held, claim)
 
 

@@ -128,7 +128,7 @@ class Saver:
             self._backfill.restored(ref)
         for writer in self._writers:
             writer.restored_step = ref.step
-            writer.sweep(but_newest=True)
+            writer.sweep(ref)
 
     def run(
         self, job: SaveJob, listener: Listener, *, intact: Callable[[], None], over: Callable[[], None]

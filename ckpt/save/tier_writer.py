@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+import msgspec
+
 from ckpt.catalog.index import attempts, is_committed, unfinished_of
 from ckpt.config import SaveConfig
 from ckpt.coordination.abort_reason import Aborted, rebuild
@@ -31,7 +33,7 @@ from ckpt.errors import (
     about,
     placed,
 )
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, parse_folder
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
@@ -82,7 +84,12 @@ class TierWriter:
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
         readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))  # fragments, by the leader
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
-        self.root = Claim(self._backend, Owner.here(coordinator.attempt))
+        follows = self._node.rank != LEADER
+        self.root = Claim(
+            self._backend,
+            Owner.here(coordinator.attempt),
+            found_by_leader=self._found_by_leader if follows else None,
+        )
         self._pruner: Pruner | None = None
         if not self.in_memory:
             leads = self._node.rank == LEADER
@@ -215,11 +222,15 @@ class TierWriter:
         with self._turn, about(self.url):
             self._take_over()
 
-    def sweep(self, *, but_newest: bool = False) -> None:
-        """Free the memory of what an earlier job has left here: all of it, or all but the newest step. By the node's leader. Another job that may be alive keeps what it has."""
+    def sweep(self, restored: StepRef | None = None) -> None:
+        """Free the memory of what an earlier job has left here. By the node's leader. Another job that may be alive keeps what it has.
+
+        Args:
+            restored: The step that the job goes on from, while it has committed none: what may still be needed stays.
+        """
         if self.in_memory and self._node.rank == LEADER:
             with contextlib.suppress(CkptError):
-                sweep(self._backend, self.root, but_newest=but_newest)
+                sweep(self._backend, self.root, restored=restored, part=self.tier.nodes is not None)
 
     def refuse(self, ref: StepRef, trial: int, reason: str) -> None:
         """This rank's failure as its word; on the leader, as the verdict. What comes back is known already."""
@@ -345,11 +356,25 @@ class TierWriter:
         """Make the root ours, if it is not yet; returns the steps that were there then, but for history given up: it may be lived again."""
         if self._taken is None:
             there = self._call(self.root.take)
+            if self._node.world_size > 1:  # for ranks that must make room
+                folders = msgspec.json.encode([ref.folder for ref in there])
+                self._node.set_once(self._found_subject, folders)
             if self._pruner is not None:
                 self._pruner.clear()
             done = {other.step for other in there if job_of(other) != self.root.own}
             self._taken = {s for s in done if self.restored_step is None or s <= self.restored_step}
         return self._taken
+
+    def _found_by_leader(self) -> frozenset[StepRef] | None:
+        """The checkpoints that were here when the leader took the root. None if it has not."""
+        if (told := self._node.verdict(self._found_subject, timeout=0)) is None:
+            return None
+        refs = map(parse_folder, msgspec.json.decode(told, type=list[str]))
+        return frozenset(ref for ref in refs if ref is not None)
+
+    @property
+    def _found_subject(self) -> str:
+        return f"found/{self.tier.index}"
 
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files of a save that was refused for good, or that it has no part in, and what its cut-off writes take."""

@@ -23,7 +23,7 @@ from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune
+from ckpt.retention.prune import prune, sweep
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
@@ -336,6 +336,32 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     assert pruner.make_room(4)
     pruner.close()
     assert [part.exists() for part in parts] == [False, True]
+
+
+def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path: Path) -> None:
+    """The leader found step 1 when it took the root. Another job has saved step 2 since, and closed."""
+    steps = [attempt(tmp_path, 1, ONE), attempt(tmp_path, 2, "c" * 12), attempt(tmp_path, 3, TWO)]
+    found = frozenset({StepRef(1, ONE)})
+    follower = Claim(tier(tmp_path).backend, Owner.here(TWO), found_by_leader=lambda: found)
+    assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored=None)
+    assert [step.exists() for step in steps] == [False, True, True]
+
+
+def test_what_the_job_goes_on_from_stays_on_a_node_that_does_not_list_it(tmp_path: Path) -> None:
+    """Another node lists step 12, which was restored. This one has its part, and lists step 10."""
+    listed, restored, older = (
+        attempt(tmp_path, 10, ONE),
+        attempt(tmp_path, 12, ONE, version=None),
+        attempt(tmp_path, 9, ONE),
+    )
+    (restored / "rank-00000.json").write_bytes(b"{}")
+    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    claim = claim_of(tmp_path, TWO)
+    claim.take()
+    sweep(tier(tmp_path).backend, claim, restored=StepRef(12, ONE), part=True)
+    assert [folder.exists() for folder in (listed, restored, older)] == [True, True, False]
+    sweep(tier(tmp_path).backend, claim, part=True)
+    assert [folder.exists() for folder in (listed, restored)] == [False, False]
 
 
 def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: Path) -> None:
