@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import io
 import sys
-from typing import IO, Annotated, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from typing import IO, Annotated, Final, Protocol, runtime_checkable
 
 import typer
 
@@ -84,8 +86,38 @@ def _options(
     """Take the options that stand before a command."""
 
 
-for verb in (restore, ls, show, verify, diff, copy, prune, finalize, export, import_):
-    app.command(verb.__name__.rstrip("_"), help=_help(verb.__doc__ or ""))(verb)
+COMMANDS: Final = (restore, ls, show, verify, diff, copy, prune, finalize, export, import_)
+_GROUP: Final = "ckpt.commands"
+
+
+def _name_of(command: Callable[..., object]) -> str:
+    return command.__name__.rstrip("_")
+
+
+for command in COMMANDS:
+    app.command(_name_of(command), help=_help(command.__doc__ or ""))(command)
+
+
+def add_commands_of_others(arguments: Sequence[str]) -> None:
+    """Add the commands that other distributions provide as entry points of the group ``ckpt.commands``.
+
+    Their packages are only searched when ``arguments`` name no command of our own, since the search
+    takes time. A command that cannot be imported is reported on standard error and left out.
+    """
+    own = {_name_of(command) for command in COMMANDS}
+    if any(argument in own for argument in arguments[:1]):
+        return
+    for entry in entry_points(group=_GROUP):
+        if entry.name in own:
+            continue
+        try:
+            command: Callable[..., object] = entry.load()
+        except Exception as error:  # noqa: BLE001 - another package's mistake must not cost our commands
+            sys.stderr.write(
+                f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
+            )
+            continue
+        app.command(entry.name, help=_help(command.__doc__ or ""))(command)
 
 
 def main() -> int:
@@ -94,6 +126,7 @@ def main() -> int:
     for stream in (sys.stdout, sys.stderr):  # a letter that a terminal does not have is no reason to fail
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    add_commands_of_others(sys.argv[1:])
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()

@@ -1,0 +1,100 @@
+"""Each row of the table in CONTRIBUTING.md, done by a distribution of another author: it is installed, and ckpt is not changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Distribution:
+    """A package in a folder of its own, with entry points, as an installer leaves one."""
+
+    def __init__(self, folder: Path, module: str, source: str, entries: str) -> None:
+        (folder / f"{module}.py").write_text(textwrap.dedent(source))
+        info = folder / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(textwrap.dedent(entries))
+        self._path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "backends")])
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """A fresh interpreter that sees the package."""
+        return subprocess.run(
+            [sys.executable, *args],
+            env={**os.environ, "PYTHONPATH": self._path},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def run_code(self, code: str, *args: str) -> str:
+        done = self.run("-c", textwrap.dedent(code), *args)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+def test_a_backend_of_another_distribution_saves_and_restores(tmp_path: Path) -> None:
+    outside = Distribution(
+        tmp_path,
+        "ckpt_drawer",
+        """
+        from ckpt_backends.posix import open_posix
+
+        def open_drawer(url, options):
+            return open_posix(url.removeprefix("drawer://"), options)
+        """,
+        """
+        [ckpt.backends]
+        drawer = ckpt_drawer:open_drawer
+        """,
+    )
+    code = """
+        import sys, torch
+        from ckpt import CheckpointManager
+        with CheckpointManager("drawer://" + sys.argv[1]) as manager:
+            manager.save({"weights": torch.arange(4.0)}, step=1)
+        state = {"weights": torch.zeros(4)}
+        with CheckpointManager("drawer://" + sys.argv[1]) as manager:
+            manager.restore(state)
+        print(state["weights"].tolist())
+    """
+    assert outside.run_code(code, str(tmp_path / "root")).strip() == "[0.0, 1.0, 2.0, 3.0]"
+    listed = outside.run("-m", "ckpt.cli.main", "ls", f"drawer://{tmp_path}/root", "--json")
+    assert [step["step"] for step in json.loads(listed.stdout)["steps"]] == [1], listed
+
+
+COMMAND = """
+    from typing import Annotated
+    import typer
+
+    def count(root: Annotated[str, typer.Argument()]) -> None:
+        "Count the checkpoints below ROOT."
+        import ckpt.catalog.index, ckpt.storage.registry
+        print(len(list(ckpt.catalog.index.committed(ckpt.storage.registry.open_backend(root)))))
+"""
+
+
+def test_a_command_of_another_distribution_is_listed_and_runs(tmp_path: Path) -> None:
+    outside = Distribution(tmp_path, "ckpt_count", COMMAND, "[ckpt.commands]\ncount = ckpt_count:count\n")
+    (tmp_path / "root").mkdir()
+    assert outside.run("-m", "ckpt.cli.main", "count", str(tmp_path / "root")).stdout == "0\n"
+    listed = outside.run("-m", "ckpt.cli.main", "--help").stdout
+    assert "Count the checkpoints below ROOT." in listed
+
+
+@pytest.mark.parametrize("entry", ["ckpt_count:missing", "nosuch_module:count"])
+def test_a_command_that_cannot_be_loaded_does_not_cost_the_others(tmp_path: Path, entry: str) -> None:
+    outside = Distribution(tmp_path, "ckpt_count", COMMAND, f"[ckpt.commands]\ncount = {entry}\n")
+    done = outside.run("-m", "ckpt.cli.main", "--help")
+    assert done.returncode == 0
+    assert "'count'" in done.stderr
+    assert "restore" in done.stdout
