@@ -18,8 +18,9 @@ DISTRIBUTION = "ckpt-stream"
 EXTRAS = ("", "s3", "obstore", "gcs")
 HEAD = """# Licences
 
-What `pip install .` and the extras for object stores bring, with the licence that each package states in its metadata.
-`make licences` writes this page from the installed packages (versions as in `constraints.txt`). ckpt itself is under Apache-2.0.
+This page lists the packages that `pip install .` and the extras for object stores bring, with the
+licence that each package states in its metadata. `make licences` writes it from the installed
+packages (versions as in `constraints.txt`). The licence of ckpt itself is Apache-2.0.
 
 | package | version | licence | needed by |
 |---|---|---|---|
