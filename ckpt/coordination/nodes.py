@@ -20,9 +20,10 @@ import msgspec
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import OneTier
+from ckpt.coordination.exchange import Wait, gather, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.owner import Owner
-from ckpt.errors import CkptError, CommitError, CommitTimeout, TransientStorageError
+from ckpt.errors import CkptError, CommitError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
@@ -48,39 +49,37 @@ def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier
     if coordinator.world_size == 1 or not local:
         return tuple(tiers)
     coordinator.post("nodes", msgspec.json.encode([_identity(tier.backend) for tier in local]))
-    if coordinator.rank == LEADER:
-        told = _collect_all(coordinator, len(local))
-        coordinator.set_once("nodes", msgspec.json.encode(told))
-    else:
-        wait = _START_SECONDS + 30
-        heard = coordinator.verdict("nodes", timeout=wait)
-        if heard is None:
-            raise CommitTimeout(-1, [LEADER], wait, "who shares a node")
-        told = msgspec.json.decode(heard, type=list[tuple[int, ...]])
+    decided = leader_decides(
+        coordinator,
+        "nodes",
+        lambda: msgspec.json.encode(_number(_identities(coordinator, len(local)))),
+        Wait(_START_SECONDS + 30, "which ranks share a node"),
+    )
     coordinator.forget("nodes")
-    found = {tier.index: Nodes(of) if max(of) else None for tier, of in zip(local, told, strict=True)}
+    numbers = msgspec.json.decode(decided, type=list[tuple[int, ...]])
+    found = {tier.index: Nodes(of) if max(of) else None for tier, of in zip(local, numbers, strict=True)}
     return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
 
 
-def _collect_all(coordinator: Coordinator, count: int) -> list[tuple[int, ...]]:
-    missing = set(range(coordinator.world_size))
-    deadline = time.monotonic() + _START_SECONDS
-    names: dict[int, list[str]] = {}
-    while missing:
-        messages = coordinator.collect("nodes", missing, timeout=max(0.0, deadline - time.monotonic()))
-        if not messages:
-            raise CommitTimeout(-1, sorted(missing), _START_SECONDS, "the manager")
-        for rank, message in messages.items():
-            names[rank] = msgspec.json.decode(message, type=list[str])
-            if len(names[rank]) != count:
-                raise CommitError(
-                    f"rank {rank} was given other tiers than rank {LEADER}: give all ranks the same"
-                )
-        missing -= messages.keys()
+def _identities(coordinator: Coordinator, count: int) -> list[list[str]]:
+    """Return of each rank the identities of its ``count`` local tiers."""
+    found: list[list[str]] = []
+    messages = gather(coordinator, "nodes", Wait(_START_SECONDS, "the manager"))
+    for rank, message in messages.items():
+        found.append(msgspec.json.decode(message, type=list[str]))
+        if len(found[-1]) != count:
+            raise CommitError(
+                f"rank {rank} was given other tiers than rank {LEADER}: give all ranks the same"
+            )
+    return found
+
+
+def _number(identities: Sequence[Sequence[str]]) -> list[tuple[int, ...]]:
+    """Return of each tier the node of each rank: equal identities get the same number."""
     found: list[tuple[int, ...]] = []
-    for index in range(count):
+    for of_tier in zip(*identities, strict=True):
         numbers: dict[str, int] = {}
-        found.append(tuple(numbers.setdefault(names[rank][index], len(numbers)) for rank in sorted(names)))
+        found.append(tuple(numbers.setdefault(identity, len(numbers)) for identity in of_tier))
     return found
 
 

@@ -13,7 +13,8 @@ import msgspec
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
-from ckpt.errors import CkptError, CommitTimeout, RestoreError, StorageError
+from ckpt.coordination.exchange import Wait, leader_decides
+from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.sources import is_damage
 
 _GRACE_SECONDS: Final = 60.0
@@ -71,26 +72,27 @@ class Together:
         """
         self._round += 1
         subject = f"{self.subject}/proposal"
-        if self._coordinator.rank == LEADER:
-            return self._choose(subject, choices)
-        heard = self._coordinator.verdict(subject, timeout=self._patience)
-        if heard is None:
-            raise CommitTimeout(-1, [LEADER], self._patience, "the choice of a step")
-        node: Any = msgspec.json.decode(heard)
+        chosen: list[T | Exception | None] = []
+
+        def choose() -> bytes:
+            try:
+                chosen.append(next(choices, None))
+            except Exception as error:  # noqa: BLE001 - the others wait for it
+                chosen.append(error)
+            choice = chosen[0]
+            return msgspec.json.encode({"error": str(choice)} if isinstance(choice, Exception) else choice)
+
+        decided = leader_decides(
+            self._coordinator, subject, choose, Wait(self._patience, "the choice of a step")
+        )
+        if chosen:
+            if isinstance(chosen[0], Exception):
+                raise chosen[0]
+            return chosen[0]
+        node: Any = msgspec.json.decode(decided)
         if node and "error" in node:
             raise StorageError("", f"rank {LEADER} cannot list the tiers: {node['error']}")
         return msgspec.convert(node, kind, str_keys=True) if node else None
-
-    def _choose(self, subject: str, choices: Iterator[T]) -> T | None:
-        try:
-            choice: T | Exception | None = next(choices, None)
-        except Exception as error:  # noqa: BLE001 - the others wait for it
-            choice = error
-        told = {"error": str(choice)} if isinstance(choice, Exception) else choice
-        self._coordinator.set_once(subject, msgspec.json.encode(told))
-        if isinstance(choice, Exception):
-            raise choice
-        return choice
 
     def do(
         self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
@@ -120,15 +122,13 @@ class Together:
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
         """The worst answer of all ranks, on all ranks."""
         self._coordinator.post(subject, msgspec.json.encode(mine))
-        if self._coordinator.rank == LEADER:
-            worst = self._worst(subject, step)
-            self._coordinator.set_once(subject, msgspec.json.encode(worst))
-            return worst
-        wait = self._patience + _GRACE_SECONDS
-        heard = self._coordinator.verdict(subject, timeout=wait)
-        if heard is None:
-            raise CommitTimeout(step, [LEADER], wait, "the end of the restore")
-        return msgspec.json.decode(heard, type=_Answer)
+        decided = leader_decides(
+            self._coordinator,
+            subject,
+            lambda: msgspec.json.encode(self._worst(subject, step)),
+            Wait(self._patience + _GRACE_SECONDS, "the end of the restore", step),
+        )
+        return msgspec.json.decode(decided, type=_Answer)
 
     def _worst(self, subject: str, step: int) -> _Answer:
         missing = set(range(self._coordinator.world_size))

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from typing import Final
 
 import msgspec
 
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.exchange import Wait, gather
 from ckpt.errors import CkptError, CommitTimeout
 
 _LISTEN_SECONDS: Final = 3600.0
@@ -109,13 +109,8 @@ class LastStep:
         self._coordinator.post("stop/promise", str(self._promise).encode())
 
     def _gather(self) -> _Agreed:
-        missing, largest = set(self._world), -1
-        deadline = time.monotonic() + self._patience
-        while missing:
-            left = max(0.0, deadline - time.monotonic())
-            messages = self._coordinator.collect("stop/promise", missing, timeout=left)
-            if not messages:
-                return _Agreed(missing=tuple(sorted(missing)))
-            missing -= messages.keys()
-            largest = max(largest, *map(int, messages.values()))
-        return _Agreed(largest)
+        try:
+            promises = gather(self._coordinator, "stop/promise", Wait(self._patience, "the promise"))
+        except CommitTimeout as error:
+            return _Agreed(missing=error.missing)
+        return _Agreed(max(map(int, promises.values())))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from ckpt.catalog.candidates import Candidate, Finish
 from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
-from ckpt.errors import CkptError, CommitTimeout, IntegrityError, StorageError
+from ckpt.coordination.exchange import Wait, gather
+from ckpt.errors import CkptError, IntegrityError, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
 from ckpt.model.units import size
@@ -165,22 +165,14 @@ class NodeSurvey:
 
     def _peers(self) -> list[Peer]:
         if self._heard is None:
-            self._heard = self._hear()
+            self._heard = self._gather()
         return self._heard
 
-    def _hear(self) -> list[Peer]:
-        missing = {first for tier in self._tiers if _is_part(tier) for first in _firsts(tier)}
-        deadline = time.monotonic() + _START_SECONDS
-        heard: list[Peer] = []
-        while missing:
-            messages = self._coordinator.collect(
-                self._subject, missing, timeout=max(0.0, deadline - time.monotonic())
-            )
-            if not messages:
-                raise CommitTimeout(-1, sorted(missing), _START_SECONDS, "what its node has")
-            heard += [msgspec.json.decode(message, type=Peer) for _, message in sorted(messages.items())]
-            missing -= messages.keys()
-        return heard
+    def _gather(self) -> list[Peer]:
+        ranks = {first for tier in self._tiers if _is_part(tier) for first in _firsts(tier)}
+        wait = Wait(_START_SECONDS, "what its node has")
+        messages = gather(self._coordinator, self._subject, wait, ranks=ranks)
+        return [msgspec.json.decode(message, type=Peer) for message in messages.values()]
 
     def _elsewhere(self, found: Candidate, stores: Sequence[StorageBackend]) -> bool:
         for position in found.answering:

@@ -6,7 +6,6 @@ it that the newest step there took. What was reckoned too small goes off after t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -15,6 +14,7 @@ import msgspec
 from ckpt.config import NO_CODEC
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
+from ckpt.coordination.exchange import Wait, arrivals
 from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim
@@ -107,16 +107,10 @@ class Quota:
 
     def _sum(self, ref: StepRef, subject: str) -> int | None:
         """Of all ranks; None if one has given up."""
-        missing = set(range(self._coordinator.world_size))
-        deadline = time.monotonic() + self._timeout
-        total = 0
-        while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise CommitTimeout(ref.step, sorted(missing), self._timeout, "the size")
-            for rank, message in self._coordinator.collect(subject, missing, timeout=left).items():
-                if (nbytes := msgspec.json.decode(message, type=int | None)) is None:
-                    return None
-                total += nbytes
-                missing.discard(rank)
+        total, wait = 0, Wait(self._timeout, "the size", ref.step)
+        ranks = range(self._coordinator.world_size)
+        for _, message in arrivals(self._coordinator, subject, ranks, wait):
+            if (nbytes := msgspec.json.decode(message, type=int | None)) is None:
+                return None
+            total += nbytes
         return total

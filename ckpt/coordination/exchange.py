@@ -1,0 +1,81 @@
+"""The exchanges that ranks make over a coordinator: gather a message of each rank, and let the leader decide for all.
+
+Every wait is bounded. A rank that does not answer in time is named in the error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import LEADER
+from ckpt.errors import CommitTimeout
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """How long to wait, and what the error says if that was too short.
+
+    Attributes:
+        seconds: For all of what is waited for.
+        what: What is waited for, as the error names it: "the size".
+        step: The step that the wait belongs to; -1 if there is none.
+    """
+
+    seconds: float
+    what: str
+    step: int = -1
+
+    def missed(self, ranks: Collection[int]) -> CommitTimeout:
+        """Return the error that names ``ranks``, which did not answer."""
+        return CommitTimeout(self.step, sorted(ranks), self.seconds, self.what)
+
+
+def arrivals(
+    coordinator: Coordinator, subject: str, ranks: Collection[int], wait: Wait
+) -> Iterator[tuple[int, bytes]]:
+    """Yield each of ``ranks`` with its message on ``subject``, in the order of arrival.
+
+    Raises:
+        CommitTimeout: Some ranks have posted nothing.
+    """
+    missing, deadline = set(ranks), time.monotonic() + wait.seconds
+    while missing:
+        left = max(0.0, deadline - time.monotonic())
+        messages = coordinator.collect(subject, missing, timeout=left)
+        if not messages:
+            raise wait.missed(missing)
+        missing -= messages.keys()
+        yield from messages.items()
+
+
+def gather(
+    coordinator: Coordinator, subject: str, wait: Wait, *, ranks: Collection[int] | None = None
+) -> dict[int, bytes]:
+    """Return the message of each of ``ranks`` (of all ranks if None), in the order of the ranks.
+
+    Raises:
+        CommitTimeout: Some ranks have posted nothing.
+    """
+    wanted = range(coordinator.world_size) if ranks is None else ranks
+    return dict(sorted(arrivals(coordinator, subject, wanted, wait)))
+
+
+def leader_decides(coordinator: Coordinator, subject: str, decide: Callable[[], bytes], wait: Wait) -> bytes:
+    """Return on all ranks what ``decide`` returns on the leader. All ranks call it.
+
+    Args:
+        decide: Called on the leader only. If it raises, the other ranks wait in vain: an error
+            that they must learn of is part of what it returns.
+
+    Raises:
+        CommitTimeout: The leader has not decided in time.
+    """
+    if coordinator.rank == LEADER:
+        return coordinator.set_once(subject, decide())
+    decided = coordinator.verdict(subject, timeout=wait.seconds)
+    if decided is None:
+        raise wait.missed([LEADER])
+    return decided
