@@ -1,1 +1,4 @@
-"""Ranks agreeing without collectives: the contract of a coordinator, and the commit protocol as a state machine. Torch-free."""
+"""Agreement between ranks without collectives: coordinators, exchanges and the commit protocol.
+
+This package does not import torch.
+"""

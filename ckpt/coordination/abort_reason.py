@@ -1,4 +1,4 @@
-"""Why a save is not a checkpoint: an error, as it travels from the rank that met it to all others."""
+"""The reason why a save was aborted, as a message that carries an error to all ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,17 @@ from ckpt.errors import (
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
     kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, RootLost, TransientStorageError)
 }
-"""What a store that fails the leader is told as to the others; by name."""
+"""Storage errors of the leader that the other ranks raise as the same class, by name."""
 
 
 class Aborted(msgspec.Struct, frozen=True, tag="refused"):
-    """There will be no manifest. ``failures`` by rank where ranks failed, else ``reason``."""
+    """The save gets no manifest.
+
+    Attributes:
+        reason: The reason as text, or a part of it that ``kind`` gives a meaning.
+        failures: The reasons of the ranks that have failed, by rank.
+        kind: The class of the error that ``rebuild`` returns.
+    """
 
     reason: str
     failures: dict[int, str]
@@ -43,12 +49,12 @@ class Aborted(msgspec.Struct, frozen=True, tag="refused"):
 
     @property
     def told(self) -> str:
-        """For a person."""
+        """The reason as a sentence."""
         return str(rebuild(self, -1)) if self.kind != "CommitError" else self.reason
 
 
 def abort_reason(error: CkptError) -> Aborted:
-    """A verdict that carries ``error`` to the other ranks."""
+    """Return a verdict that carries ``error`` to the other ranks."""
     kind = type(error).__name__
     match error:
         case PeerFailed():
@@ -74,7 +80,7 @@ def abort_reason(error: CkptError) -> Aborted:
 
 
 def rebuild(verdict: Aborted, step: int) -> CkptError:
-    """The error that a refusal carries: a store that failed the leader is told as such to all."""
+    """Return the error that a verdict carries."""
     if kind := _STORAGE_ERRORS.get(verdict.kind):
         key, root = verdict.names
         return placed(kind(key, verdict.reason), root)

@@ -1,6 +1,8 @@
-"""The little that ranks must tell each other: a word per rank on a subject, and one verdict per subject.
+"""The contract of a coordinator, which carries messages between the ranks of a job.
 
-No call is a collective: a rank may be dead and the others still get an answer, or a time-out, within a bound they chose.
+A rank posts one message on a subject, and a subject has one verdict, which the first caller sets.
+No call is a collective. If a rank is dead, the other ranks still get an answer or a timeout within
+a bound that they choose.
 """
 
 from __future__ import annotations
@@ -9,7 +11,13 @@ from typing import Protocol
 
 
 class Coordinator(Protocol):
-    """Threads: any. Subjects are short ASCII names, used once within an attempt."""
+    """Carries messages between the ranks of a job.
+
+    Subjects are short ASCII names, and each is used once within an attempt.
+
+    Thread safety:
+        All methods may be called from any thread.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -19,31 +27,35 @@ class Coordinator(Protocol):
 
     @property
     def attempt(self) -> str:
-        """Id of this incarnation of the job, the same on all ranks: lower-case letters and digits."""
+        """The id of this incarnation of the job, the same on all ranks: lower-case letters and digits."""
         ...
 
     def post(self, subject: str, message: bytes) -> None:
-        """This rank's word on ``subject``."""
+        """Post the message of this rank on ``subject``."""
         ...
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        """Words that have come from any of ``ranks``; waits up to ``timeout`` seconds for at least one."""
+        """Return the messages of ``ranks`` that have arrived, by rank.
+
+        The call waits up to ``timeout`` seconds for at least one message. It returns an empty dict if
+        none arrives.
+        """
         ...
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        """Set the verdict on ``subject`` if there is none yet; returns the one that stands."""
+        """Set the verdict on ``subject`` if there is none yet, and return the verdict that stands."""
         ...
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        """The verdict, waiting up to ``timeout`` seconds for it; None if there is none yet."""
+        """Return the verdict on ``subject``, or None if there is none after ``timeout`` seconds."""
         ...
 
     def forget(self, subject: str) -> None:
-        """This rank's word on ``subject`` is no longer needed. Never raises."""
+        """Remove the message of this rank on ``subject``. Never raises."""
         ...
 
     def clone(self) -> Coordinator:
-        """The same, for another thread: a wait there holds up nobody here."""
+        """Return an equal coordinator whose waits do not delay calls on this one."""
         ...
 
     def close(self) -> None: ...

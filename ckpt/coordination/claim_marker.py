@@ -1,10 +1,15 @@
-"""Between those who finish a save from outside of its job, and those of the job who clear its files away: one mark on the tier itself.
+"""The claim marker: one object on the tier that decides between finishing a save and removing it.
 
-Ranks of a job agree through the job's store. `ckpt finalize` and a later job cannot: that store is theirs no more, or gone. So before a finisher puts the manifest it puts the mark *if absent*, and so does a rank
-before it removes files that a complete set of fragments may name. Whose mark stands has its way; the other leaves everything as it is.
+Ranks of a job agree through the job's store. ``ckpt finalize`` and a later job cannot use that store.
+So a finisher puts the marker *if absent* before it puts the manifest, and a rank puts the marker
+before it removes files that a complete set of fragments may name. The first marker that is written
+wins. The other side leaves all files as they are.
 
-A rank takes the refusing mark off again once its files are gone: from then on the set is not complete, which a finisher looks for with its own mark in place. A finisher takes its mark off when the manifest is there, which a rank
-looks for with its own mark in place. Who removes a checkpoint puts a third mark before the manifest goes, and takes it off last. So at any instruction, in any order, with any process stopped for any time: no manifest names a file that is removed after it.
+A rank deletes its marker once its files are gone. From then on the set of fragments is incomplete,
+and a finisher checks for completeness while its own marker is in place. A finisher deletes its marker
+when the manifest exists, and a rank checks for the manifest while its own marker is in place. So no
+manifest ever names a file that is removed after it, in any order of instructions, and with any
+process stopped for any time.
 """
 
 from __future__ import annotations
@@ -17,18 +22,24 @@ from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
 
 _REFUSED: Final = b""
-"""An empty file: there is room for it on a full disk."""
+"""An empty object: it fits on a full disk."""
 _REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
 
 
 def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
-    """Whether nobody of the job clears its files away from now on. Look for its files after this."""
+    """Put the marker of a finisher, and return whether it stands.
+
+    If it stands, no rank of the job removes files of the save. Look for the files after this call.
+    """
     return _mark(backend, ref, _FINISHED)
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
-    """Whether it is no checkpoint, and nobody makes it one from now on."""
+    """Put the marker of a removal, and return whether it stands.
+
+    If it stands, the save is no checkpoint and never becomes one.
+    """
     if not _mark(backend, ref, _REFUSED):
         return False
     if is_there(backend, ref.manifest):  # its finisher was faster, and has taken its mark off
@@ -51,19 +62,24 @@ def is_removal_marker(mark_bytes: int) -> bool:
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
-    """After what was marked is done. Never raises: a mark that stays keeps remains from being removed for some days, no more (``retention.prune``)."""
+    """Delete the marker. Never raises.
+
+    A marker that stays only delays the removal of remains by some days (``retention.prune``).
+    """
     with contextlib.suppress(CkptError):
         backend.delete(ref.claim_marker)
 
 
 def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) -> bool:
-    """Remove what one rank has written of a save that was refused for good, or that it has no part in; nothing that a manifest names, or will name.
+    """Remove the files of one rank from a save that was aborted, or that the rank takes no part in.
+
+    No file is removed that a manifest names, or may name later.
 
     Returns:
-        Whether it is gone. If not, somebody finishes it.
+        True if the files are gone. False if another process finishes the save.
 
     Raises:
-        StorageError: It may be there still.
+        StorageError: The files may still exist.
     """
     try:
         if not claim_for_removal(backend, ref):

@@ -1,13 +1,18 @@
-"""The commit protocol: when is a save a checkpoint? Pure: events in, one action out, for every rank.
+"""The commit protocol as a pure state machine: each event gives one action, on every rank.
 
-Each rank, once its file and its fragment are durable, tells ``Durable``; one that cannot tells ``Failed``. Then the verdict comes in two stages, each a compare-and-set in the job's
-store, so that whoever proposes, one thing stands:
+A rank votes ``Durable`` once its file and its fragment are durable, and ``Failed`` if that cannot be.
+The verdict then has two stages. Each stage is a compare-and-set in the job's store, so exactly one
+value stands, whichever rank proposes it:
 
-1. the *intent*: ``Go`` (all are durable, their fragments merge, this is the manifest's checksum) or ``Refused``. From then on nobody does the other thing.
-2. the *outcome*: ``Committed``, ``Refused`` or ``Unknown``, which all ranks hear.
+1. The *intent* is ``Go`` (all parts are durable, the fragments merge, and this is the checksum of the
+   manifest) or ``Aborted``. No rank acts against an intent that stands.
+2. The *outcome* is ``Committed``, ``Aborted`` or ``Unknown``. All ranks receive it.
 
-The leader proposes. When it is not heard of, the others look, lowest rank first, and do what is left to do: same words, same bytes. After ``Go`` only its proposer may put the manifest, until another
-rank has *taken* the turn; a proposer whose put has failed for certain may *withdraw* as long as nobody has. Both go by one compare-and-set. Nothing here is a collective, and every wait ends.
+The leader proposes. If the leader is silent, the other ranks look, lowest rank first, and do what is
+left to do, with the same votes and the same bytes. After ``Go``, only its proposer may put the
+manifest until another rank has *taken* the turn. A proposer whose put has certainly failed may
+*withdraw* until then. One compare-and-set decides between the two. No step is a collective, and every
+wait ends.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from ckpt.model.manifest import FragmentRef
 
 LEADER: Final = 0
 _FEW: Final = 8
-"""Ranks below it look by themselves what is to do when the leader is late."""
+"""Ranks below this number look for work by themselves when the leader is late."""
 
 
 class Durable(msgspec.Struct, frozen=True, tag="durable"):
@@ -34,32 +39,32 @@ class Durable(msgspec.Struct, frozen=True, tag="durable"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """This rank has no part to give."""
+    """This rank has no part to contribute."""
 
     reason: str
 
 
 class Go(msgspec.Struct, frozen=True, tag="go"):
-    """There will be a manifest, with this checksum. ``by`` may put it."""
+    """The save gets a manifest with this checksum, and rank ``by`` may put it."""
 
     by: int
     checksum: str
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """Any rank may put the manifest, and none may withdraw: ``by`` did not wait any longer."""
+    """Any rank may put the manifest, and none may withdraw. ``by`` has taken the turn."""
 
     by: int
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
-    """The manifest is there; ``checksum`` of its bytes."""
+    """The manifest exists, and its bytes have this checksum."""
 
     checksum: str
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """What became of the manifest cannot be seen, or it may come yet. Nobody may remove anything."""
+    """The fate of the manifest is not known. No rank may remove files."""
 
     reason: str
 
@@ -104,19 +109,22 @@ def decode_verdict(data: bytes) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait for the outcome, at most until then. Gives `Outcome`."""
+    """Wait for the outcome until the given time. The event is `Outcome`."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """See whether there is an intent. Gives `Intended`."""
+    """See whether there is an intent. The event is `Intended`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Wait for words of ``ranks``, at most until then. Gives `Heard`, or `Outcome` where others were faster."""
+    """Wait for votes of ``ranks`` until the given time.
+
+    The event is `VotesArrived`, or `Outcome` if other ranks were faster.
+    """
 
     ranks: frozenset[int]
     until: float
@@ -124,40 +132,40 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Make the manifest, and see that the root is still the job's. Gives `Merged` or `Spoiled`."""
+    """Make the manifest, and confirm that the job owns the root. The event is `Merged` or `Spoiled`."""
 
     fragments: tuple[FragmentRef, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """Set the intent, if there is none. Gives `Intended`."""
+    """Set the intent if there is none. The event is `Intended`."""
 
     intent: Intent
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Put the merged manifest if absent. Gives `PutEnded`."""
+    """Put the merged manifest if absent. The event is `PutEnded`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turning:
-    """Take the turn, or withdraw, if nobody has. Gives `Turned`."""
+    """Take the turn or withdraw, if no rank has. The event is `Turned`."""
 
     turn: Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """Set the outcome, if there is none. Gives `Outcome`."""
+    """Set the outcome if there is none. The event is `Outcome`."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All ranks that come to an end come to this one."""
+    """The end. All ranks that reach an end reach this verdict."""
 
     verdict: Verdict
 
@@ -169,35 +177,35 @@ Action = Await | Look | Gather | Merge | Propose | Put | Turning | Conclude | Do
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome that stands; None if there is none yet."""
+    """The outcome that stands, or None."""
 
     verdict: Verdict | None
 
 
 @dataclass(frozen=True, slots=True)
 class Intended:
-    """The intent that stands; None if there is none yet."""
+    """The intent that stands, or None."""
 
     intent: Intent | None
 
 
 @dataclass(frozen=True, slots=True)
 class VotesArrived:
-    """Words by rank. May come twice; the first counts."""
+    """Votes by rank. The first vote of a rank counts."""
 
     votes: Mapping[int, Vote]
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """The manifest is made."""
+    """The manifest was made."""
 
     checksum: str
 
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """No manifest can be made here. ``certain``: nor by any other rank."""
+    """This rank cannot make the manifest. If ``certain``, no other rank can."""
 
     abort_reason: Aborted
     certain: bool
@@ -205,14 +213,19 @@ class Spoiled:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """Whose turn it is."""
+    """The turn that stands."""
 
     turn: Turn
 
 
 @dataclass(frozen=True, slots=True)
 class PutEnded:
-    """``reason`` is empty if the manifest is there. ``refusal`` if it is not, and what this rank has sent will never be."""
+    """The put has ended.
+
+    Attributes:
+        reason: Empty if the manifest exists.
+        refusal: Set if the manifest does not exist, and what this rank sent never arrives.
+    """
 
     reason: str = ""
     abort_reason: Aborted | None = None
@@ -223,11 +236,13 @@ Event = Outcome | Intended | VotesArrived | Merged | Spoiled | Turned | PutEnded
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Seconds.
+    """The bounds of a commit in seconds.
 
     Attributes:
-        timeout: From a rank's own part being durable until it refuses the save, naming those not heard of.
-        takeover: After which rank 1 looks whether the leader has left something to do; rank *r* after as many times that as *r* has bits, so that few do the same at once.
+        timeout: How long a rank waits, once its own part is durable, before it aborts the save and
+            names the silent ranks.
+        takeover: When rank 1 looks for work that the leader has left. Rank *r* looks after as many
+            times that as *r* has bits, so that few ranks do the same work at once.
     """
 
     timeout: float
@@ -238,9 +253,11 @@ class Bounds:
 
 
 class CommitMachine:
-    """One rank's view of one save on one tier. Each event is the answer to the last action; time is told with it.
+    """One rank's view of one save on one tier.
 
-    A rank waits at most ``timeout + stagger`` until there is an intent, and as much again for an outcome that it cannot bring about itself.
+    Each event answers the last action, and carries the current time. A rank waits at most
+    ``timeout + stagger`` until there is an intent, and as long again for an outcome that it cannot
+    bring about itself.
     """
 
     def __init__(self, step: int, rank: int, world_size: int, bounds: Bounds, now: float) -> None:
@@ -256,13 +273,17 @@ class CommitMachine:
         self._exclusive = False
 
     def begin(self, now: float, abort: Aborted | None = None) -> Action:
-        """The first action. ``veto``: the leader's reason to refuse whatever the words are."""
+        """Return the first action.
+
+        Args:
+            abort: The leader's reason to abort the save, whatever the votes are.
+        """
         if abort is not None:
             return Propose(abort)
         return Gather(self._missing, self._last) if self._rank == LEADER else Await(now + self._stagger)
 
     def handle(self, event: Event, now: float) -> Action:
-        """The action that follows."""
+        """Return the action that follows."""
         match event:
             case Outcome(verdict):
                 return Look() if verdict is None else Done(verdict)
@@ -313,8 +334,11 @@ class CommitMachine:
                 return self._step_in(now)
 
     def _step_in(self, now: float) -> Action:
-        """The leader is late, or dead: see whether there is something to do in its place. That takes the words of all ranks: were all to ask for them, a rank that is late would cost their
-        square. So the first few do, and one of each power of two, on nodes far apart; the others when time is up.
+        """Look for work in the place of a leader that is late or dead.
+
+        That takes the votes of all ranks. If all ranks asked for them, one late rank would cost the
+        square of the world size. So only the first few ranks and one of each power of two ask, on
+        nodes far apart. The others ask when time is up.
         """
         if self._rank >= _FEW and self._rank & (self._rank - 1) and now < self._last:
             return self._follow(now)
@@ -354,7 +378,7 @@ class CommitMachine:
         return Turning(refused) if refused is not None else Conclude(Unknown(reason))
 
     def _follow(self, now: float) -> Action:
-        """Wait for what others do, as long as there is time."""
+        """Wait for what other ranks do while there is time."""
         if now < self._last:
             until, self._pause = min(now + self._pause, self._last), self._pause * 2
             return Await(until)

@@ -1,4 +1,7 @@
-"""A rank whose process is ended by an exception: it leaves at once, and the others learn that it will say nothing more."""
+"""A rank whose process ends by an exception leaves the job's exchanges at once.
+
+The other ranks learn that this rank posts nothing more, so they do not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,38 @@ from ckpt.errors import CkptError, CommitError
 T = TypeVar("T")
 
 END_OF_DATA: Final = (StopIteration, StopAsyncIteration, GeneratorExit)
-"""Exceptions by which an iteration ends in order."""
+"""Exceptions that end an iteration in the ordinary way."""
 _SUBJECT: Final = "gone"
 _LOOK_SECONDS: Final = 1.0
 _MOST_LOOK_SECONDS: Final = 10.0
 _LOOKS: Final = 256
-"""Requests to the job's store in a second, at most, by all ranks that wait."""
+"""The most requests per second to the job's store by all waiting ranks together."""
 
 
 def reason_of(error: BaseException | None) -> str:
-    """The failure by which ``error`` ends the process, in words; empty if it is none."""
+    """Return the failure that ends the process as text, or an empty string if it is none."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     return f"{type(error).__name__}: {error}"[:200]
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The first rank that left, and why."""
+    """The first rank that left, and the reason."""
 
     rank: int
     reason: str
 
 
 class Leaving:
-    """A coordinator that can be left. Threads: ``leave`` from any, once; all else as the coordinator that it stands for.
+    """A coordinator that a rank can leave.
 
-    After ``leave`` every other call raises ``CommitError``, and a wait that is under way does so within ``look_seconds``.
-    This rank has then told its last word: what it has not said to be durable never will be.
+    After ``leave``, every other call raises ``CommitError``, and a wait that is under way raises it
+    within ``look_seconds``. A part that this rank has not reported as durable by then never becomes
+    part of a checkpoint.
+
+    Thread safety:
+        ``leave`` may be called once, from any thread. The other methods are as safe as those of the
+        wrapped coordinator.
     """
 
     def __init__(self, whole: Coordinator, left: threading.Event | None = None) -> None:
@@ -51,7 +59,7 @@ class Leaving:
         self.look_seconds = min(_MOST_LOOK_SECONDS, max(_LOOK_SECONDS, whole.world_size / _LOOKS))
 
     def leave(self, reason: str) -> None:
-        """Say nothing more, and let the others know. Never raises."""
+        """Stop posting, and tell the other ranks. Never raises."""
         self._left.set()
         with suppress(CkptError):
             self._whole.set_once(_SUBJECT, msgspec.json.encode(Gone(self.rank, reason)))
@@ -80,7 +88,7 @@ class Leaving:
         self._whole.close()
 
     def _wait(self, ask: Callable[[float], T], timeout: float) -> T:
-        """``ask``, which waits for so many seconds, again until it has an answer or the time is over."""
+        """Call ``ask``, which waits for the given seconds, until it has an answer or time is over."""
         deadline = time.monotonic() + timeout
         while True:
             self._check()
@@ -95,6 +103,6 @@ class Leaving:
 
 
 def who_left(coordinator: Coordinator) -> Gone | None:
-    """The first rank that has left, None if none has. One request."""
+    """Return the first rank that has left, or None. Costs one request."""
     told = coordinator.verdict(_SUBJECT, timeout=0.0)
     return None if told is None else msgspec.json.decode(told, type=Gone)

@@ -1,6 +1,6 @@
-"""Words too long for one message of the job's store: compressed, in pieces.
+"""Messages that are too long for one request to the job's store: they are compressed and split.
 
-Torch's store ends the connection of whoever sends it more than 8 MiB at once.
+torch's store closes the connection of a client that sends more than 8 MiB at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PIECE_BYTES: Final = 4 << 20
 
 
 def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
-    """Tell ``data``, any bytes, as this rank's word on ``subject``; returns the number of pieces, for ``drop``."""
+    """Post ``data`` on ``subject``, and return the number of pieces, which ``drop`` needs."""
     import zstandard  # only jobs on several nodes pay for the import
 
     # a store's words are text
@@ -29,10 +29,14 @@ def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
 
 
 def receive(coordinator: Coordinator, subject: str, rank: int, *, limit: int, timeout: float) -> bytes:
-    """What ``rank`` sent on ``subject``, waiting up to ``timeout`` seconds for it.
+    """Return what ``rank`` sent on ``subject``.
+
+    Args:
+        limit: The most bytes that the message may have.
+        timeout: How many seconds to wait for it.
 
     Raises:
-        CommitError: It did not come, is damaged, or has more than ``limit`` bytes.
+        CommitError: The message has not arrived, is damaged, or has more than ``limit`` bytes.
     """
     import zstandard
 
@@ -49,7 +53,7 @@ def receive(coordinator: Coordinator, subject: str, rank: int, *, limit: int, ti
 
 
 def drop(coordinator: Coordinator, subject: str, pieces: int) -> None:
-    """The parcel is needed no longer. Never raises."""
+    """Remove the pieces of a message. Never raises."""
     for number in range(pieces):
         coordinator.forget(f"{subject}/{number}")
 

@@ -1,10 +1,14 @@
-"""Several nodes, each with local tiers of its own: who shares one with whom, and how a save is committed where no rank sees all of it.
+"""Commits on local tiers of several nodes, where no rank sees all files of a step.
 
-Nobody declares nodes. Each rank tells, once, what its local tiers are (machine, device and inode of the root); ranks that tell the same share them. If two that share one are told apart
-all the same, as processes of two containers may be, the same is done twice and nothing is wrong.
+Nodes are not declared. Each rank posts once what its local tiers are (machine, device and inode of
+the root), and ranks that post the same share the tiers. If two ranks that share a tier are taken for
+two nodes, as processes of two containers may be, the same work is done twice and the result is
+correct.
 
-On a local tier each rank writes its file and its fragment on its own node. The fragments travel to the committer as words, and the manifest, the same bytes, from there to the other nodes, where the
-node's lowest rank puts it. The first manifest that is put makes the checkpoint: it names what is durable on every node. The save has succeeded when all nodes have put it.
+On a local tier each rank writes its file and its fragment on its own node. The fragments travel to
+the committer as messages. The manifest travels back as the same bytes, and the lowest rank of each
+node puts it. The first manifest that is put makes the checkpoint, since it names what is durable on
+every node. The save has succeeded when all nodes have the manifest.
 """
 
 from __future__ import annotations
@@ -31,19 +35,21 @@ from ckpt.storage.api import Rooted, StorageBackend
 from ckpt.storage.tiers import Nodes, OpenTier
 
 _START_SECONDS: Final = 300.0
-"""How long ranks may take to come to the same point of their start."""
+"""How many seconds ranks may need to reach the same point of their start."""
 _PUT_SECONDS: Final = 20.0
-"""How long the other nodes may take to put a manifest."""
+"""How many seconds the other nodes may need to put a manifest."""
 _SENT_SECONDS: Final = 10.0
-"""How long what was sent before its sender said so may take to be heard."""
+"""How many seconds a message may need to arrive after its sender has announced it."""
 _LOOK_SECONDS: Final = 1.0
 
 
 def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier, ...]:
-    """``tiers``, each local one with the nodes of the job if there are several. All ranks call it alike, once.
+    """Return ``tiers``, each local one with the nodes of the job if there are several.
+
+    All ranks call it once, with the same tiers.
 
     Raises:
-        CommitTimeout: Some rank did not come, or not the leader's answer.
+        CommitTimeout: A rank has not posted its tiers in time, or the leader has not answered.
     """
     local = [tier for tier in tiers if tier.local]
     if coordinator.world_size == 1 or not local:
@@ -93,7 +99,10 @@ def _identity(backend: StorageBackend) -> str:
 
 
 def on_node(coordinator: Coordinator, nodes: Nodes | None) -> Coordinator:
-    """The ranks of this node as a world of their own, counted from 0; the whole job where a tier is not told apart by nodes."""
+    """Return a coordinator for the ranks of this node, counted from 0.
+
+    Without ``nodes`` it is the coordinator of the whole job.
+    """
     return coordinator if nodes is None else _OnNode(coordinator, nodes)
 
 
@@ -131,7 +140,7 @@ class _OnNode:
 
 
 class _Merged(msgspec.Struct, frozen=True):
-    """The manifest can be had from ``rank``."""
+    """``rank`` sends the manifest."""
 
     rank: int
     size: int
@@ -139,11 +148,14 @@ class _Merged(msgspec.Struct, frozen=True):
 
 
 class ManyNodes:
-    """A local tier's `Place`: fragments come from all nodes, and the manifest goes to all. Threads: as `Committer`.
+    """The `Place` of a local tier: fragments come from all nodes, and the manifest goes to all.
 
     Args:
-        store: This node's.
-        name: As the committer's.
+        store: The tier of this node.
+        name: The name of the committer.
+
+    Thread safety:
+        As `Committer`.
     """
 
     def __init__(
@@ -164,24 +176,28 @@ class ManyNodes:
         return self._store.url
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
-        """Send this rank's fragment, before its word that it is durable."""
+        """Send the fragment of this rank, before its vote."""
         self._pieces = send(
             self._coordinator, self._subject(ref, "fragment"), self._store.read(ref, fragment)
         )
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
-        """The fragment of a rank that has said it is durable: it was sent before. Raises ``TransientStorageError``."""
+        """Return the fragment of a rank that has voted. The fragment was sent before the vote.
+
+        Raises:
+            TransientStorageError: The fragment has not arrived.
+        """
         return self._receive(ref, "fragment", fragment.rank, fragment.size)
 
     def confirm(self) -> None:
-        """As far as this node goes. Each other node asks before its own put."""
+        """Confirm the claim of this node. Each other node confirms its own before it puts."""
         self._store.confirm()
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Put it on this node, and have it put on all others.
+        """Put the manifest on this node, and let the other nodes put it.
 
         Raises:
-            CommitError: It is on this node, but not on all.
+            CommitError: The manifest is on this node, but not on all nodes.
         """
         self._store.put(ref, manifest)
         self._attended = True
@@ -197,11 +213,14 @@ class ManyNodes:
             raise CommitError(f"the manifest was put on one node, but not on all: {told}")
 
     def is_absent(self, ref: StepRef) -> bool:
-        """As far as this node tells: nobody has sent it to the others before it was put here."""
+        """Return whether the manifest is absent on this node.
+
+        It is sent to the other nodes only after it was put here.
+        """
         return self._store.is_absent(ref)
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """On the lowest rank of each node: put the manifest as soon as there is one."""
+        """Put the manifest as soon as there is one, on the lowest rank of each node."""
         while not self._attended and (left := until - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
                 return
@@ -214,12 +233,12 @@ class ManyNodes:
                     self._coordinator.post(self._subject(ref, "put"), message.encode())
 
     def forget(self, ref: StepRef) -> None:
-        """The save is decided, or this rank has no part in it any more."""
+        """Remove the messages of a save that is decided, or that this rank takes no part in."""
         drop(self._coordinator, self._subject(ref, "fragment"), self._pieces)
         self._coordinator.forget(self._subject(ref, "put"))
 
     def _faults(self, ref: StepRef) -> dict[int, str]:
-        """What kept other nodes from putting it, by their lowest rank."""
+        """Return the reasons why other nodes have not put the manifest, by their lowest rank."""
         here = self._nodes.of[self._coordinator.rank]
         missing = {first for first in self._nodes.firsts if self._nodes.of[first] != here}
         faults: dict[int, str] = {}
@@ -231,7 +250,7 @@ class ManyNodes:
         return faults | dict.fromkeys(missing, f"no answer within {_PUT_SECONDS:.0f} s")
 
     def _put_here(self, ref: StepRef, merged: _Merged) -> str:
-        """Returns why it was not."""
+        """Put the manifest on this node, and return the reason if that fails."""
         try:
             data = self._receive(ref, "manifest", merged.rank, merged.size)
             if checksum(data) != merged.checksum:

@@ -1,9 +1,12 @@
-"""Who writes to a root: one job at a time, and the last to come wins.
+"""The owner of a root: one job at a time writes to it, and the newest job wins.
 
-``writer.json`` names the attempt and its process. A new attempt takes the root over, unless the owner is alive on this very machine: then it is told so.
-An owner that was taken over finds another name there at its next commit and fails that save. Needs no heartbeat: a restarted job never waits for the dead.
+``writer.json`` names the owner's attempt and process. A new attempt takes the root over, unless the
+owner is alive on the same machine; then ``RootInUse`` is raised. An owner that has lost the root
+finds another name in the file at its next commit and fails that save. There is no heartbeat, so a
+restarted job never waits for a dead one.
 
-An owner on another machine, or in another process namespace, may be alive or dead. What it has written is removed only where it is known to have ended (see ``Owner.has_ended``).
+An owner on another machine, or in another process namespace, may be alive or dead. Its files are
+removed only if it is known to have ended (see ``Owner.has_ended``).
 """
 
 from __future__ import annotations
@@ -20,16 +23,21 @@ from ckpt.storage.api import Rooted, StorageBackend
 
 _LIMIT = 64 << 10
 _MOST_ENDED: Final = 64
-"""How many ended attempts an owner remembers."""
+"""The most ended attempts that an owner remembers."""
 _ended: Final[set[str]] = set()
-"""Attempts of this process that are over: the disk may have refused to forget them."""
+"""Attempts of this process that are over. The store may still name them after a failed delete."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """``machine`` is this boot of this host and its process namespace; ``started`` in clock ticks since boot: together a pid that is never reused.
+    """The job that owns a root.
 
-    ``run`` is torchrun's name for the run, empty without one; ``restart`` counts how often it has started all ranks anew.
-    ``ended`` names attempts that owned the root before, and whose processes are known to have ended.
+    Attributes:
+        machine: Identifies the boot of the host and the process namespace.
+        started: When the process started, in clock ticks since boot. With ``machine`` and ``pid`` it
+            identifies a process, since no other process ever has all three.
+        run: The name that torchrun gave the run; empty without torchrun.
+        restart: How often torchrun has restarted all ranks.
+        ended: Attempts that owned the root before and whose processes are known to have ended.
     """
 
     attempt: str
@@ -43,7 +51,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls, attempt: str) -> Owner:
-        """This process."""
+        """Return the owner that stands for this process."""
         pid = os.getpid()
         return cls(
             attempt=attempt,
@@ -124,7 +132,10 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
 
 
 def release(backend: StorageBackend, me: Owner) -> None:
-    """Give the root back, if it is still ours. To later managers of this process it is free also if the store fails now."""
+    """Give the root back if this job still owns it.
+
+    Later managers of this process may use the root even if the store fails now.
+    """
     _ended.add(me.attempt)
     owner = read_owner(backend)
     if owner is not None and owner.attempt == me.attempt:
@@ -132,7 +143,11 @@ def release(backend: StorageBackend, me: Owner) -> None:
 
 
 def _owner_of(backend: StorageBackend) -> Owner | None:
-    """As ``read_owner``, for a job that writes here. Raises ``RootLost`` if the root has no owner because it is another folder now."""
+    """Return what ``read_owner`` returns, for a job that writes to the root.
+
+    Raises:
+        RootLost: The root has no owner since another folder has taken its place.
+    """
     owner = read_owner(backend)
     if owner is None and isinstance(backend, Rooted) and backend.is_replaced():
         raise RootLost("")
@@ -140,7 +155,7 @@ def _owner_of(backend: StorageBackend) -> Owner | None:
 
 
 def read_owner(backend: StorageBackend) -> Owner | None:
-    """None if nobody owns the root, or what is there cannot be read: it guards nothing then."""
+    """Return the owner of the root, or None if there is none or the record cannot be read."""
     try:
         data = bytearray(size) if (size := backend.head(OWNER).size) <= _LIMIT else bytearray()
         if data:
@@ -164,7 +179,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """Start time of a process, None if there is none or it is only waiting to be reaped."""
+    """Return the start time of a process, or None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

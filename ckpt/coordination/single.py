@@ -1,4 +1,4 @@
-"""A world of one."""
+"""The coordinator of a job with one rank."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import threading
 
 
 def new_attempt() -> str:
-    """A fresh attempt id: 12 hex digits."""
+    """Return a new attempt id: 12 hex digits."""
     return secrets.token_hex(6)
 
 
 class SingleCoordinator:
-    """What a lone process tells itself."""
+    """A coordinator for one process, in memory.
+
+    Thread safety:
+        All methods may be called from any thread.
+    """
 
     rank = 0
     world_size = 1
@@ -37,7 +41,10 @@ class SingleCoordinator:
         return self._verdicts.get(subject)
 
     def forget(self, subject: str) -> None:
-        """Nobody else will ask for the verdict, nor for those that led to it (``subject/...``): a month of saves leaves nothing."""
+        """Remove the message and the verdicts on ``subject`` and below it (``subject/...``).
+
+        No other rank asks for them, so memory does not grow with the number of saves.
+        """
         self._messages.pop(subject, None)
         with self._lock:  # tiers have threads of their own
             for name in [n for n in self._verdicts if n == subject or n.startswith(f"{subject}/")]:

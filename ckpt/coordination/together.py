@@ -1,6 +1,7 @@
-"""What all ranks do together in a restore: the leader chooses, each does its part, and what fails on one is heard by all.
+"""The rounds of a restore: the leader chooses a step, each rank does its part, all learn the result.
 
-Every call is made alike on all ranks, and waits for all of them, within a bound. No process group is used.
+All ranks make the same calls in the same order. Each call waits for all ranks, within a bound. No
+process group is used.
 """
 
 from __future__ import annotations
@@ -18,25 +19,31 @@ from ckpt.errors import CkptError, RestoreError, StorageError
 from ckpt.plan.sources import is_damage
 
 _GRACE_SECONDS: Final = 60.0
-"""How much longer than the leader the others wait: what it says of a rank that is late must reach them."""
+"""How much longer than the leader the other ranks wait, so that its timeout error reaches them."""
 
 _PARTED_SECONDS: Final = 10.0
-"""How long a rank that others have lost is given to say why."""
+"""How long the leader waits for the reason of a rank that lost touch with others."""
 _GRAVITY: Final = {"ok": 0, "damaged": 1, "parted": 2, "stop": 3}
 
 T = TypeVar("T")
 
 
 class Damaged(Exception):
-    """Some rank met damage: all of them know."""
+    """Some rank met damaged data, and all ranks know it."""
 
 
 class Parted(Exception):
-    """This rank has lost touch with others: what went wrong did so on one of them, or on the way."""
+    """This rank has lost touch with other ranks; the cause is on one of them or on the way."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """``ok``, ``damaged`` (try the next), ``parted`` (lost touch with some rank, which may know why) or ``stop``. ``names`` are what a rank's ``work`` is known by to the others."""
+    """The answer of a rank after a round.
+
+    Attributes:
+        outcome: ``ok``, ``damaged`` (try the next step), ``parted`` (the rank has lost touch with
+            another one, which may know the reason) or ``stop``.
+        names: What the rank's ``work`` is known by to the other ranks.
+    """
 
     outcome: str
     reason: str = ""
@@ -44,11 +51,14 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class Together:
-    """Threads: the training thread.
+    """The rounds of one restore.
 
     Args:
-        subject: Tells this conversation from all others of the attempt.
-        patience: Seconds that ranks wait for each other.
+        subject: Distinguishes this restore from others of the attempt.
+        patience: How many seconds ranks wait for each other.
+
+    Thread safety:
+        Used by the training thread alone.
     """
 
     def __init__(self, coordinator: Coordinator, *, subject: str, patience: float) -> None:
@@ -57,14 +67,14 @@ class Together:
 
     @property
     def subject(self) -> str:
-        """Of the present round."""
+        """The subject of the current round."""
         return f"{self._subject}/{self._round}"
 
     def next(self, choices: Iterator[T], kind: type[T]) -> T | None:
-        """The leader's next choice, on all ranks; begins a round.
+        """Begin a round, and return the leader's next choice on all ranks.
 
         Args:
-            choices: The leader's; nobody else's is looked at.
+            choices: Only those of the leader are used.
 
         Raises:
             StorageError: The leader failed to choose.
@@ -97,11 +107,14 @@ class Together:
     def do(
         self, what: str, step: int, work: Callable[[], T], names: Callable[[T], tuple[str, ...]]
     ) -> tuple[T, tuple[str, ...]]:
-        """Do ``work`` on all ranks; returns its result and the ``names`` that all ranks gave (one stands for all below it, by slashes), or raises on all what failed on one.
+        """Do ``work`` on all ranks, and return its result and the names that all ranks gave.
+
+        Names are paths with slashes, and a name stands for all names below it.
 
         Raises:
-            Damaged: Some rank met damage.
-            RestoreError: Some rank failed otherwise. On that rank its own error, if it is one of ours.
+            Damaged: Some rank met damaged data.
+            RestoreError: Some rank failed in another way. That rank raises its own error if it is a
+                ``CkptError``.
         """
         result: T | None = None
         error: Exception | None = None
@@ -120,7 +133,7 @@ class Together:
         return result, answer.names
 
     def _poll(self, subject: str, step: int, mine: _Answer) -> _Answer:
-        """The worst answer of all ranks, on all ranks."""
+        """Return the worst answer of all ranks, on all ranks."""
         self._coordinator.post(subject, msgspec.json.encode(mine))
         decided = leader_decides(
             self._coordinator,
@@ -160,7 +173,7 @@ class Together:
 
 
 def common(one: Collection[str], two: Collection[str]) -> set[str]:
-    """The names in both. They are parted by slashes, and one stands for all below it."""
+    """Return the names in both collections, where a name stands for all names below it."""
     return {name for name in {*one, *two} if _holds(one, name) and _holds(two, name)}
 
 
