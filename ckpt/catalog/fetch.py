@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ckpt.catalog.found import OnRepair
 from ckpt.catalog.index import read_packed
 from ckpt.catalog.otherwise import clear_unnamed
+from ckpt.catalog.tiered_reader import OnRepair
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress
 from ckpt.errors import FormatTooNew, IntegrityError, StorageError

@@ -8,34 +8,66 @@ A store is asked only for what no nearer one could give. What has failed is reme
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from ckpt.catalog.found import Found, OnRepair, Repair
-from ckpt.catalog.fragments import filled, load_fragment
+from ckpt.catalog.fragments import Parts, filled, load_fragment
 from ckpt.catalog.index import read_packed
-from ckpt.catalog.missed import Missed, Told
-from ckpt.catalog.parts import Parts
-from ckpt.catalog.verify import Span, check_chunks
-from ckpt.codec.byte_planes import decode
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
-from ckpt.model.box import Box
-from ckpt.model.checksum import verify
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, stored_size
-from ckpt.pipeline.reader import Sink, read_plan
+from ckpt.pipeline.reader import ChunkReader, Missed, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.coalesce import Run
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.rebase import rebase, same_file
+from ckpt.plan.rebase import Rebase
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.plan.sources import Reach, reach_of, verdict, without
+from ckpt.plan.sources import Reach, reach_of, verdict
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
+
+Place = tuple[int, int]
+"""Of a chunk: the rank whose file it is in, and its offset there."""
+
+OnChunk = Callable[[int, ChunkRead, memoryview], None]
+"""As ``pipeline.reader.OnProven``, with the position of the source before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repair:
+    """A store should have had this intact, and had not: it was asked of the next.
+
+    Attributes:
+        tier: URL of the store.
+        key: The file; empty if the store did not answer at all.
+        reason: What was wrong first.
+        nbytes: How much of the file was asked of the next; of a manifest or fragment, 0.
+        mended: Whether the file is whole there again.
+    """
+
+    tier: str
+    key: str
+    reason: str
+    nbytes: int
+    mended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A manifest, the very bytes it was read from, and the position of the source."""
+
+    position: int
+    manifest: Manifest
+    packed: bytes
+
+
+OnRepair = Callable[[Repair], None]
+"""Told once for each file and store, when it is met first; from several threads, one call at a time."""
 
 
 class TieredReader:
@@ -59,12 +91,14 @@ class TieredReader:
         self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
         """Positions of sources that list the step: what is missing there is damage, elsewhere it never was."""
-        self.lost: set[str] = set()
-        """Keys of files of which some part was intact nowhere."""
+        self.lost: set[int] = set()
+        """Ranks of whose files some part was intact nowhere."""
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
         self._places: dict[int, Mapping[int, tuple[str, int]]] = {}
+        self._rebases: dict[int, Rebase] = {}
+        self._readers = [ChunkReader(source, retry) for source in sources]
         self._here: Manifest | None = None
         self._packed = b""
         self._parts: Parts | None = None
@@ -117,7 +151,7 @@ class TieredReader:
                 raise
             with self._lock:
                 self._gone[found.position, ""] = error
-                self._manifests, self._places = {}, {}
+                self._manifests, self._places, self._rebases = {}, {}, {}
             try:
                 return self.whole(work)
             except (IntegrityError, StorageError):
@@ -179,86 +213,10 @@ class TieredReader:
         source = self.sources[position]
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
-    def read_span(self, span: Span, data: memoryview) -> int:
-        """Fill ``data`` with chunks that are intact; returns the position of the farthest source that was needed.
-
-        Raises:
-            IntegrityError, StorageError: Some chunk is intact nowhere.
-        """
-        told: list[tuple[str, Exception]] = []
-        for position, source in enumerate(self.sources):
-            if not self._has_such(position, span.key):
-                if len(span.chunks) > 1:
-                    return self._read_singly(span, data)
-                if self._read_moved(position, span, data):
-                    return position
-                continue
-            error = self.gone(position, span.key)
-            if error is None:
-                try:
-                    self._retry.call(partial(source.read_into, span.key, span.offset, data))
-                    for damage in check_chunks(span, data):
-                        raise damage
-                    return position
-                except Exception as raised:  # noqa: BLE001 - judged there
-                    if len(self.sources) > 1 and len(span.chunks) > 1 and reach_of(raised) is Reach.CHUNK:
-                        return self._read_singly(span, data)
-                    error = raised
-            self.failed(position, span.key, error, span.nbytes)
-            told.append((source.url, error))
-        self.lost.add(span.key)
-        raise verdict(told, span.key)
-
-    def _read_singly(self, span: Span, data: memoryview) -> int:
-        """The chunks of a span that is damaged somewhere, each from its nearest source."""
-        farthest = begin = 0
-        for chunk, length in zip(span.chunks, span.lengths, strict=True):
-            one = Span(
-                key=span.key, offset=span.offset + begin, nbytes=length, chunks=(chunk,), lengths=(length,)
-            )
-            farthest = max(farthest, self.read_span(one, data[begin : begin + length]))
-            begin += length
-        return farthest
-
-    def _read_moved(self, position: int, span: Span, data: memoryview) -> bool:
-        """One chunk from a source where it is encoded otherwise. Only if it is to be raw: encoding it anew would not give the same bytes."""
-        (chunk,) = span.chunks
-        here = self._here
-        if here is None or span.nbytes != chunk.nbytes or self.gone(position, ""):
-            return False
-        rank = next(file.rank for file in here.files if self.ref.key(file.name) == span.key)
-        read = ChunkRead(
-            rank=rank, offset=span.offset, nbytes=chunk.nbytes, checksum=chunk.checksum, dtype="uint8",
-            box=Box((), ()), targets=(),
-        )  # fmt: skip
-        for _, there in rebase([read], here, self.layout(position)):
-            key, _ = self.file_at(position, rank)
-            stored = memoryview(bytearray(there.stored_nbytes))
-            try:
-                self._retry.call(partial(self.sources[position].read_into, key, there.offset, stored))
-                if there.encoded_nbytes is None:
-                    verify(stored, chunk.checksum, key=key, offset=there.offset)
-                    data[:] = stored
-                else:
-                    decode(stored, data, key=key, offset=there.offset, digest=chunk.checksum)
-            except (IntegrityError, StorageError) as error:
-                self.failed(position, key, error, chunk.nbytes)
-                return False
-            return True
-        return False
-
     def lies_alike(self, position: int) -> bool:
         """Whether the files of the step are the same there, byte for byte, as in the manifest that was found."""
         there = self.layout(position)
         return there is self._here or (self._here is not None and there.encoded == self._here.encoded)
-
-    def _has_such(self, position: int, key: str) -> bool:
-        """Whether the file lies there byte for byte as in the manifest that was found, if it lies there."""
-        here = self._here
-        if here is None or self._manifests.get(position) is here or len(self.sources) == 1:
-            return True
-        rank = next((file.rank for file in here.files if self.ref.key(file.name) == key), None)
-        return rank is None or same_file(here, self.layout(position), rank)
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
         """Execute ``plan``, made from the manifest that was found; returns which part of it each source has given.
@@ -266,36 +224,79 @@ class TieredReader:
         Raises:
             IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
         """
-        assert self._here is not None
-        told: Told = {}
-        given: list[RestorePlan] = []
-        for position, source in enumerate(self.sources):
-            if not plan.reads:
-                given.append(plan)
+        given = self._read(plan.reads, sink, lambda *_: None, workers.run_all)
+        return [replace(plan, reads=tuple(reads)) for reads in given]
+
+    def fetch(self, reads: Sequence[ChunkRead], sink: Sink, on_chunk: OnChunk = lambda *_: None) -> int:
+        """Read chunks of one file, on this thread; returns the position of the farthest source that was needed. Raises as ``read`` does."""
+        try:
+            given = self._read(reads, sink, on_chunk, lambda work: [each() for each in work])
+        except (IntegrityError, StorageError):
+            self.lost.add(reads[0].rank)
+            raise
+        return max((position for position, part in enumerate(given) if part), default=0)
+
+    def _read(
+        self,
+        reads: Sequence[ChunkRead],
+        sink: Sink,
+        on_chunk: OnChunk,
+        run_all: Callable[[Iterable[Callable[[], list[Place]]]], list[list[Place]]],
+    ) -> list[Sequence[ChunkRead]]:
+        """Which of ``reads`` each source has given: one is asked for what no source before it could give."""
+        told: dict[Place, list[tuple[str, Exception]]] = {}
+        given: list[Sequence[ChunkRead]] = []
+
+        def ask(position: int, meant: Mapping[Place, Place], run: Run) -> list[Place]:
+            missed = self._ask(position, run, sink, on_chunk)
+            for read, error in missed:
+                said = told.setdefault(meant[_place(read)], [])
+                said.append((self.sources[position].url, error))
+                if position + 1 == len(self.sources):
+                    raise verdict(said, self.file_at(position, run.rank)[0]) from error
+            return [meant[_place(read)] for read, _ in missed]
+
+        for position in range(len(self.sources)):
+            if not reads:
+                given.append(())
                 continue
-            pairs = rebase(plan.reads, self._here, self.layout(position))
-            missed = Missed(self, position, pairs, told)
-            read_plan(
-                replace(plan, reads=tuple(moved for _, moved in pairs)),
-                sink,
-                backend=source,
-                file_of=partial(self.file_at, position),
-                workers=workers,
-                retry=self._retry,
-                on_bytes=lambda _: None,
-                guard=missed.guard,
-            )
-            lacking = missed.reads
-            if len(pairs) < len(plan.reads):
-                lacking = [*lacking, *without(plan, [read for read, _ in pairs]).reads]
-            given.append(without(plan, lacking))
-            plan = without(plan, given[-1].reads) if lacking else replace(plan, reads=())
-        if plan.reads:
-            first = plan.reads[0]
-            if said := told.get((first.rank, first.offset), []):
+            pairs = self._rebase(position)(reads)
+            meant = {_place(there): _place(here) for here, there in pairs}
+            runs = runs_of(there for _, there in pairs)
+            lacking = {
+                place
+                for part in run_all(partial(ask, position, meant, run) for run in runs)
+                for place in part
+            }
+            if len(meant) < len(reads):
+                lacking |= {_place(read) for read in reads}.difference(meant.values())
+            given.append([read for read in reads if _place(read) not in lacking] if lacking else reads)
+            reads = [read for read in reads if _place(read) in lacking] if lacking else ()
+        if reads:
+            if said := told.get(_place(reads[0]), []):
                 raise verdict(said, self.ref.folder)
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given
+
+    def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Missed:
+        """Read a run from one source; returns the chunks that it could not give."""
+        key, size = self.file_at(position, run.rank)
+        if (error := self.gone(position, key)) is None:
+            missed = self._readers[position].read(run, key, size, sink, partial(on_chunk, position))
+        else:
+            missed = [(read, error) for read in run.reads]
+        for read, what in missed:
+            self.failed(position, key, what, read.stored_nbytes)
+        return missed
+
+    def _rebase(self, position: int) -> Rebase:
+        """From the manifest that was found to the files of a source."""
+        assert self._here is not None
+        there = self.layout(position)
+        known = self._rebases.get(position)
+        if known is None or known.there is not there:
+            known = self._rebases[position] = Rebase(self._here, there)
+        return known
 
     def file_at(self, position: int, rank: int) -> tuple[str, int]:
         """Key and size of a rank's file on a source."""
@@ -397,3 +398,7 @@ class TieredReader:
             self.failed(position, key, error, nbytes)
             told.append((source.url, error))
         raise verdict(told, key)
+
+
+def _place(read: ChunkRead) -> Place:
+    return read.rank, read.offset

@@ -19,16 +19,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.found import OnRepair
 from ckpt.catalog.otherwise import clear_unnamed, encoded_otherwise
-from ckpt.catalog.tiered_reader import TieredReader
+from ckpt.catalog.tiered_reader import OnChunk, OnRepair, TieredReader
 from ckpt.catalog.verify import (
     Meter,
     OnProgress,
-    Span,
     fault_of,
     size_faults,
-    spans_of,
     verify_files,
 )
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
@@ -37,12 +34,12 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Encoding, File, FragmentRef, Manifest, stored_size
+from ckpt.pipeline.reader import BytesSink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.coalesce import Run
+from ckpt.plan.restore import chunks_of
 from ckpt.storage.api import StorageBackend, Upload, fresh_memory, read_object
-
-OnSpan = Callable[[File, Span, memoryview, int], None]
-"""Shown what was read, once it is known to be intact, and the position of its source; from several threads. The memory is only lent for the call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +119,14 @@ def copy_files(
     workers: Workers,
     retry: RetryPolicy,
     meter: Meter,
-    on_span: OnSpan = lambda *_: None,
+    on_chunk: OnChunk = lambda *_: None,
 ) -> int:
     """Copy data files, all of each or nothing; returns the position of the farthest source that was needed. Raises as ``fetch_step`` does."""
     copies = [
-        _FileCopy(origin, destination, file, encodings.get(file.rank), retry, on_span) for file in files
+        _FileCopy(origin, destination, file, encodings.get(file.rank), retry, on_chunk) for file in files
     ]
     try:
-        found = workers.run_all(partial(copy.take, span, meter) for copy in copies for span in copy.spans)
+        found = workers.run_all(partial(copy.take, run, meter) for copy in copies for run in copy.runs)
     finally:
         for copy in copies:
             copy.stop()
@@ -285,31 +282,30 @@ class _FileCopy:
         file: File,
         encoding: Encoding | None,
         retry: RetryPolicy,
-        on_span: OnSpan,
+        on_chunk: OnChunk,
     ) -> None:
         key = origin.ref.key(file.name)
-        self.spans = spans_of(key, file, encoding)
+        self.runs = runs_of(chunks_of(file, encoding, as_stored=True))
         self._origin, self._destination, self._key = origin, destination, key
         self._size = stored_size(file, encoding)
-        self._retry, self._file, self._on_span = retry, file, on_span
+        self._retry, self._on_chunk = retry, on_chunk
         self._lock = threading.Lock()
         parallel = destination.capabilities.parallel_parts
         self._turn: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
         self._upload: Upload | None = None
         self._parts: dict[int, _Part] = {}
-        self._left, self._inside, self._over = len(self.spans), 0, False
+        self._left, self._inside, self._over = len(self.runs), 0, False
 
-    def take(self, span: Span, meter: Meter) -> int:
-        """Copy one span; returns the position of the source that had it, raises what is wrong with it."""
+    def take(self, run: Run, meter: Meter) -> int:
+        """Copy one run; returns the position of the source that had it, raises what is wrong with it."""
         upload = self._enter()
         if upload is None:
             return 0
         try:
-            data = fresh_memory(span.nbytes)
+            data = fresh_memory(run.nbytes)
             with _about_the_source():
-                position = self._origin.read_span(span, data)
-            self._on_span(self._file, span, data, position)
-            self._hand_over(upload, span.offset, data)
+                position = self._origin.fetch(run.reads, BytesSink(data, run.offset), self._on_chunk)
+            self._hand_over(upload, run.offset, data)
             if self._is_last():
                 try:
                     self._retry.call(upload.finish)
@@ -318,7 +314,7 @@ class _FileCopy:
                     raise
         finally:
             self._leave(upload)
-        meter.add(span.nbytes)
+        meter.add(run.nbytes)
         return position
 
     def stop(self) -> None:

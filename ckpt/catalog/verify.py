@@ -14,15 +14,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 from ckpt.catalog.fragments import load_fragment
 from ckpt.catalog.index import read_packed
-from ckpt.codec.byte_planes import decode
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
-    CkptError,
     FormatTooNew,
     IntegrityError,
     LinkRefused,
@@ -31,27 +28,18 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
-from ckpt.model.checksum import verify as verify_bytes
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import (
-    Chunk,
-    Encoding,
-    File,
-    Fragment,
-    FragmentRef,
-    Manifest,
-    stored_lengths,
-    stored_size,
-)
+from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest, stored_size
 from ckpt.model.reference import fill
+from ckpt.pipeline.reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
-from ckpt.storage.api import StorageBackend, fresh_memory
+from ckpt.plan.coalesce import Run
+from ckpt.plan.restore import ChunkRead, chunks_of
+from ckpt.storage.api import StorageBackend
 
 OnProgress = Callable[[int, int], None]
 """Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
-
-SPAN_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +70,6 @@ class VerifyReport:
     @property
     def intact(self) -> bool:
         return not self.faults
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Neighbouring chunks of one file, read by one request. ``lengths`` are theirs in the file, where they may be encoded."""
-
-    key: str
-    offset: int
-    nbytes: int
-    chunks: tuple[Chunk, ...]
-    lengths: tuple[int, ...]
 
 
 def verify_step(
@@ -156,14 +133,22 @@ def verify_files(
     """The faults of data files, and how many bytes of them are right."""
     heads = _heads(backend, ref, files, workers, retry, encodings)
     faults = [fault for _, fault in heads if fault]
-    spans: list[Span] = []
+    chunks: list[ChunkRead] = []
+    keys: dict[int, tuple[str, int]] = {}
     for file, (size, _) in zip(files, heads, strict=True):
-        every = spans_of(ref.key(file.name), file, encodings.get(file.rank))
-        spans += [span for span in every if span.offset + span.nbytes <= size]
-    meter = Meter(sum(span.nbytes for span in spans), on_progress)
-    buffers = _Buffers()
-    found = workers.run_all(partial(_check_span, backend, span, buffers, meter, retry) for span in spans)
-    damaged = [fault for part in found for fault in part]
+        every = chunks_of(file, encodings.get(file.rank))
+        chunks += [chunk for chunk in every if chunk.offset + chunk.stored_nbytes <= size]
+        keys[file.rank] = ref.key(file.name), size
+    runs, reader = runs_of(chunks), ChunkReader(backend, retry)
+    meter = Meter(sum(run.nbytes for run in runs), on_progress)
+
+    def check(run: Run) -> list[Fault]:
+        missed = reader.read(run, *keys[run.rank], _Nowhere())
+        meter.add(run.nbytes)
+        return [fault_of(error, chunk) for chunk, error in missed]
+
+    found = workers.run_all(partial(check, run) for run in runs)
+    damaged = list(dict.fromkeys(fault for part in found for fault in part))
     return faults + damaged, meter.total - sum(fault.nbytes or 0 for fault in damaged)
 
 
@@ -195,51 +180,14 @@ def _heads(
     )
 
 
-def spans_of(key: str, file: File, encoding: Encoding | None = None) -> list[Span]:
-    """The chunks of a file as requests of up to 16 MiB; a larger chunk is a request of its own. None for a file of which a manifest by reference tells the size only."""
-    if not file.chunks:
-        return []
-    spans: list[Span] = []
-    pending: list[tuple[Chunk, int]] = []
-    start = nbytes = 0
-    for chunk, length in zip(file.chunks, stored_lengths(file, encoding), strict=True):
-        if pending and nbytes + length > SPAN_BYTES:
-            spans.append(_span(key, start, pending))
-            start, nbytes, pending = start + nbytes, 0, []
-        pending.append((chunk, length))
-        nbytes += length
-    if pending:
-        spans.append(_span(key, start, pending))
-    return spans
+class _Nowhere:
+    """A `Sink` for bytes that are only compared with their checksums."""
 
+    def direct(self, read: ChunkRead) -> None:  # noqa: ARG002
+        return None
 
-def _span(key: str, offset: int, chunks: Sequence[tuple[Chunk, int]]) -> Span:
-    lengths = tuple(length for _, length in chunks)
-    return Span(
-        key=key,
-        offset=offset,
-        nbytes=sum(lengths),
-        chunks=tuple(chunk for chunk, _ in chunks),
-        lengths=lengths,
-    )
-
-
-def check_chunks(span: Span, data: memoryview) -> list[ChecksumMismatch]:
-    """The chunks of ``data`` that are not what was staged."""
-    found: list[ChecksumMismatch] = []
-    begin = 0
-    for chunk, length in zip(span.chunks, span.lengths, strict=True):
-        piece, offset = data[begin : begin + length], span.offset + begin
-        try:
-            if length < chunk.nbytes:
-                memory = fresh_memory(chunk.nbytes)
-                decode(piece, memory, key=span.key, offset=offset, digest=chunk.checksum)
-            else:
-                verify_bytes(piece, chunk.checksum, key=span.key, offset=offset)
-        except ChecksumMismatch as error:
-            found.append(error)
-        begin += length
-    return found
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        """They were."""
 
 
 class Meter:
@@ -254,56 +202,6 @@ class Meter:
             self.done += nbytes
             if self._tell:
                 self._tell(self.done, self.total)
-
-
-class _Buffers:
-    """Page-aligned memory for spans, used again and again: as many as workers read at once. Threads: all methods from any."""
-
-    def __init__(self) -> None:
-        self._free: list[memoryview] = []  # list.append and list.pop are atomic
-
-    def take(self, nbytes: int) -> memoryview:
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = fresh_memory(SPAN_BYTES)
-        return buffer if buffer.nbytes >= nbytes else fresh_memory(nbytes)
-
-    def give(self, buffer: memoryview) -> None:
-        self._free.append(buffer)
-
-
-def _check_span(
-    backend: StorageBackend, span: Span, buffers: _Buffers, meter: Meter, retry: RetryPolicy
-) -> list[Fault]:
-    buffer = buffers.take(span.nbytes)
-    try:
-        view = buffer[: span.nbytes]
-        retry.call(partial(backend.read_into, span.key, span.offset, view))
-        return [fault_of(error) for error in check_chunks(span, view)]
-    except LinkRefused as error:
-        return [fault_of(error, span)]
-    except (AccessDenied, TransientStorageError):
-        raise
-    except StorageError as error:
-        if len(span.chunks) == 1 or isinstance(error, ObjectNotFound):
-            return [fault_of(error, span)]
-        return [
-            fault
-            for part in _halves(span)
-            for fault in _check_span(backend, part, buffers, Meter(0, None), retry)
-        ]
-    finally:
-        buffers.give(buffer)
-        meter.add(span.nbytes)
-
-
-def _halves(span: Span) -> tuple[Span, Span]:
-    """For a span that cannot be read: the bad sector is in one of its chunks, the others may be fine."""
-    middle = len(span.chunks) // 2
-    pairs = list(zip(span.chunks, span.lengths, strict=True))
-    left = _span(span.key, span.offset, pairs[:middle])
-    return left, _span(span.key, span.offset + left.nbytes, pairs[middle:])
 
 
 def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest:
@@ -340,7 +238,7 @@ def _size_fault(
     return size, Fault(key=key, what=what, offset=min(size, wanted))
 
 
-def fault_of(error: CkptError, span: Span | None = None) -> Fault:
+def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
     """What an error says about the checkpoint; one that says nothing about it is raised."""
     match error:
         case LinkRefused():
@@ -356,7 +254,7 @@ def fault_of(error: CkptError, span: Span | None = None) -> Fault:
         case ObjectNotFound():
             return Fault(key=error.key, what="is missing")
         case StorageError():
-            offset, nbytes = (span.offset, span.nbytes) if span else (None, None)
+            offset, nbytes = (chunk.offset, chunk.stored_nbytes) if chunk else (None, None)
             return Fault(key=error.key, what=f"cannot be read: {error.detail}", offset=offset, nbytes=nbytes)
         case _:
             return Fault(key=getattr(error, "key", ""), what=str(error))

@@ -18,7 +18,7 @@ from ckpt.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from ckpt.catalog.found import Repair
+    from ckpt.catalog.tiered_reader import Repair
     from ckpt.catalog.verify import OnProgress
     from ckpt.errors import IntegrityError
     from ckpt.model.keys import StepRef

@@ -1,4 +1,4 @@
-"""A restore plan -> bytes in place, each chunk verified before it counts.
+"""The bytes of chunks, each verified before it counts: under restore, verify, read-through, copies between tiers and export.
 
 Neighbouring chunks are one request. A store that can read into many places at once fills the targets' own memory wherever that is in one piece, and so does any store with a request whose chunks are
 neighbours there too. What is left (a part of a chunk, a target that is strided or on a device, chunks of several tensors from a store that has one answer for one request) passes through a buffer, is verified there, and then placed. Memory
@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol
 
 from ckpt.codec.byte_planes import decode
+from ckpt.errors import ChecksumMismatch
 from ckpt.model.checksum import verify
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
 from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.sources import Reach, reach_of
 from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
 
 RUN_BYTES: Final = 16 << 20
 GAP_BYTES: Final = 64 << 10
 """Unwanted bytes worth reading to save a request."""
 
-Guard = Callable[[Run, Callable[[Run], None]], None]
-"""Runs the second on the first, and says what becomes of a failure: it may be kept back, and runs of fewer chunks be read instead. Called from several threads."""
+Missed = list[tuple[ChunkRead, Exception]]
+"""Chunks that a store does not have intact, and what is wrong with each."""
+
+OnProven = Callable[[ChunkRead, memoryview], None]
+"""Called with each chunk that is intact, and its raw bytes; from several threads. The memory is only lent for the call."""
 
 
 class Sink(Protocol):
@@ -41,6 +46,27 @@ class Sink(Protocol):
         ...
 
 
+class BytesSink:
+    """Takes the bytes of an image or a file (see ``plan.restore.chunks_of``) to memory that begins at ``start`` of them."""
+
+    def __init__(self, memory: memoryview, start: int) -> None:
+        self._memory, self._start = memory, start
+
+    def direct(self, read: ChunkRead) -> memoryview:
+        """Its place."""
+        begin = read.box.offsets[0] - self._start
+        return self._memory[begin : begin + read.box.shape[0]]
+
+    def place(self, read: ChunkRead, data: memoryview) -> None:
+        """Copy it there."""
+        self.direct(read)[:] = data
+
+
+def runs_of(reads: Iterable[ChunkRead]) -> list[Run]:
+    """The requests for ``reads``, which come in file order."""
+    return coalesce(reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
+
+
 def read_plan(
     plan: RestorePlan,
     sink: Sink,
@@ -50,43 +76,78 @@ def read_plan(
     workers: Workers,
     retry: RetryPolicy,
     on_bytes: Callable[[int], None],
-    guard: Guard = lambda run, read: read(run),
 ) -> None:
     """Execute ``plan``. ``file_of`` gives the key and the size of a rank's file.
 
-    Raises (unless ``guard`` keeps it back):
+    Raises:
         ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
         StorageError: A file is missing, short or unreadable.
     """
-    runs = coalesce(plan.reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
-    job = _Job(sink, backend, retry, on_bytes)
+    reader = ChunkReader(backend, retry)
 
     def read(run: Run) -> None:
-        job.read(run, *file_of(run.rank))
+        for _, error in reader.read(run, *file_of(run.rank), sink):
+            raise error
+        on_bytes(run.nbytes)
 
-    workers.run_all(partial(guard, run, read) for run in runs)
+    workers.run_all(partial(read, run) for run in runs_of(plan.reads))
 
 
-class _Job:
-    def __init__(
-        self, sink: Sink, backend: StorageBackend, retry: RetryPolicy, on_bytes: Callable[[int], None]
-    ) -> None:
-        self._sink, self._backend, self._retry, self._on_bytes = sink, backend, retry, on_bytes
+class ChunkReader:
+    """Reads the files of one store. Threads: any."""
+
+    def __init__(self, backend: StorageBackend, retry: RetryPolicy) -> None:
+        self._backend, self._retry = backend, retry
         self._alignment = backend.capabilities.alignment
         self._buffers, self._decoded = _Buffers(), _Buffers()
 
-    def read(self, run: Run, key: str, size: int) -> None:
-        if any(read.encoded_nbytes for read in run.reads):
-            self._read_buffered(run, key, size)
-        elif isinstance(self._backend, ScatterReads):
-            self._read_scattered(run, key, self._backend)
-        elif self._alignment > 1 or not self._read_straight(run, key):
-            self._read_buffered(run, key, size)
-        self._on_bytes(run.nbytes)
+    def read(
+        self, run: Run, key: str, size: int, sink: Sink, on_proven: OnProven = lambda *_: None
+    ) -> Missed:
+        """Read a run of the file ``key`` of ``size`` bytes; returns the chunks that are not intact. If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
 
-    def _read_scattered(self, run: Run, key: str, backend: ScatterReads) -> None:
+        Raises:
+            What is not the store's (see ``plan.sources.reach_of``).
+        """
+        try:
+            return self._read(run, key, size, sink, on_proven)
+        except Exception as error:
+            reach = reach_of(error)
+            if reach is None:
+                raise
+            if reach is Reach.CHUNK and len(run.reads) > 1:
+                singly = coalesce(run.reads, most_bytes=0, gap_bytes=0)
+                return [missed for one in singly for missed in self.read(one, key, size, sink, on_proven)]
+            return [(read, error) for read in run.reads]
+
+    def _read(self, run: Run, key: str, size: int, sink: Sink, on_proven: OnProven) -> Missed:
+        """By the way that copies least. A chunk that was read to a ``place`` of its own is where it belongs."""
+        places: Sequence[memoryview | None] = [None] * len(run.reads)
+        decoded = any(read.is_decoded for read in run.reads)
+        if isinstance(self._backend, ScatterReads) and not decoded:
+            places = [sink.direct(read) for read in run.reads]
+            found = self._read_scattered(run, key, self._backend, places)
+        elif decoded or self._alignment > 1 or not (pieces := _one_piece(run, sink)):
+            found = self._read_buffered(run, key, size)
+        else:
+            self._retry.call(partial(self._backend.read_into, key, run.offset, *joined(pieces)))
+            places = found = pieces
+        missed: Missed = []
+        for read, place, data in zip(run.reads, places, found, strict=True):
+            try:
+                raw = self._proven(read, data, key, sink)
+            except ChecksumMismatch as error:
+                missed.append((read, error))
+                continue
+            on_proven(read, raw)
+            if place is None and not read.is_decoded:
+                sink.place(read, data)
+        return missed
+
+    def _read_scattered(
+        self, run: Run, key: str, backend: ScatterReads, places: Sequence[memoryview | None]
+    ) -> list[memoryview]:
         """What has no place of its own, and what nobody wants, goes to the buffer, where it lies as in the file."""
-        places = [self._sink.direct(read) for read in run.reads]
         straight = sum(place.nbytes for place in places if place is not None)
         phase = run.offset % self._alignment
         buffer = self._buffers.get(phase + run.nbytes)[phase:] if straight < run.nbytes else memoryview(b"")
@@ -96,50 +157,43 @@ class _Job:
             if place is not None:
                 begin = read.offset - run.offset
                 outs += [buffer[done:begin], place] if done < begin else [place]
-                done = begin + read.nbytes
+                done = begin + read.stored_nbytes
         outs += [buffer[done : run.nbytes]] if done < run.nbytes else []
         self._retry.call(partial(backend.read_parts, key, run.offset, joined(outs)))
-        for read, place in zip(run.reads, places, strict=True):
-            data = buffer[read.offset - run.offset :][: read.nbytes] if place is None else place
-            verify(data, read.checksum, key=key, offset=read.offset)
-            if place is None:
-                self._sink.place(read, data)
+        return [
+            buffer[read.offset - run.offset :][: read.stored_nbytes] if place is None else place
+            for read, place in zip(run.reads, places, strict=True)
+        ]
 
-    def _read_straight(self, run: Run, key: str) -> bool:
-        """If all of it goes to one piece of memory, as chunks of one box do."""
-        places: list[memoryview] = []
-        for read in run.reads:
-            if (place := self._sink.direct(read)) is None:
-                return False
-            places.append(place)
-        memory = joined(places)
-        if len(memory) > 1 or memory[0].nbytes < run.nbytes:
-            return False
-        self._retry.call(partial(self._backend.read_into, key, run.offset, memory[0]))
-        for read, place in zip(run.reads, places, strict=True):
-            verify(place, read.checksum, key=key, offset=read.offset)
-        return True
-
-    def _read_buffered(self, run: Run, key: str, size: int) -> None:
+    def _read_buffered(self, run: Run, key: str, size: int) -> list[memoryview]:
         start = run.offset // self._alignment * self._alignment
         end = min(size, -(-(run.offset + run.nbytes) // self._alignment) * self._alignment)
         buffer = self._buffers.get(end - start)
         self._retry.call(partial(self._backend.read_into, key, start, buffer))
-        for read in run.reads:
-            data = buffer[read.offset - start :][: read.stored_nbytes]
-            if read.encoded_nbytes:
-                self._decode(read, key, data)
-                continue
-            verify(data, read.checksum, key=key, offset=read.offset)
-            self._sink.place(read, data)
+        return [buffer[read.offset - start :][: read.stored_nbytes] for read in run.reads]
 
-    def _decode(self, read: ChunkRead, key: str, data: memoryview) -> None:
-        """To the target's own memory if that is in one piece there."""
-        memory = self._sink.direct(read)
-        out = self._decoded.get(read.nbytes) if memory is None else memory
-        decode(data, out, key=key, offset=read.offset, digest=read.checksum)
-        if memory is None:
-            self._sink.place(read, out)
+    def _proven(self, read: ChunkRead, data: memoryview, key: str, sink: Sink) -> memoryview:
+        """The raw bytes of a chunk. If those are wanted that were encoded, they are where they belong then: in the target's own memory, if that is in one piece there."""
+        if read.encoded_nbytes is None:
+            verify(data, read.checksum, key=key, offset=read.offset)
+            return data
+        memory = sink.direct(read) if read.is_decoded else None
+        raw = self._decoded.get(read.nbytes) if memory is None else memory
+        decode(data, raw, key=key, offset=read.offset, digest=read.checksum)
+        if read.is_decoded and memory is None:
+            sink.place(read, raw)
+        return raw
+
+
+def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
+    """The targets' own memory for each chunk of a run, if all of it is one piece, as it is for chunks of one box; else empty."""
+    pieces: list[memoryview] = []
+    for read in run.reads:
+        if (place := sink.direct(read)) is None:
+            return []
+        pieces.append(place)
+    whole = joined(pieces)
+    return pieces if len(whole) == 1 and whole[0].nbytes == run.nbytes else []
 
 
 def joined(pieces: Sequence[memoryview]) -> list[memoryview]:

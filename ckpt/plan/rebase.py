@@ -6,14 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from ckpt.model.manifest import Encoding, File, Manifest, stored_lengths
+from ckpt.model.manifest import Chunk, Encoding, File, Manifest, stored_lengths
 from ckpt.plan.restore import ChunkRead
-
-
-def same_file(one: Manifest, two: Manifest, rank: int) -> bool:
-    """Whether the file of ``rank`` is the same, byte for byte, under the same name."""
-    here, there = one.file_map().get(rank), two.file_map().get(rank)
-    return here == there and one.encodings().get(rank) == two.encodings().get(rank)
 
 
 def same_chunks(one: Manifest, two: Manifest) -> bool:
@@ -23,27 +17,50 @@ def same_chunks(one: Manifest, two: Manifest) -> bool:
     ]
 
 
-def rebase(reads: Iterable[ChunkRead], here: Manifest, there: Manifest) -> list[tuple[ChunkRead, ChunkRead]]:
-    """Pairs of a read of ``here`` and the one of ``there`` for the same chunk, in order; chunks that ``there`` does not have are left out."""
-    if here.encoded == there.encoded and here.files == there.files:
-        return [(read, read) for read in reads]
-    from_files, from_encodings = here.file_map(), here.encodings()
-    files, encodings = there.file_map(), there.encodings()
-    indices: dict[int, Mapping[int, int]] = {}
-    places: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
-    pairs: list[tuple[ChunkRead, ChunkRead]] = []
-    for read in reads:
-        if read.rank not in indices:
-            offsets, _ = _table(from_files, from_encodings, read.rank)
-            indices[read.rank] = {offset: index for index, offset in enumerate(offsets)}
-            places[read.rank] = _table(files, encodings, read.rank)
-        offsets, lengths = places[read.rank]
-        index = indices[read.rank][read.offset]
-        if index < len(lengths) and files[read.rank].chunks[index].checksum == read.checksum:
-            length = lengths[index]
-            encoded = length if length < read.nbytes else None
-            pairs.append((read, replace(read, offset=offsets[index], encoded_nbytes=encoded)))
-    return pairs
+class Rebase:
+    """From the files of ``here`` to those of ``there``. Threads: any."""
+
+    def __init__(self, here: Manifest, there: Manifest) -> None:
+        self.there = there
+        self._alike = here is there or (here.encoded == there.encoded and here.files == there.files)
+        self._here = here.file_map(), here.encodings()
+        self._there = there.file_map(), there.encodings()
+        self._known: dict[
+            int, tuple[Mapping[int, int], Sequence[Chunk], Sequence[int], Sequence[int], bool]
+        ] = {}
+
+    def __call__(self, reads: Iterable[ChunkRead]) -> list[tuple[ChunkRead, ChunkRead]]:
+        """Pairs of a read and the one for the same chunk there, in order. Chunks that are not there are left out, and so are those that are wanted as they are stored ``here`` if they are stored otherwise there."""
+        if self._alike:
+            return [(read, read) for read in reads]
+        pairs: list[tuple[ChunkRead, ChunkRead]] = []
+        for read in reads:
+            indices, chunks, offsets, lengths, same = self._file(read.rank)
+            index = indices[read.offset]
+            as_stored = read.as_stored and read.encoded_nbytes is not None
+            if index < len(chunks) and chunks[index].checksum == read.checksum and (same or not as_stored):
+                length = lengths[index]
+                encoded = length if length < read.nbytes else None
+                moved = replace(read, offset=offsets[index], encoded_nbytes=encoded, as_stored=as_stored)
+                pairs.append((read, moved))
+        return pairs
+
+    def _file(
+        self, rank: int
+    ) -> tuple[Mapping[int, int], Sequence[Chunk], Sequence[int], Sequence[int], bool]:
+        """Index of each chunk by its place here; the chunks, their places and lengths there; whether the file is the same."""
+        if rank not in self._known:
+            places, _ = _table(*self._here, rank)
+            offsets, lengths = _table(*self._there, rank)
+            file = self._there[0].get(rank)
+            self._known[rank] = (
+                {offset: index for index, offset in enumerate(places)},
+                file.chunks if file else (),
+                offsets,
+                lengths,
+                self._here[1].get(rank) == self._there[1].get(rank),
+            )
+        return self._known[rank]
 
 
 def _table(

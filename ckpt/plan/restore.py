@@ -13,7 +13,7 @@ from itertools import accumulate
 from ckpt.errors import DtypeMismatch, EntryMissing, ManifestCorrupt, ShapeMismatch
 from ckpt.model.box import Box, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
-from ckpt.model.manifest import Manifest, Shard, Tensor, chunk_offsets, stored_lengths
+from ckpt.model.manifest import Encoding, File, Manifest, Shard, Tensor, chunk_offsets, stored_lengths
 from ckpt.plan.leaf import Leaf
 
 
@@ -32,6 +32,7 @@ class ChunkRead:
 
     Attributes:
         encoded_nbytes: What it takes there if it is encoded, None if it lies there as it was staged.
+        as_stored: Whether the bytes are wanted as they are in the file, which may be encoded.
     """
 
     rank: int
@@ -42,10 +43,16 @@ class ChunkRead:
     box: Box
     targets: tuple[Target, ...]
     encoded_nbytes: int | None = None
+    as_stored: bool = False
 
     @property
     def stored_nbytes(self) -> int:
         return self.nbytes if self.encoded_nbytes is None else self.encoded_nbytes
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether the bytes that are wanted are not those in the file."""
+        return self.encoded_nbytes is not None and not self.as_stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +92,31 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
                     if part := chunk.box if whole else chunk.box.intersect(box):
                         chunk.targets.append(Target(leaf=index, piece=piece, part=part))
     return RestorePlan(reads=table.wanted(), wanted_bytes=sum(leaf.nbytes for leaf in wanted))
+
+
+def chunks_of(file: File, encoding: Encoding | None, *, as_stored: bool = False) -> list[ChunkRead]:
+    """All chunks of a file, as bytes. The box of each is its place in the bytes that are wanted: those of the image, or, ``as_stored``, those of the file. None of a file whose chunks a manifest by reference leaves to its fragment."""
+    found: list[ChunkRead] = []
+    if not file.chunks:
+        return found
+    offset = place = 0
+    for chunk, length in zip(file.chunks, stored_lengths(file, encoding), strict=True):
+        wanted = length if as_stored else chunk.nbytes
+        found.append(
+            ChunkRead(
+                rank=file.rank,
+                offset=offset,
+                nbytes=chunk.nbytes,
+                checksum=chunk.checksum,
+                dtype="uint8",
+                box=Box((place,), (wanted,)),
+                targets=(),
+                encoded_nbytes=length if length < chunk.nbytes else None,
+                as_stored=as_stored,
+            )
+        )
+        offset, place = offset + length, place + wanted
+    return found
 
 
 def _check(leaf: Leaf, tensor: Tensor) -> None:

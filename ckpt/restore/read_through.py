@@ -17,11 +17,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Final
 
-from ckpt.catalog.found import Found
-from ckpt.catalog.tiered_reader import TieredReader
+from ckpt.catalog.tiered_reader import Found, TieredReader
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
-from ckpt.catalog.verify import Fault, Meter, Span, verify_files
-from ckpt.codec.byte_planes import decode
+from ckpt.catalog.verify import Fault, Meter, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.claim_marker import clear_away
@@ -159,7 +157,7 @@ class ReadThrough:
         try:
             source = copy_files(
                 self.origin, [file], cache.backend, encodings=self._encodings,
-                workers=self._workers, retry=self._retry, meter=Meter(size, None), on_span=taster.taste,
+                workers=self._workers, retry=self._retry, meter=Meter(size, None), on_chunk=taster.taste,
             )  # fmt: skip
             self.origin.mended(position, file)
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
@@ -171,7 +169,7 @@ class ReadThrough:
                 self.origin.ref.key(file.name), cache.url, self._tiers[source].url, units.size(size), seconds,
             )  # fmt: skip
         except (IntegrityError, StorageError) as error:
-            if self.origin.ref.key(file.name) not in self.origin.lost:
+            if file.rank not in self.origin.lost:
                 word = _REFUSED
                 _log.warning(
                     "ckpt: %s does not take what was fetched from farther tiers, it is read straight from there: %s",
@@ -370,19 +368,8 @@ class _Taster:
         self._sink = sink
         self.placed: list[tuple[ChunkRead, int]] = []
 
-    def taste(self, file: File, span: Span, data: memoryview, source: int) -> None:
-        """See ``OnSpan``."""
-        begin = 0
-        for length in span.lengths:
-            if read := self._wanted.get((file.rank, span.offset + begin)):
-                self._sink.place(read, _raw(read, data[begin : begin + length], span.key))
-                self.placed.append((read, source))
-            begin += length
-
-
-def _raw(read: ChunkRead, data: memoryview, key: str) -> memoryview:
-    if read.encoded_nbytes is None:
-        return data
-    memory = memoryview(bytearray(read.nbytes))
-    decode(data, memory, key=key, offset=read.offset, digest=read.checksum)
-    return memory
+    def taste(self, position: int, read: ChunkRead, raw: memoryview) -> None:
+        """See ``OnChunk``."""
+        if wanted := self._wanted.get((read.rank, read.box.offsets[0])):
+            self._sink.place(wanted, raw)
+            self.placed.append((wanted, position))

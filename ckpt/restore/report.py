@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckpt.catalog.found import Repair
+from ckpt.catalog.tiered_reader import Repair
 from ckpt.model.units import duration, rate, size
 
 

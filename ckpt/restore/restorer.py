@@ -25,8 +25,7 @@ from ckpt.adapters.matching import Matched
 from ckpt.adapters.selection import ALL, Selection
 from ckpt.adapters.sink import TensorSink
 from ckpt.catalog.candidates import candidates
-from ckpt.catalog.found import Found, Repair
-from ckpt.catalog.tiered_reader import TieredReader
+from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import Owner

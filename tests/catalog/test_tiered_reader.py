@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt.catalog.found import Repair
 from ckpt.catalog.index import is_committed
-from ckpt.catalog.tiered_reader import TieredReader
+from ckpt.catalog.tiered_reader import Repair, TieredReader
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import verify_step
 from ckpt.errors import (

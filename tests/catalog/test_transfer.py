@@ -152,7 +152,7 @@ def test_parts_and_spans_of_any_size_fit_together(
     span_bytes: int,
     parallel_parts: bool,
 ) -> None:
-    monkeypatch.setattr("ckpt.catalog.verify.SPAN_BYTES", span_bytes)
+    monkeypatch.setattr("ckpt.pipeline.reader.RUN_BYTES", span_bytes)
     written = write_checkpoint(source, 7, {"w": np.arange(2000.0)}, world_size=2, chunk_bytes=256)
     destination = Uploads(memory(), part_bytes=part_bytes, parallel_parts=parallel_parts)
     fetch_step(source, written.ref, destination, workers=workers)
@@ -327,7 +327,7 @@ def test_an_interrupted_fetch_aborts_its_uploads(source: StorageBackend) -> None
             raise KeyboardInterrupt
 
     with Workers("test", 3) as workers, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckpt.catalog.verify.SPAN_BYTES", 512)
+        patch.setattr("ckpt.pipeline.reader.RUN_BYTES", 512)
         with pytest.raises(KeyboardInterrupt):
             fetch_step(source, written.ref, destination, workers=workers, on_progress=interrupt)
     assert destination.open == 0
@@ -348,7 +348,7 @@ def test_memory_does_not_grow_with_the_file(source: StorageBackend, monkeypatch:
         return memoryview(Memory(nbytes))
 
     monkeypatch.setattr(transfer, "fresh_memory", counted)
-    monkeypatch.setattr("ckpt.catalog.verify.SPAN_BYTES", 1024)
+    monkeypatch.setattr("ckpt.pipeline.reader.RUN_BYTES", 1024)
     written = write_checkpoint(source, 1, {"w": np.arange(40_000.0)}, chunk_bytes=512)
 
     store = memory()

@@ -8,14 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckpt.catalog.verify import SPAN_BYTES, VerifyReport, spans_of, verify_step
+from ckpt.catalog.verify import VerifyReport, verify_step
 from ckpt.errors import AccessDenied, ChecksumMismatch, IntegrityError, StorageError, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk, File
+from ckpt.pipeline.reader import RUN_BYTES, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import chunks_of
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
@@ -195,11 +197,10 @@ def test_large_files_are_verified_on_disk(tmp_path: Path, workers: Workers) -> N
     assert fault.offset <= 5_000_000 < fault.offset + (fault.nbytes or 0)
 
 
-def test_spans_cover_a_file_in_order_and_keep_to_the_limit() -> None:
-    lengths = [4096, SPAN_BYTES, 1, SPAN_BYTES - 1, 1, 5, 3 * SPAN_BYTES, 7]
-    spans = spans_of("k", File("k", 0, sum(lengths), tuple(Chunk(length, "") for length in lengths)))
-    assert [chunk.nbytes for span in spans for chunk in span.chunks] == lengths
-    assert all(span.nbytes <= SPAN_BYTES or len(span.chunks) == 1 for span in spans)
-    assert [span.offset for span in spans] == [
-        sum(span.nbytes for span in spans[:i]) for i in range(len(spans))
-    ]
+def test_runs_cover_a_file_in_order_and_keep_to_the_limit() -> None:
+    lengths = [4096, RUN_BYTES, 1, RUN_BYTES - 1, 1, 5, 3 * RUN_BYTES, 7]
+    file = File("k", 0, sum(lengths), tuple(Chunk(length, "") for length in lengths))
+    runs = runs_of(chunks_of(file, None))
+    assert [chunk.nbytes for run in runs for chunk in run.reads] == lengths
+    assert all(run.nbytes <= RUN_BYTES or len(run.reads) == 1 for run in runs)
+    assert [run.offset for run in runs] == [sum(run.nbytes for run in runs[:i]) for i in range(len(runs))]
