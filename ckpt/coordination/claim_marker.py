@@ -7,7 +7,9 @@ wins. The other side leaves all files as they are.
 
 A rank deletes its marker once its files are gone. From then on the set of fragments is incomplete,
 and a finisher checks for completeness while its own marker is in place. A finisher deletes its marker
-when the manifest exists, and a rank checks for the manifest while its own marker is in place. So no
+when the manifest exists, and a rank checks for the manifest while its own marker is in place. A
+process that removes a checkpoint puts a third kind of marker before it removes the manifest, and
+deletes the marker last. So no
 manifest ever names a file that is removed after it, in any order of instructions, and with any
 process stopped for any time.
 """
@@ -32,7 +34,7 @@ def claim_for_finish(backend: StorageBackend, ref: StepRef) -> bool:
 
     If it stands, no rank of the job removes files of the save. Look for the files after this call.
     """
-    return _mark(backend, ref, _FINISHED)
+    return _claim(backend, ref, _FINISHED)
 
 
 def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
@@ -40,9 +42,9 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 
     If it stands, the save is no checkpoint and never becomes one.
     """
-    if not _mark(backend, ref, _REFUSED):
+    if not _claim(backend, ref, _REFUSED):
         return False
-    if is_there(backend, ref.manifest):  # its finisher was faster, and has taken its mark off
+    if is_there(backend, ref.manifest):  # a finisher was faster, and has deleted its marker
         release_marker(backend, ref)
         return False
     return True
@@ -51,14 +53,15 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     """Return whether a checkpoint may be removed: no process finishes it, or copies it here, from now on.
 
-    The mark comes before the manifest goes. A removal that is cut off leaves the mark, and the next one ends what it began.
+    The marker comes before the manifest goes. A removal that is cut off leaves the marker, and the
+    next removal completes it.
     """
-    return _mark(backend, ref, _REMOVED)
+    return _claim(backend, ref, _REMOVED)
 
 
-def is_removal_marker(mark_bytes: int) -> bool:
-    """Whether a mark of this size is that of a removal."""
-    return mark_bytes == len(_REMOVED)
+def is_removal_marker(marker_bytes: int) -> bool:
+    """Return True if a marker of this size is that of a removal."""
+    return marker_bytes == len(_REMOVED)
 
 
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
@@ -84,7 +87,7 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
     try:
         if not claim_for_removal(backend, ref):
             return False
-    except OutOfSpace:  # not even for an empty file: what no fragment tells of can go, and makes room
+    except OutOfSpace:  # no room for an empty file: data without a fragment can go
         if is_there(backend, fragment):
             raise
     backend.delete(fragment)
@@ -93,11 +96,11 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
     return True
 
 
-def _mark(backend: StorageBackend, ref: StepRef, content: bytes) -> bool:
+def _claim(backend: StorageBackend, ref: StepRef, content: bytes) -> bool:
     with contextlib.suppress(ObjectExists):
         backend.put(ref.claim_marker, [content], if_absent=True)
         return True
     try:
         return backend.head(ref.claim_marker).size == len(content)
-    except ObjectNotFound:  # taken off in this moment: whoever it was is done
+    except ObjectNotFound:  # it was deleted in this moment, so its owner is done
         return False
