@@ -1,8 +1,10 @@
-"""After which step do all ranks stop? Any of them may be asked to, at any moment, and others may be steps ahead of it.
+"""The last step of a planned stop: all ranks agree after which step they stop.
 
-Whoever hears that the job is to stop *promises* a step: the one after the last at which it was told to go on. It goes past that one only when it knows what all have agreed on, which is the
-largest promise. So no rank can be past the agreed step before it knows of it, however far apart they are. Promises are made by a thread in the background: a rank that is deep in a step,
-or waits in a collective, holds up nobody.
+Any rank may be asked to stop at any moment, and other ranks may be some steps ahead. A rank that
+learns of the stop *promises* a step: the one after the last step that it was allowed to pass. It
+passes the promised step only when it knows the agreed step, which is the largest promise. So no rank
+is past the agreed step before it knows it, however far apart the ranks are. A background thread makes
+the promise, so a rank that computes a step or waits in a collective delays no other rank.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from ckpt.errors import CkptError, CommitTimeout
 
 _LISTEN_SECONDS: Final = 3600.0
 _PARTED: Final = b"0"
-"""A rank's bell, when it hears none any more."""
+"""The message to this rank's own listener when it stops listening."""
 
 
 class _Agreed(msgspec.Struct, frozen=True):
-    """Where all stop; or the ranks that have not answered."""
+    """The agreed step, or the ranks that have not answered."""
 
     step: int = -1
     missing: tuple[int, ...] = ()
@@ -51,7 +53,11 @@ class LastStep:
         self._over = False
 
     def requested(self, step: int) -> bool:
-        """Whether ``step``, which is over, is the last one, or later than that. Waits, once promised, until all have agreed; for ever if they do not."""
+        """Return True if ``step``, which is over, is the last step or a later one.
+
+        After this rank has promised a step, the call waits until all ranks have agreed. It waits without a
+        bound if they do not.
+        """
         with self._lock:
             if self._promise is None:
                 self._asked = step
@@ -62,7 +68,10 @@ class LastStep:
         return step >= self._step
 
     def agree(self, message: bytes) -> int:
-        """This rank has heard that all shall stop: returns after which step. The first to come here calls the others, each of which gets ``word`` from ``listen``, and gathers the promises.
+        """Agree with all ranks on the last step, and return it.
+
+        The first rank that calls this sends ``message`` to the other ranks, where ``listen`` returns it, and
+        gathers the promises.
 
         Raises:
             CommitTimeout: Some rank did not promise in time. There is no last step.
@@ -86,7 +95,10 @@ class LastStep:
         return self._step
 
     def listen(self) -> bytes | None:
-        """Wait until another rank calls, and return its word; None if this one parts first, or the store is gone."""
+        """Wait until another rank calls, and return its message.
+
+        Returns None if this rank leaves first, or if the store is gone.
+        """
         with contextlib.suppress(CkptError):
             while not self._over:
                 called = self._bell.verdict(f"stop/bell/{self._rank}", timeout=_LISTEN_SECONDS)
@@ -95,7 +107,9 @@ class LastStep:
         return None
 
     def part(self) -> None:
-        """This rank asks no more: leave its promise, in case others are called later, and end ``listen``."""
+        """Leave: post the promise of this rank in case other ranks are called later, and end
+        ``listen``.
+        """
         self._over = True
         with contextlib.suppress(CkptError):
             self._make_promise()

@@ -1,4 +1,7 @@
-"""A planned stop: a signal on any rank, and all ranks stop after the same step, save it within a grace time, and end as the signal would have ended them."""
+"""A planned stop: after a signal on any rank, all ranks stop after the same step.
+
+They save that step within a grace time, and end as the signal would have ended them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from ckpt.pipeline.workers import Workers
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_SECONDS: Final = 5.0
-"""How long ranks wait for each other's word on the last step. It comes from threads that do nothing else."""
+"""How many seconds ranks wait for each other's promise, which comes from a thread of its own."""
 _CLOSE: Final = 0  # no signal has this number
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,15 +64,21 @@ def one_at_a_time(
 
 
 class StopSignals:
-    """Hears signals, from ``CheckpointManager.on_signals`` to the manager's ``close``, which puts the earlier handlers back and raises the signal again: the process ends as it would have without us.
+    """Handles signals between ``CheckpointManager.on_signals`` and the manager's ``close``.
 
-    If the grace time is over before that, or some rank does not answer, the process is ended by the signal's default action there and then, whatever it is doing: the save under way is lost, older ones are whole.
-    A repeated signal changes nothing, since launchers often send several; but a second SIGINT goes to the earlier handler (``KeyboardInterrupt``).
+    ``close`` restores the earlier handlers and raises the signal again, so the process ends as it would
+    have ended without ckpt.
 
-    Threads: ``requested`` from the training thread; made and closed in the main thread.
+    If the grace time is over before that, or some rank does not answer, the default action of the signal
+    ends the process at once. The save under way is lost, and older checkpoints are intact. A repeated
+    signal changes nothing, since launchers often send several. A second SIGINT goes to the earlier
+    handler, which raises ``KeyboardInterrupt``.
 
     Attributes:
-        signal: What was heard, here or on another rank; None so far.
+        signal: The signal that arrived on this rank or on another one; None so far.
+
+    Thread safety:
+        Create and close it in the main thread. Call ``requested`` from the training thread.
     """
 
     def __init__(
@@ -98,9 +107,10 @@ class StopSignals:
         self._install()
 
     def requested(self, step: int) -> bool:
-        """Whether ``step``, which is over, is the last: the same answer on all ranks, if all ask after the same steps, in rising order.
+        """Return True if ``step``, which is over, is the last step.
 
-        Costs about a microsecond until there is a signal; then, once, the wait for the other ranks' word.
+        The answer is the same on all ranks if all of them ask after the same steps, in rising order. The call
+        costs about a microsecond until there is a signal. After that it waits once for the other ranks.
         """
         return self._last.requested(step)
 
@@ -153,7 +163,9 @@ class StopSignals:
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        """Between any two instructions of the main thread: so no lock is taken."""
+        """Record the signal. This runs between any two instructions of the main thread, so it takes
+        no lock.
+        """
         earlier = self._earlier[signum]
         if self._closed or (signum == signal.SIGINT and self._interrupted):
             if callable(earlier):
@@ -196,7 +208,7 @@ class StopSignals:
             os.write(self._mouth, bytes([int(word)]))
 
     def _next(self, seconds: float | None) -> int:
-        """What is heard next; -1 if nothing is within ``seconds``."""
+        """Return the next signal number; -1 if there is none within ``seconds``."""
         poll = select.poll()
         poll.register(self._ear, select.POLLIN)
         if not poll.poll(None if seconds is None else seconds * 1e3):
@@ -204,7 +216,10 @@ class StopSignals:
         return os.read(self._ear, 1)[0]
 
     def _end(self, signum: signal.Signals, reason: str) -> NoReturn:
-        """As the signal does by default, from any thread; Python would leave it to the main thread, which may be stuck."""
+        """End the process by the default action of the signal, from any thread.
+
+        Python would leave it to the main thread, which may be stuck.
+        """
         _log.error("ckpt: %s: %s; ending now, older checkpoints are whole", signum.name, reason)
         ctypes.CDLL(None).signal(ctypes.c_int(signum), ctypes.c_void_p(0))
         os.kill(os.getpid(), signum)
@@ -229,7 +244,9 @@ def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
 
 
 def _let_go() -> None:
-    """In a fork, such as a worker of a data loader: signals to it are not signals to the job."""
+    """Stop handling signals in a fork, such as a data loader's worker: its signals are not the
+    job's.
+    """
     if _active is not None:
         _active._uninstall()
 

@@ -54,7 +54,7 @@ class ManagerClosed(CkptError):
 
 
 class ThreadLimit(CkptError):
-    """The system lets this process start no more threads."""
+    """The system does not let this process start another thread."""
 
     def __init__(self, what: str, detail: str) -> None:
         self.what, self.detail = what, detail

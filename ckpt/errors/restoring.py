@@ -84,7 +84,7 @@ class KindMismatch(RestoreError):
 
 
 class OptimizerMismatch(RestoreError):
-    """What was saved is the state of another kind of optimizer."""
+    """The checkpoint has the state of another kind of optimizer."""
 
     def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
         self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)

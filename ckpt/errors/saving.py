@@ -44,7 +44,10 @@ class PeerFailed(CommitError):
 
 
 class CommitTimeout(CommitError):
-    """Some ranks were not heard of in time. ``step`` is -1 where there is none yet: at the start, or while a restore looks for one."""
+    """Some ranks did not answer in time.
+
+    ``step`` is -1 if there is none yet: at the start, or while a restore looks for a step.
+    """
 
     def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
         self.step, self.missing, self.seconds = step, tuple(missing), seconds
@@ -100,7 +103,7 @@ class RootInUse(CommitError):
 
 
 class TierNotShared(CommitError):
-    """Ranks see different files in one tier, which nobody has said is local."""
+    """Ranks see different files in one tier that was not declared local."""
 
     def __init__(self, root: str, ranks: Sequence[int]) -> None:
         self.root, self.ranks = root, tuple(ranks)
@@ -111,7 +114,7 @@ class TierNotShared(CommitError):
 
 
 class JobUnseen(CommitError):
-    """An unfinished save's job ran where nobody here can see whether it still does."""
+    """The job of an unfinished save ran where this process cannot see whether it still runs."""
 
     def __init__(self, step: int, owner: str) -> None:
         self.step, self.owner = step, owner
@@ -146,7 +149,11 @@ class TensorChanged(StagingError):
 
 
 class SaveSkipped(StagingError):
-    """A save was not begun: no slot was free and ``on_busy="skip"``, here or on another rank, no tier takes this step, or another rank was told of an earlier failure instead. Nothing was written."""
+    """A save was not begun, and nothing was written.
+
+    No slot was free and ``on_busy="skip"`` is set, here or on another rank; or no tier takes this step;
+    or another rank raised the error of an earlier save instead.
+    """
 
     def __init__(self, step: int, reason: str = 'the save before still streams and on_busy="skip"') -> None:
         self.step, self.reason = step, reason

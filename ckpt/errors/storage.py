@@ -42,7 +42,7 @@ class ObjectExists(StorageError):
 
 
 class AccessDenied(StorageError):
-    """The store knows us not, or forbids it. Check credentials and permissions."""
+    """The store does not know this user, or forbids the call. Check credentials and permissions."""
 
     what = "access denied"
 
@@ -113,7 +113,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 def placed(error: E, root: str) -> E:
-    """The same error; one of a store tells from now on which tier it is about."""
+    """Return ``error``. An error of a store names the tier ``root`` from now on."""
     if isinstance(error, StorageError) and not error.root:
         error.root = root
     return error

@@ -1,1 +1,1 @@
-"""Where checkpoints lie: the contract of a backend, the table that finds one for a URL, and tiers."""
+"""The stores that hold checkpoints: the contract of a backend, the registry of backends, and tiers."""

@@ -1,10 +1,12 @@
-"""The contract of a storage backend: blocking, thread-safe, keys relative and '/'-separated.
+"""The contract of a storage backend: blocking, thread-safe, keys relative and separated by '/'.
 
-A backend moves bytes and nothing else. Threads, retries, checksums and memory are the pipeline's. Every foreign error is
-mapped to one of :mod:`ckpt.errors`' storage errors; only ``TransientStorageError`` is tried again.
+A backend moves bytes and nothing else. The pipeline owns threads, retries, checksums and memory. A
+backend maps every foreign error to one of the storage errors of :mod:`ckpt.errors`. Only
+``TransientStorageError`` is tried again.
 
-To add one: subclass nothing, write these verbs, name a factory ``open(url, options) -> StorageBackend`` under the entry
-point group ``ckpt.backends`` (key = URL scheme), and run :mod:`ckpt.storage.testing` over it.
+To add a backend, implement these methods without subclassing, register a factory
+``open(url, options) -> StorageBackend`` as an entry point of the group ``ckpt.backends`` under the
+URL scheme, and run :mod:`ckpt.storage.testing` over it.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """One object as a store sees it.
+    """One object as a store describes it.
 
     Attributes:
         size: In bytes.
-        modified: When it was put, in seconds since 1970 by the store's clock; None where a listing does not tell.
+        modified: When it was put, in seconds since 1970 by the store's clock; None if a listing does
+            not say.
     """
 
     key: str
@@ -41,14 +44,14 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unfinished:
-    """A write that was begun and is neither finished nor aborted. It takes room and is in no listing.
+    """A write that was begun and is neither finished nor aborted. It takes space and is not listed.
 
     Attributes:
         key: The object that was to be written.
-        name: What the store calls the write.
-        size: Bytes that it takes; 0 where the store does not tell.
-        modified: When it was begun or written to last, in seconds since 1970.
-        abandoned: Whether it is so old that no process can still be at it.
+        name: The store's name for the write.
+        size: The bytes that it takes; 0 if the store does not say.
+        modified: When it was begun or last written to, in seconds since 1970.
+        abandoned: Whether it is so old that no process can still be writing it.
     """
 
     key: str
@@ -60,16 +63,18 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store can do; asked before, never met as an exception after.
+    """What a store can do. Callers ask first, and never learn it from an exception.
 
     Attributes:
-        put_if_absent: ``put(if_absent=True)`` has one winner, decided by the store, across machines.
+        put_if_absent: ``put(if_absent=True)`` has one winner, which the store decides across machines.
         shared: All nodes see the same objects.
-        part_bytes: Preferred size of one ``Upload.write``.
-        alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it does not matter.
-        max_concurrency: How many calls at once still help.
+        part_bytes: The preferred size of one ``Upload.write``.
+        alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it does
+            not matter.
+        max_concurrency: How many concurrent calls still help.
         parallel_parts: ``Upload.write`` calls of one upload may run at the same time.
-        takes_parts: ``Upload.write`` has taken the bytes when it returns; elsewhere their memory must stay until the end of the upload.
+        takes_parts: ``Upload.write`` has consumed the bytes when it returns. Otherwise their memory
+            must stay until the end of the upload.
     """
 
     put_if_absent: bool
@@ -116,7 +121,7 @@ class StorageBackend(Protocol):
 
     @property
     def url(self) -> str:
-        """Where the root is, for people: without credentials."""
+        """The location of the root for display, without credentials."""
         ...
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
@@ -167,10 +172,13 @@ class StorageBackend(Protocol):
 
 @runtime_checkable
 class Adopting(Protocol):
-    """A store of this machine's memory, which takes an image that lies in a file there without a copy."""
+    """A store in this machine's memory, which takes an image from a file there without a copy."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
-        """Make the file, cut to ``size`` bytes, the object ``key``. It keeps its own name; who writes to it again deletes the object first."""
+        """Make the file, cut to ``size`` bytes, the object ``key``.
+
+        The file keeps its own name. Delete the object before you write to the file again.
+        """
         ...
 
 
@@ -179,15 +187,20 @@ class Rooted(Protocol):
     """A store that several places of one name may stand for: a folder."""
 
     def identity(self) -> str:
-        """Of the root, among all that this machine sees: whoever is told the same sees the same files. Makes the root if there is none.
+        """Return a name of the root that is unique among all roots that this machine sees.
+
+        Two backends with the same identity see the same files. The root is created if it does not exist.
 
         Raises:
-            StorageError: It cannot be made, or not be looked at.
+            StorageError: The root cannot be created or examined.
         """
         ...
 
     def is_replaced(self) -> bool:
-        """Whether the root is gone, or is another folder than when this was opened or made it. Its disk may have been unmounted."""
+        """Return True if the root is gone, or is another folder than the one that was opened or created.
+
+        That happens when its disk is unmounted.
+        """
         ...
 
 
@@ -206,10 +219,10 @@ class KeepsUnfinished(Protocol):
 
 @runtime_checkable
 class ScatterReads(Protocol):
-    """What a backend may do beside: one request into many places."""
+    """An optional ability of a backend: one request fills many places."""
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
-        """As ``read_into``; fills ``outs`` one after another from ``offset``. Raises what that raises."""
+        """Fill ``outs`` one after another from ``offset``. Raises what ``read_into`` raises."""
         ...
 
 
@@ -230,7 +243,7 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """As ``check_key``; a prefix may also be empty or end in '/'."""
+    """Check a prefix as ``check_key`` does. A prefix may also be empty or end in '/'."""
     if prefix:
         check_key(prefix.removesuffix("/"))
     return prefix
@@ -290,7 +303,7 @@ def fresh_memory(nbytes: int) -> memoryview:
 
 
 def is_there(backend: StorageBackend, key: str) -> bool:
-    """Whether the store has an object of that name. One that cannot be followed to its bytes is there too."""
+    """Return True if the store has an object of that name, even one whose bytes cannot be reached."""
     try:
         backend.head(key)
     except ObjectNotFound:

@@ -1,7 +1,10 @@
-"""Which backend serves a URL: a static table for our own, entry points ``ckpt.backends`` for others', any fsspec URL else.
+"""The registry of backends: which one serves a URL.
 
-A factory has the signature ``open(url: str, options: Mapping[str, object]) -> StorageBackend`` and is imported on first use, so that
-``s3fs`` costs nothing to those who write to a folder.
+A static table has our own backends. Entry points of the group ``ckpt.backends`` add those of other
+distributions. fsspec serves any other URL that it knows.
+
+A factory has the signature ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. It is
+imported on first use, so a job that writes to a folder does not import ``s3fs``.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ def scheme_of(url: str) -> str:
 
 
 def open_backend(url: str, options: Mapping[str, object] | None = None) -> StorageBackend:
-    """The backend for ``url``. Nothing is created or contacted yet where the store allows that.
+    """Return the backend for ``url``. It contacts and creates nothing yet if the store allows that.
 
     Raises:
-        UnknownScheme: Nobody serves the scheme.
-        MissingExtra: Its package is not installed.
+        UnknownScheme: No backend serves the scheme.
+        MissingExtra: The package of the backend is not installed.
     """
     scheme = scheme_of(url)
     return _factory(url, scheme)(url, dict(options or {}))

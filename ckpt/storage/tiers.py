@@ -15,7 +15,10 @@ from ckpt.storage.registry import open_backend, scheme_of
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """Who shares a local tier with whom: of each rank the number of its node, counted by the nodes' lowest ranks."""
+    """The nodes that share a local tier.
+
+    ``of`` gives for each rank the number of its node. Nodes are numbered by their lowest ranks.
+    """
 
     of: tuple[int, ...]
 
@@ -25,7 +28,7 @@ class Nodes:
         return tuple(self.of.index(node) for node in range(max(self.of) + 1))
 
     def mates(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the node of ``rank``, itself among them, ascending."""
+        """Return the ranks of the node of ``rank``, in ascending order, including ``rank``."""
         return tuple(other for other, node in enumerate(self.of) if node == self.of[rank])
 
 
@@ -45,28 +48,28 @@ class OpenTier:
 
     @property
     def required(self) -> bool:
-        """Whether a save that does not get there has failed."""
+        """Whether a save fails if it does not reach this tier."""
         return not self.in_memory if self.tier.required is None else self.tier.required
 
     @property
     def in_memory(self) -> bool:
-        """Whether images stay there where they are staged."""
+        """Whether images stay in the memory in which they are staged."""
         return isinstance(self.backend, Adopting)
 
     @property
     def local(self) -> bool:
-        """Whether it is private to a node."""
+        """Whether the tier is private to a node."""
         return self.in_memory or self.tier.local is True
 
     def takes(self, step: int) -> bool:
-        """Whether ``step`` goes there."""
+        """Return True if ``step`` goes to this tier."""
         return step % self.tier.every == 0
 
 
 def as_tiers(
     given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
 ) -> tuple[Tier, ...]:
-    """What a user gave, as tiers. Raises ``ConfigError`` for what is none."""
+    """Return the tiers that a user gave. Raises ``ConfigError`` for a value that is no tier."""
     items: list[object] = (
         list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
     )
@@ -84,10 +87,10 @@ def _as_tier(given: object) -> Tier:
 
 
 def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
-    """Open all, or none.
+    """Open all tiers, or none of them.
 
     Raises:
-        ConfigError: There is none, or two are one place, or one lies in the other.
+        ConfigError: There is no tier, two tiers are the same place, or one is inside of another.
     """
     if not tiers:
         raise ConfigError("a manager needs at least one tier: a folder or a URL")
@@ -112,7 +115,7 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
 
 
 def urls_of(tiers: Sequence[Tier]) -> list[str]:
-    """Where each tier is: "memory" by the name of the store that it stands for."""
+    """Return the URL of each tier; "memory" becomes the URL of the store that it stands for."""
     return [
         _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url for index, tier in enumerate(tiers)
     ]
@@ -155,7 +158,10 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
 
 
 def _place(tier: OpenTier) -> str:
-    """Where it is, however it was spelled; ends in a slash. An object store is told by its endpoint too."""
+    """Return the place of a tier, whatever its spelling; it ends in a slash.
+
+    The place of an object store includes the endpoint.
+    """
     url = tier.url
     if "://" not in url:
         return os.path.join(os.path.realpath(url), "")

@@ -1,9 +1,11 @@
-"""What every backend must do, as tests. Subclass it, provide the fixture ``open_root``, and pytest runs them all.
+"""Tests that every backend must pass. Subclass them and provide the fixture ``open_root``.
 
-``open_root(name)`` returns a new backend on a root of that name inside one store made for this test. Called twice with one name it returns two
-backends that see the same objects; with two names, two that do not see each other's. The suite closes what it opens.
+``open_root(name)`` returns a new backend on a root of that name, inside one store that is made for
+the test. Two calls with one name return two backends that see the same objects. Two calls with two
+names return backends that do not see each other's objects. The tests close what they open.
 
-Sizes are small but cross the part size several times; override ``part_bytes_most`` if your parts are larger than 8 MiB.
+The sizes are small but cross the part size several times. Override ``part_bytes_most`` if your parts
+are larger than 8 MiB.
 """
 
 from __future__ import annotations

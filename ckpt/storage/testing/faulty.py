@@ -21,7 +21,9 @@ T = TypeVar("T")
 
 
 class SimulatedCrash(BaseException):
-    """The process 'died' here. Not an ``Exception``, so that no handler takes it for an error of the store."""
+    """The process has 'died'. It is not an ``Exception``, so no handler takes it for a store's
+    error.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """The call takes this much longer."""
+    """The call takes this many seconds longer."""
 
     seconds: float
 
@@ -88,7 +90,7 @@ class Rule:
         return verb == self.verb and re.search(self.key, key) is not None
 
     def strikes(self, matched: int) -> bool:
-        """Whether the ``matched``-th call that matches is hit."""
+        """Return True if the rule applies to the ``matched``-th matching call."""
         return self.nth is None or self.nth == matched
 
 
@@ -103,7 +105,7 @@ class Call:
 
 @dataclass(slots=True)
 class _Ledger:
-    """What was called, and how often each rule matched. Threads: any."""
+    """Records the calls, and how often each rule matched. Any thread may use it."""
 
     rules: Sequence[Rule]
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -1,4 +1,4 @@
-"""What the parts of the conformance suite share: fixtures, and data to write."""
+"""Fixtures and data that the parts of the conformance tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of the conformance suite about large objects."""
+"""The conformance tests for large objects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.storage.testing.suite import Suite, at_once, fetch, page_aligned, payl
 
 
 class UploadConformance(Suite):
-    """What every ``Upload`` must do."""
+    """Tests that every ``Upload`` must pass."""
 
     @pytest.mark.parametrize("size", [0, 1, 4096, 5000])
     def test_an_upload_of_less_than_a_part(self, backend: StorageBackend, size: int) -> None:
