@@ -27,6 +27,8 @@ ANSWER_SECONDS: Final = 3.0
 
 Finish = Callable[[StorageBackend, StepRef], bool]
 """Whether an attempt that is not committed on a store is so now."""
+Lists = Callable[[StorageBackend], list[StepRef]]
+"""How a store is asked which attempts it has."""
 
 _NO_OTHER: Final = (
     "; no other tier has a step, so it is not known where the job left off: start again when the store answers, "
@@ -55,6 +57,7 @@ def candidates(
     *,
     workers: Workers,
     finish: Finish = lambda _store, _ref: False,
+    lists: Lists = attempts,
 ) -> Iterator[Candidate]:
     """Committed attempts at ``step`` (None: any), newest step first, of attempts at one step the youngest.
 
@@ -65,16 +68,16 @@ def candidates(
     Raises:
         StorageError: Some store could not be listed, and the others hold nothing.
     """
-    return _Listing(stores, workers).candidates(step, finish)
+    return _Listing(stores, workers, lists).candidates(step, finish)
 
 
 class _Listing:
-    def __init__(self, stores: Sequence[StorageBackend], workers: Workers) -> None:
+    def __init__(self, stores: Sequence[StorageBackend], workers: Workers, lists: Lists) -> None:
         self._stores = stores
         self._failure: StorageError | None = None
         self._holders: dict[StepRef, list[int]] = {}
         self._answering = list(range(len(stores)))
-        for position, refs in enumerate(_list_all(stores, workers)):
+        for position, refs in enumerate(_list_all(stores, workers, lists)):
             if isinstance(refs, StorageError):
                 self._drop(position, refs)
             else:
@@ -136,8 +139,10 @@ class _Listing:
         self._failure = error
 
 
-def _list_all(stores: Sequence[StorageBackend], workers: Workers) -> list[list[StepRef] | StorageError]:
-    futures = [workers.submit(_attempts, store) for store in stores]
+def _list_all(
+    stores: Sequence[StorageBackend], workers: Workers, lists: Lists
+) -> list[list[StepRef] | StorageError]:
+    futures = [workers.submit(_attempts, store, lists) for store in stores]
     waiting = set(futures)
     while waiting:
         wait(waiting, None, FIRST_COMPLETED)
@@ -177,8 +182,8 @@ def _holds_any(store: StorageBackend, refs: list[StepRef] | StorageError) -> boo
     return False
 
 
-def _attempts(store: StorageBackend) -> list[StepRef] | StorageError:
+def _attempts(store: StorageBackend, lists: Lists) -> list[StepRef] | StorageError:
     try:
-        return attempts(store)
+        return lists(store)
     except StorageError as error:
         return error

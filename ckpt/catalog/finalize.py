@@ -37,6 +37,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend, read_object
 
+_WHEN: Final = "once it is a day old, and not before, since its job may run where it cannot be seen from here"
 _TRIAL: Final = re.compile(r"t([1-9][0-9]*)")
 
 
@@ -181,7 +182,7 @@ def _read_fragments(
     found = sorted(name for name in names if name.endswith(".json") and name != MANIFEST)
     if not found:
         raise CommitError(
-            f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of it"
+            f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of it {_WHEN}"
         )
     parts = workers.run_all(partial(_read_fragment, backend, ref, name, retry) for name in found)
     _check_world(ref, [fragment for fragment, _ in parts])
@@ -206,5 +207,5 @@ def _check_world(ref: StepRef, fragments: Sequence[Part]) -> None:
     if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
         told = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
         raise CommitError(
-            f"step {ref.step}: rank(s) {told} of {world} did not finish their part, which nobody else has: ckpt prune removes what is left of it"
+            f"step {ref.step}: rank(s) {told} of {world} did not finish their part, which no other place has: ckpt prune removes what is left of it {_WHEN}"
         )

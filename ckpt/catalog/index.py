@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -130,24 +129,16 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
 
 
-def survey(backend: StorageBackend, heard: Callable[[], None] = lambda: None) -> list[Entry]:
+def survey(backend: StorageBackend) -> list[Entry]:
     """Every attempt with its manifest or what is wrong with it, newest step first.
-
-    Args:
-        heard: Called each time the store has answered.
 
     Raises:
         NoCheckpoint: There is not one attempt here; its ``detail`` says what there is instead.
     """
     refs = attempts(backend)
-    heard()
     if not refs:
         raise NoCheckpoint(backend.url, _instead(backend, refs, None))
-    entries: list[Entry] = []
-    for ref in refs:
-        entries.append(_entry(backend, ref))
-        heard()
-    return entries
+    return [_entry(backend, ref) for ref in refs]
 
 
 def _entry(backend: StorageBackend, ref: StepRef) -> Entry:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
     RootOption,
+    TimeoutOption,
     open_root,
     source_and_other,
     workers_for,
@@ -44,6 +47,7 @@ def copy(
     ] = False,
     root: RootOption = None,
     config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Copy checkpoints between any two places.
@@ -59,20 +63,21 @@ def copy(
       ckpt copy runs/gpt s3://bucket/run42 --all
       ckpt copy s3://bucket/run42 /nvme/run42 --step 1200
     """
-    from ckpt.catalog.index import find
+    from ckpt.catalog.index import find, is_committed
     from ckpt.cli import output
     from ckpt.errors import ConfigError
 
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
     source, dest = source_and_other(where, root, "DEST")
-    origin, destination = open_root(source, config), open_root(dest, config)
+    origin, destination = (open_root(place, config, timeout=timeout) for place in (source, dest))
     _check_apart(origin.url, destination.url)
-    refs = find(origin, step)
+    refs = origin.ask(partial(find, origin, step))
+    destination.ask(partial(is_committed, destination, refs[0]))  # whether it answers at all
     if not all_steps and step is None:
         refs = refs[:1]
     done: list[_Copied] = []
-    with workers_for(origin) as workers:
+    with workers_for(origin, destination) as workers:
         for ref in refs:
             done.append(_copy(origin, ref, destination, workers, check=check))
             if done[-1].error and not json:

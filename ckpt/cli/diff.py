@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckpt.cli.options import LATEST, JsonOption, RootOption, is_step, one_place, open_root, workers_for
+from ckpt.cli.options import (
+    LATEST,
+    TIMEOUT_SECONDS,
+    JsonOption,
+    RootOption,
+    TimeoutOption,
+    is_step,
+    one_place,
+    open_root,
+    workers_for,
+)
 
 if TYPE_CHECKING:
     from ckpt.catalog.difference import Difference
@@ -39,6 +50,7 @@ def diff(
         bool, typer.Option("--values", help="Read what differs, and say by how much at most.")
     ] = False,
     root: RootOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Compare two checkpoints.
@@ -68,8 +80,8 @@ def diff(
         raise ConfigError("compare with what? Give B, or two steps")
     first, second = (numbers[0], numbers[-1]) if numbers else (None, None)
     with ExitStack() as stack:
-        one = stack.enter_context(_reader(a, first))
-        two = stack.enter_context(_reader(b or a, second))
+        one = stack.enter_context(_reader(a, first, timeout))
+        two = stack.enter_context(_reader(b or a, second, timeout))
         with output.steps("comparing") as bar:
             found = compare(one, two, on_name=bar)
         far = _far(one, two, found.values) if values else {}
@@ -83,14 +95,15 @@ def diff(
 
 
 @contextmanager
-def _reader(root: str | None, step: int | None) -> Generator[StepReader]:
+def _reader(root: str | None, step: int | None, timeout: float) -> Generator[StepReader]:
     from ckpt.catalog.index import find, read_manifest
     from ckpt.catalog.reading import StepReader
 
-    backend = open_root(root)
-    ref = find(backend, step)[0]
+    backend = open_root(root, timeout=timeout)
+    ref = backend.ask(partial(find, backend, step))[0]
+    manifest = backend.ask(partial(read_manifest, backend, ref))
     with workers_for(backend) as workers:
-        yield StepReader(backend, ref, read_manifest(backend, ref), workers)
+        yield StepReader(backend, ref, manifest, workers)
 
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
     JsonOption,
     RootOption,
+    TimeoutOption,
     naming_the_one_before,
     open_root,
     size_bytes,
@@ -64,6 +67,7 @@ def export(
         typer.Option(metavar="SIZE", help="Of one file in a folder (safetensors). Default: 5GB."),
     ] = None,
     root: RootOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Write a checkpoint in a format that other programs read.
@@ -91,16 +95,16 @@ def export(
     from ckpt.exchange.export import export as write
 
     place, out = source_and_other(where, root, "OUT")
-    backend = open_root(place)
+    backend = open_root(place, timeout=timeout)
     chosen = kind or _format_of(out)
-    refs = find(backend, step)
+    refs = backend.ask(partial(find, backend, step))
     ref = refs[0]
     with (
         workers_for(backend) as workers,
         output.progress(f"step {ref.step}") as bar,
         naming_the_one_before(refs, step),
     ):
-        reader = StepReader(backend, ref, read_manifest(backend, ref), workers)
+        reader = StepReader(backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers)
 
         def start(nbytes: int) -> None:
             reader.on_bytes = Meter(nbytes, bar).add

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli.options import (
     LATEST,
+    TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
     RootOption,
     StepOption,
+    TimeoutOption,
     open_root,
     place_and_step,
     workers_for,
@@ -44,6 +47,7 @@ def finalize(
     ] = False,
     root: RootOption = None,
     config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Finish a save whose first rank died before the last write.
@@ -65,13 +69,13 @@ def finalize(
     if LATEST in (where or ()):
         raise ConfigError("STEP is a number here: without one, all that are unfinished are tried")
     place, step = place_and_step(where, root, step)
-    backend = open_root(place, config)
-    every = attempts(backend)
+    backend = open_root(place, config, timeout=timeout)
+    every = backend.ask(partial(attempts, backend))
     refs = [ref for ref in every if step in (None, ref.step)]
     if not refs:
         there = "it is empty, or does not exist" if not every else f"step {step} is not there"
         raise NoCheckpoint(backend.url, there)
-    open_refs = [ref for ref in refs if not is_committed(backend, ref)]
+    open_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
     with workers_for(backend) as workers:
         tried = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]
     if json:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import enum
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from ckpt.cli.options import JsonOption, RootOption, one_place, places
+from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
+    JsonOption,
+    RootOption,
+    TimeoutOption,
+    one_place,
+    places,
+)
 
 
 class Source(enum.StrEnum):
@@ -48,6 +56,7 @@ def import_(
         ),
     ] = None,
     root: RootOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Make a checkpoint from files of torch.save, torch.distributed.checkpoint or safetensors.
@@ -66,11 +75,14 @@ def import_(
       python -c "...; print(*dict(model.named_parameters()), sep='\n')" > names.txt
       ckpt import checkpoint.pt runs/gpt --step 1200 --param-names names.txt
     """
+    from ckpt.catalog.index import committed
     from ckpt.cli import output
+    from ckpt.cli.watched import open_watched
     from ckpt.config import resolve_tier
     from ckpt.exchange.imports import import_checkpoint
 
     tier = resolve_tier(one_place(places([where] if where else None, [root] if root else None)))
+    store = open_watched(tier.url, tier.options, timeout)
     done = import_checkpoint(
         source,
         tier,
@@ -78,6 +90,7 @@ def import_(
         kind=kind.value if kind else None,
         plain=plain or (),
         parameter_names=_lines(param_names),
+        look=partial(store.ask, partial(committed, store)),
     )
     if json:
         output.show_json(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
     ConfigOption,
     JsonOption,
     PlacesArgument,
     Reached,
     RootsOption,
+    TimeoutOption,
+    at_once,
     open_each,
     places,
 )
@@ -24,10 +27,6 @@ if TYPE_CHECKING:
     from ckpt.errors import CkptError
     from ckpt.model.keys import StepRef
     from ckpt.model.manifest import Manifest
-    from ckpt.pipeline.workers import Workers
-
-_SILENT_SECONDS: Final = 2.0
-"""How long a store is waited for without a word to the user."""
 
 
 def ls(
@@ -38,9 +37,7 @@ def ls(
     reverse: Annotated[bool, typer.Option("--reverse", help="The newest first.")] = False,
     root: RootsOption = None,
     config: ConfigOption = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.0, help="How long a store may be silent.")
-    ] = 10.0,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""List the checkpoints; the last line is the newest.
@@ -64,7 +61,8 @@ def ls(
     from ckpt.config import MEMORY
 
     roots = places(where, root)
-    tiers = _survey_all(open_each(roots, config), timeout)
+    reached_tiers = open_each(roots, config, timeout=timeout)
+    tiers = at_once([partial(_look, reached) for reached in reached_tiers])
     refs = sorted({ref for tier in tiers for ref in tier.entries})
     refs = refs[-newest:] if newest else refs
     if reverse:
@@ -84,54 +82,16 @@ class _Tier:
     error: CkptError | None = None
 
 
-class _Survey:
-    """One tier, looked at on a thread of its own, which may never hear of its store."""
+def _look(reached: Reached) -> _Tier:
+    from ckpt.catalog.index import survey
+    from ckpt.errors import CkptError
 
-    def __init__(self, reached: Reached, workers: Workers) -> None:
-        self.url, self._reached = reached.url, reached
-        self.heard_at, self._told = time.monotonic(), False
-        self.future = workers.submit(self._look)
-
-    def wait(self, timeout: float) -> _Tier:
-        """What is there, or that the store was silent for ``timeout`` seconds. Says once that it is waited for."""
-        from concurrent.futures import wait
-
-        from ckpt.cli import output
-        from ckpt.errors import TransientStorageError, placed
-
-        while not self.future.done():
-            silent = time.monotonic() - self.heard_at
-            if silent >= timeout:
-                late = TransientStorageError("", f"no answer within {timeout:g} s (--timeout)")
-                return _Tier(self.url, {}, placed(late, self.url))
-            if silent >= _SILENT_SECONDS and not self._told:
-                self._told = True
-                output.warn(f"{self.url} has not answered yet")
-            wait([self.future], min(timeout, timeout if self._told else _SILENT_SECONDS) - silent)
-        return self.future.result()
-
-    def _look(self) -> _Tier:
-        from ckpt.catalog.index import survey
-        from ckpt.errors import CkptError
-
-        if self._reached.backend is None:
-            return _Tier(self.url, {}, self._reached.error)
-        try:
-            entries = survey(self._reached.backend, self._heard)
-            return _Tier(self.url, {entry.ref: entry for entry in entries})
-        except CkptError as error:
-            return _Tier(self.url, {}, error)
-
-    def _heard(self) -> None:
-        self.heard_at = time.monotonic()
-
-
-def _survey_all(reached: Sequence[Reached], timeout: float) -> list[_Tier]:
-    from ckpt.pipeline.workers import Workers
-
-    workers = Workers("ls", len(reached))  # not closed: one may wait for its store still
-    surveys = [_Survey(each, workers) for each in reached]
-    return [survey.wait(timeout) for survey in surveys]
+    if (store := reached.backend) is None:
+        return _Tier(reached.url, {}, reached.error)
+    try:
+        return _Tier(reached.url, {entry.ref: entry for entry in store.ask(partial(survey, store))})
+    except CkptError as error:
+        return _Tier(reached.url, {}, error)
 
 
 def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:

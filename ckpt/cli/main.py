@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import io
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
-from typing import IO, Annotated, Final, Protocol, runtime_checkable
+from typing import IO, Annotated, Any, Final, Protocol, TextIO, cast, runtime_checkable
 
 import typer
+from typer.core import TyperCommand
 
 from ckpt import __version__
 from ckpt.cli.copy import copy
@@ -22,7 +25,7 @@ from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
 from ckpt.cli.show import show
 from ckpt.cli.verify import verify
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, ConfigError, StorageError
 
 _INTERRUPTED = 130
 _UNEXPECTED = 1
@@ -60,6 +63,17 @@ def _help(text: str) -> str:
     return inspect.cleandoc(text).replace("\\b\n", "\b\n")
 
 
+class _Verb(TyperCommand):
+    """A verb of which an option that takes one value is given once: click takes the last without a word."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for option in order:
+            if order.count(option) > 1 and option.nargs == 1 and not option.multiple and not getattr(option, "is_flag", False):  # fmt: skip
+                raise ConfigError(f"{option.opts[-1]} is given {order.count(option)} times: give it once")
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     name="ckpt",
     help=_help(HELP),
@@ -95,7 +109,7 @@ def _name_of(command: Callable[..., object]) -> str:
 
 
 for command in COMMANDS:
-    app.command(_name_of(command), help=_help(command.__doc__ or ""))(command)
+    app.command(_name_of(command), help=_help(command.__doc__ or ""), cls=_Verb)(command)
 
 
 def add_commands_of_others(arguments: Sequence[str]) -> None:
@@ -117,7 +131,7 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
                 f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
             )
             continue
-        app.command(entry.name, help=_help(command.__doc__ or ""))(command)
+        app.command(entry.name, help=_help(command.__doc__ or ""), cls=_Verb)(command)
 
 
 def main() -> int:
@@ -127,6 +141,33 @@ def main() -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     add_commands_of_others(sys.argv[1:])
+    log, teller = logging.getLogger("ckpt"), _Teller(logging.WARNING)
+    log.addHandler(teller)
+    stdout = sys.stdout
+    sys.stdout = cast("TextIO", _Output(stdout))
+    try:
+        return _run(as_json=as_json)
+    except _OutputFailed as error:
+        from ckpt.cli.output import fail
+
+        fail(StorageError("standard output", str(error)), as_json=False)
+        _forget_output()
+        return StorageError.exit_code
+    finally:
+        sys.stdout = stdout
+        log.removeHandler(teller)
+
+
+class _Teller(logging.Handler):
+    """What the package logs is a line like any other."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from ckpt.cli.output import warn
+
+        warn(record.getMessage().removeprefix("ckpt: "))
+
+
+def _run(*, as_json: bool) -> int:
     try:
         code = app(prog_name="ckpt", standalone_mode=False)
         sys.stdout.flush()
@@ -139,7 +180,8 @@ def main() -> int:
         fail(error, as_json=as_json)
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("interrupted\n")
+        with suppress(OSError):
+            sys.stderr.write("interrupted\n")
         return _INTERRUPTED
     except SystemExit as error:  # typer makes this of a pipe that nobody reads any more
         if not isinstance(error.__context__, BrokenPipeError):
@@ -149,6 +191,8 @@ def main() -> int:
     except BrokenPipeError:  # the reader has all that it wants, as `head` does
         _forget_output()
         return 0
+    except _OutputFailed:
+        raise
     except Exception as error:  # noqa: BLE001 - the last stop: whatever it is becomes one line
         return _other(error, as_json=as_json)
 
@@ -173,7 +217,8 @@ def _other(error: Exception, *, as_json: bool) -> int:
         said = io.StringIO()
         error.show(said)
         # it repeats what it does not know: a URL, say
-        sys.stderr.writelines(f"{clean(line)}\n" for line in said.getvalue().split("\n")[:-1])
+        with suppress(OSError):
+            sys.stderr.writelines(f"{clean(line)}\n" for line in said.getvalue().split("\n")[:-1])
         if as_json:
             show_json({"error": type(error).__name__, "message": error.format_message()})
         return error.exit_code
@@ -181,6 +226,37 @@ def _other(error: Exception, *, as_json: bool) -> int:
         raise error
     fail_unexpected(error, as_json=as_json)
     return _UNEXPECTED
+
+
+class _OutputFailed(Exception):
+    """Standard output takes no more, as a full disk does."""
+
+
+class _Output:
+    """Standard output, whose errors are told from those of stores. A pipe that is not read any more is another matter."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._errors():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with self._errors():
+            self._stream.flush()
+
+    @contextmanager
+    def _errors(self) -> Generator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _OutputFailed(error.strerror or str(error)) from None
 
 
 def _forget_output() -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
+    from ckpt.cli.watched import Watched
     from ckpt.config import Tier
     from ckpt.errors import CkptError
     from ckpt.model.keys import StepRef
     from ckpt.pipeline.workers import Workers
     from ckpt.storage.api import StorageBackend
+
+T = TypeVar("T")
 
 _MOST_THREADS = 16
 
@@ -69,7 +72,11 @@ PlacesAndStepArgument = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")
 ]
-
+TimeoutOption = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long a store may be silent at first."),
+]
+TIMEOUT_SECONDS: Final = 10.0
 
 LATEST: Final = "latest"
 """The STEP that is the newest one."""
@@ -155,13 +162,13 @@ def is_step(word: str) -> bool:
     return word == LATEST or (word.isascii() and word.isdecimal())
 
 
-def open_root(root: str | None, config: str | None = None) -> StorageBackend:
+def open_root(root: str | None, config: str | None = None, *, timeout: float) -> Watched:
     """The store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names."""
+    from ckpt.cli.watched import open_watched
     from ckpt.config import resolve_tier
-    from ckpt.storage.registry import open_backend
 
     tier = resolve_tier(root, config)
-    return open_backend(tier.url, tier.options)
+    return open_watched(tier.url, tier.options, timeout)
 
 
 @contextmanager
@@ -185,18 +192,21 @@ class Reached:
     """A tier that was looked for: its store, or why there is none."""
 
     url: str
-    backend: StorageBackend | None = None
+    backend: Watched | None = None
     error: CkptError | None = None
 
 
-def open_each(roots: list[str] | None, config: str | None, *, all_tiers: bool = False) -> list[Reached]:
+def open_each(
+    roots: list[str] | None, config: str | None, *, timeout: float, all_tiers: bool = False
+) -> list[Reached]:
     """The tiers that ``--root`` (once or more) or ``--config`` names, nearest first, those that cannot be opened included.
 
     ``all_tiers``: without either, all of ``./ckpt.toml`` rather than the first. The root "memory" is all that lies in the memory of this machine.
     """
+    from ckpt.cli.watched import open_watched
     from ckpt.config import MEMORY, load_config, resolve_tier
     from ckpt.errors import CkptError, ConfigError, NoCheckpoint
-    from ckpt.storage.registry import open_backend, stores_in_memory
+    from ckpt.storage.registry import stores_in_memory
     from ckpt.storage.tiers import urls_of
 
     if roots and config:
@@ -213,7 +223,7 @@ def open_each(roots: list[str] | None, config: str | None, *, all_tiers: bool = 
     found: list[Reached] = []
     for tier, url in zip(tiers, urls_of(tiers), strict=True):
         try:
-            backend = open_backend(url, tier.options)
+            backend = open_watched(url, tier.options, timeout)
             found.append(Reached(backend.url, backend))
         except CkptError as error:
             if len(tiers) == 1:
@@ -225,11 +235,24 @@ def open_each(roots: list[str] | None, config: str | None, *, all_tiers: bool = 
     return found
 
 
-def workers_for(backend: StorageBackend) -> Workers:
-    """As many threads as the store has use for."""
+def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Results in order. Each may wait for a store of its own, and none for another one."""
     from ckpt.pipeline.workers import Workers
 
-    return Workers("cli", max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS)))
+    workers = Workers("look", max(1, len(work)))  # not closed: one may wait for its store still
+    futures = [workers.submit(each) for each in work]
+    return [future.result() for future in futures]
+
+
+@contextmanager
+def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[Workers]:
+    """As many threads as the store has use for. While they work, a line tells of each of the stores that does not answer."""
+    from ckpt.cli.watched import telling
+    from ckpt.pipeline.workers import Workers
+
+    count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
+    with telling(backend, *others), Workers("cli", count) as workers:
+        yield workers
 
 
 def size_bytes(option: str, text: str) -> int:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -185,9 +185,10 @@ def _clean_json(value: Any) -> Any:
 
 
 def _tell(word: str, style: str, text: str) -> None:
-    _console(sys.stderr).print(
-        Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True
-    )
+    with suppress(OSError):  # where standard error takes nothing, the exit code still tells
+        _console(sys.stderr).print(
+            Text(f"{word}: ", style=style).append(clean(text), style="default"), soft_wrap=True
+        )
 
 
 def _console(stream: TextIO) -> Console:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.cli.options import ConfigFileOption, JsonOption, PlaceArgument, RootOption, one_place, places
+from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
+    ConfigFileOption,
+    JsonOption,
+    PlaceArgument,
+    RootOption,
+    TimeoutOption,
+    one_place,
+    places,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,6 +55,7 @@ def prune(
     ] = False,
     root: RootOption = None,
     config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Remove old checkpoints, those that have lost files, and the remains of saves that failed more than a day ago.
@@ -58,31 +69,27 @@ def prune(
       ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
     from ckpt.cli import output
+    from ckpt.cli.watched import open_watched, telling
     from ckpt.config import resolve_tier
     from ckpt.coordination.owner import read_owner
-    from ckpt.errors import ConfigError, NoCheckpoint
+    from ckpt.errors import NoCheckpoint
     from ckpt.retention.inventory import Inventory
-    from ckpt.retention.policy import Retention
     from ckpt.retention.prune import carry_out, judge
-    from ckpt.storage.registry import open_backend
 
     root = one_place(places([where] if where else None, [root] if root else None))
     tier = resolve_tier(root, config)
-    rule = Retention(
-        keep_last=tier.keep_last if keep_last is None else keep_last,
-        keep_every=tier.keep_every if keep_every is None else keep_every,
-        keep_best=tier.best if keep_best is None else _best(keep_best),
+    rule = _rule(tier, keep_last, keep_every, keep_best)
+    backend = open_watched(tier.url, tier.options, timeout)
+    owner, found = backend.ask(
+        lambda: (read_owner(backend), Inventory(backend, part=tier.local is True).look())
     )
-    if rule.keeps_all:
-        raise ConfigError("how many shall be kept? Give --keep-last N, or write keep_last into ckpt.toml")
-    backend = open_backend(tier.url, tier.options)
-    owner = read_owner(backend)
-    found = Inventory(backend, part=tier.local is True).look()
     if not found:
         raise NoCheckpoint(backend.url, "it is empty, or does not exist")
     _warn_of_names(rule, found)
     late = (
-        frozenset["StepRef"]() if force else _late(backend.url, owner, tier, config, found, dry_run=dry_run)
+        frozenset["StepRef"]()
+        if force
+        else _late(backend.url, owner, tier, config, found, timeout, dry_run=dry_run)
     )
     judged = judge(
         found,
@@ -92,7 +99,8 @@ def prune(
         undated=owner is None,
         protected=lambda: late,
     )
-    gone = carry_out(backend, judged, dry_run=dry_run)
+    with telling(backend):
+        gone = carry_out(backend, judged, dry_run=dry_run)
     kept = [one for one in judged if one.kept]
     if json:
         output.show_json(
@@ -103,10 +111,29 @@ def prune(
                 "kept": [_kept_as_json(one) for one in kept],
             }
         )
-        return
-    _show(gone, kept if dry_run else [])
-    total = output.size(sum(one.nbytes for one in gone))
-    output.show_line(f"{output.count(len(gone), 'step')} {'would be ' if dry_run else ''}removed, {total}")
+    else:
+        _show(gone, kept, dry_run=dry_run)
+
+
+def _rule(tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: str | None) -> Retention:
+    from ckpt.errors import ConfigError
+    from ckpt.retention.policy import Retention
+
+    best = tier.best if keep_best is None else _best(keep_best)
+    last = tier.keep_last if keep_last is None else keep_last
+    for option, given in (("--keep-every", keep_every), ("--keep-best", keep_best)):
+        if given is not None and last is None:
+            raise ConfigError(f"{option} adds to --keep-last: give --keep-last N too, such as --keep-last 3")
+    rule = Retention(
+        keep_last=last,
+        keep_every=tier.keep_every if keep_every is None else keep_every,
+        keep_best=best,
+    )
+    if rule.keeps_all:
+        raise ConfigError(
+            "how many are to be kept? Give --keep-last N, or write keep_last into ckpt.toml (--keep-every and --keep-best keep more)"
+        )
+    return rule
 
 
 def _late(
@@ -115,6 +142,7 @@ def _late(
     tier: Tier,
     config: str | None,
     found: Sequence[StoredStep],
+    timeout: float,
     *,
     dry_run: bool,
 ) -> frozenset[StepRef]:
@@ -125,9 +153,9 @@ def _late(
     """
     from ckpt.catalog.index import committed
     from ckpt.cli import output
+    from ckpt.cli.watched import open_watched
     from ckpt.config import load_config
     from ckpt.errors import CkptError, CommitError
-    from ckpt.storage.registry import open_backend
 
     if owner is None or not (owner.alive or owner.is_unknown):
         return frozenset()
@@ -143,7 +171,8 @@ def _late(
     for farther in tiers[tiers.index(tier) + 1 :]:
         taken = {held.ref for held in found if held.state == "whole" and held.ref.step % farther.every == 0}
         try:
-            late |= taken - set(committed(open_backend(farther.url, farther.options)))
+            store = open_watched(farther.url, farther.options, timeout)
+            late |= taken - set(store.ask(partial(committed, store)))
         except CkptError as error:
             output.warn(f"what {farther.url} lacks cannot be seen, so all that it takes stays: {error}")
             late |= taken
@@ -158,8 +187,9 @@ def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:
         output.warn(told)
 
 
-def _show(found: Sequence[Pruned], kept: Sequence[Judged]) -> None:
+def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> None:
     from ckpt.cli import output
+    from ckpt.retention.prune import YOUNG
 
     rows = [
         (str(one.ref.step), one.ref.attempt, output.size(one.nbytes), _what(one.state), "goes")
@@ -173,18 +203,30 @@ def _show(found: Sequence[Pruned], kept: Sequence[Judged]) -> None:
             _what(one.held.state),
             f"stays: {', '.join(one.kept)}",
         )
-        for one in kept
+        for one in (kept if dry_run else ())
     ]
     if rows:
         output.show_table(("step", "attempt", "size", "what", "fate"), rows, right=("step", "size"))
+    total = output.size(sum(one.nbytes for one in found))
+    output.show_line(f"{output.count(len(found), 'step')} {'would be ' if dry_run else ''}removed, {total}")
+    if young := sum(YOUNG in one.kept for one in kept):
+        output.show_line(
+            f"remains of {output.count(young, 'save')} stay until they are a day old, since a job may still finish them"
+        )
 
 
 def _best(text: str) -> Best:
     """'loss:min:3', as one types it."""
     from ckpt.config import Best
+    from ckpt.errors import ConfigError
 
     metric, *rest = text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
-    return Best.of((metric, *(int(part) if part.isdecimal() else part for part in rest)))
+    try:
+        return Best.of((metric, *(int(part) if part.isdecimal() else part for part in rest)))
+    except ConfigError:
+        raise ConfigError(
+            f"--keep-best {text}: write METRIC:MODE or METRIC:MODE:N, such as loss:min, or accuracy:max:3 to keep three"
+        ) from None
 
 
 def _what(state: State) -> str:

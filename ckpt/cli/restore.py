@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
     ConfigOption,
     JsonOption,
     PlacesAndStepArgument,
     StepOption,
+    TimeoutOption,
     places_and_step,
     workers_for,
 )
@@ -20,6 +24,7 @@ from ckpt.cli.options import (
 if TYPE_CHECKING:
     from ckpt.catalog.tiered_reader import Repair
     from ckpt.catalog.verify import OnProgress
+    from ckpt.cli.watched import Watched
     from ckpt.errors import IntegrityError
     from ckpt.model.keys import StepRef
     from ckpt.pipeline.workers import Workers
@@ -51,6 +56,7 @@ def restore(
         ),
     ] = None,
     config: ConfigOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Fetch and verify the newest checkpoint.
@@ -78,13 +84,13 @@ def restore(
         raise ConfigError("--latest and --step exclude each other: leave one out")
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
-    sources = _sources(roots, config)
+    sources = _sources(roots, config, timeout)
     for source in sources[1:]:
         if scheme_of(source.url) == "file" and not os.path.exists(source.url):
             output.warn(
                 f"{source.url} does not exist, so nothing is read from there (--to names where to copy)"
             )
-    found = _first_intact(sources, step, _destination(sources, to))
+    found = _first_intact(sources, step, _destination(sources, to, timeout))
     seconds, nbytes = found.seconds, found.nbytes
     if json:
         output.show_json(
@@ -127,24 +133,31 @@ class _Found:
     repaired: tuple[Repair, ...] = ()
 
 
-def _sources(roots: list[str], config: str | None) -> list[StorageBackend]:
+def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watched]:
     """Nearest first."""
+    from ckpt.cli.watched import watch
     from ckpt.config import resolve_tiers
     from ckpt.storage.tiers import open_tiers
 
-    return [tier.backend for tier in open_tiers(resolve_tiers(roots, config))]
+    return [watch(tier.backend, timeout) for tier in open_tiers(resolve_tiers(roots, config))]
 
 
-def _destination(sources: list[StorageBackend], to: str | None) -> StorageBackend | None:
+def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watched | None:
     """None: what is in a local folder already stays there."""
-    from ckpt.storage.registry import open_backend, scheme_of
+    from ckpt.cli.watched import open_watched
+    from ckpt.errors import ConfigError
+    from ckpt.storage.registry import scheme_of
 
+    if to is not None and scheme_of(to) != "file":
+        raise ConfigError(
+            f"--to {to} is a URL, and restore fetches into a local folder: copy between stores with ckpt copy {sources[0].url} {to}"
+        )
     folders = [source for source in sources if scheme_of(source.url) == "file"]
     if to is None and len(sources) == 1 and folders:
         return None
     if to is None and folders:
         return folders[0]
-    destination = open_backend(to or _DEFAULT_FOLDER)
+    destination = open_watched(to or _DEFAULT_FOLDER, None, timeout)
     same = (
         len(sources) == 1
         and folders
@@ -153,18 +166,18 @@ def _destination(sources: list[StorageBackend], to: str | None) -> StorageBacken
     return None if same else destination
 
 
-def _first_intact(
-    sources: list[StorageBackend], step: int | None, destination: StorageBackend | None
-) -> _Found:
+def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
     from ckpt.catalog.candidates import candidates
     from ckpt.catalog.index import find
     from ckpt.cli import output
     from ckpt.errors import IntegrityError, NoCheckpoint
+    from ckpt.pipeline.workers import Workers
 
     tried = 0
-    with workers_for(sources[-1]) as workers:
-        found = candidates(sources, step, workers=workers)
-        candidate = next(found, None)
+    listing = Workers("list", len(sources))  # not closed: one may wait for its store still
+    found = candidates(sources, step, workers=listing, lists=_attempts)
+    candidate = next(found, None)
+    with workers_for(sources[-1], *sources, *([destination] if destination else [])) as workers:
         while candidate is not None:
             ref, tried = candidate.ref, tried + 1
             asked = [sources[position] for position in candidate.answering]
@@ -184,15 +197,23 @@ def _first_intact(
     urls = ", ".join(source.url for source in sources)
     if not tried:
         if len(sources) == 1:
-            find(sources[0], step)  # says what there is instead
+            sources[0].ask(partial(find, sources[0], step))  # says what there is instead
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
         f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all tells what is wrong with each"
     )
 
 
+def _attempts(store: StorageBackend) -> list[StepRef]:
+    """Those of a source, as far as it answers within ``--timeout``."""
+    from ckpt.catalog.index import attempts
+    from ckpt.cli.watched import Watched
+
+    return store.ask(partial(attempts, store)) if isinstance(store, Watched) else attempts(store)
+
+
 def _try(
-    sources: list[StorageBackend],
+    sources: Sequence[StorageBackend],
     ref: StepRef,
     destination: StorageBackend | None,
     workers: Workers,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
     ConfigFileOption,
     JsonOption,
     PlaceAndStepArgument,
     RootOption,
     StepOption,
+    TimeoutOption,
     naming_the_one_before,
     open_root,
     place_and_step,
@@ -37,6 +40,7 @@ def show(
     files: Annotated[
         bool, typer.Option("--files", help="Also the files, and the rank that wrote each.")
     ] = False,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Show what a checkpoint holds.
@@ -53,11 +57,11 @@ def show(
     from ckpt.cli import output
 
     place, wanted = place_and_step(where, root, step)
-    backend = open_root(place, config)
-    refs = find(backend, wanted)
+    backend = open_root(place, config, timeout=timeout)
+    refs = backend.ask(partial(find, backend, wanted))
     ref = refs[0]
     with naming_the_one_before(refs, wanted):
-        manifest = read_manifest(backend, ref)
+        manifest = backend.ask(partial(read_manifest, backend, ref))
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))
         return

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
     ConfigOption,
     JsonOption,
     PlacesAndStepArgument,
     Reached,
     RootsOption,
     StepOption,
+    TimeoutOption,
+    at_once,
     open_each,
     places_and_step,
     workers_for,
@@ -35,6 +39,7 @@ def verify(
     ] = False,
     root: RootsOption = None,
     config: ConfigOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
     r"""Compare every byte with its checksums.
@@ -55,7 +60,7 @@ def verify(
     roots, step = places_and_step(where, root, step)
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
-    places = open_each(roots, config, all_tiers=all_tiers)
+    places = open_each(roots, config, timeout=timeout, all_tiers=all_tiers)
     if len(places) == 1 and not all_tiers:
         _one(places[0], step, all_steps=all_steps, json=json)
     else:
@@ -69,7 +74,7 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
 
     if (backend := place.backend) is None:
         raise place.error or AssertionError(place)
-    refs = find(backend, step)
+    refs = backend.ask(partial(find, backend, step))
     reports: list[VerifyReport] = []
     for ref in refs if all_steps or step is not None else refs[:1]:
         reports.append(_verify(backend, ref))
@@ -152,7 +157,7 @@ def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: 
     from ckpt.cli import output
     from ckpt.errors import IntegrityError, NoCheckpoint
 
-    tiers = [_look(place, step) for place in places]
+    tiers = at_once([partial(_look, place, step) for place in places])
     for tier in tiers:
         _check(tier, tier.refs if all_steps or step is not None else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
@@ -177,7 +182,8 @@ def _look(place: Reached, step: int | None) -> _Tier:
     if place.backend is None:
         return _Tier(place.url, error=place.error)
     try:
-        return _Tier(place.url, place.backend, find(place.backend, step))
+        refs = place.backend.ask(partial(find, place.backend, step))
+        return _Tier(place.url, place.backend, refs)
     except CkptError as error:
         return _Tier(place.url, place.backend, error=error)
 

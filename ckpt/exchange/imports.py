@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -18,10 +20,11 @@ from torch.optim import Optimizer
 
 from ckpt.catalog.index import committed
 from ckpt.config import Tier
-from ckpt.errors import ConfigError, StepExists, StorageError, UnsupportedValue
-from ckpt.exchange.sources import Kind, State, detect, read_source
+from ckpt.errors import CommitError, ConfigError, StepExists, StorageError, UnsupportedValue
+from ckpt.exchange.sources import Kind, State, check_kind, detect, read_source
 from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
+from ckpt.model.keys import StepRef
 from ckpt.staging.image import copyable
 from ckpt.storage.registry import open_backend, scheme_of
 
@@ -64,12 +67,14 @@ def import_checkpoint(
     kind: Kind | None = None,
     plain: Sequence[str] = (),
     parameter_names: Sequence[str] | None = None,
+    look: Callable[[], list[StepRef]] | None = None,
 ) -> Imported:
     """Save what ``source`` holds as ``step``.
 
     Args:
         plain: Names of dicts of tensors that belong to no module.
         parameter_names: Of the model, in the order the optimizer was given them, where the source has numbers only.
+        look: Returns the committed attempts at ``tier``, for a caller that limits how long this may take.
 
     Raises:
         ConfigError: ``source`` is not there, or of no known kind.
@@ -79,30 +84,53 @@ def import_checkpoint(
     backend = open_backend(tier.url, tier.options)
     _check_apart(source, backend.url)
     found = kind or detect(source)
-    if not os.path.exists(source):
-        raise ConfigError(f"{source} is not there: name a local file or folder")
-    if any(ref.step == step for ref in committed(backend)):
-        raise StepExists(step, backend.url)
+    check_kind(source, found)
+    _check_free(backend.url, step, (look or partial(committed, backend))())
     local = backend.url if scheme_of(backend.url) == "file" else None
-    state = read_source(source, found, _made(local))
     done = Imported(kind=found)
-    live = _Shaper(done, plain, parameter_names).shape(state)
     origin = {"imported_from": os.path.abspath(source), "imported_as": found}
     # what the tier would give up for a new step is not an import's to remove
     keeps_all = replace(tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None)
-    with CheckpointManager(keeps_all, metadata=origin, slots=1, overlap="off") as manager:
-        manager.save(live, step=step)
+    with _made(local) as scratch:
+        state = read_source(source, found, scratch)
+        live = _Shaper(done, plain, parameter_names).shape(state)
+        with CheckpointManager(keeps_all, metadata=origin, slots=1, overlap="off") as manager:
+            manager.save(live, step=step)
     return done
 
 
-def _made(folder: str | None) -> str | None:
-    """A scratch file lies where the checkpoint will: there is room there, or it fails anyway."""
-    if folder is not None:
+def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
+    if any(ref.step == step for ref in there):
+        raise StepExists(step, root)
+    if there and (newest := max(there).step) > step:
+        raise CommitError(
+            f"step {step} is out of order: {root} holds step {newest}, which a restore would go on taking as the newest; "
+            f"give --step above {newest}, or another ROOT"
+        )
+
+
+@contextmanager
+def _made(folder: str | None) -> Generator[str | None]:
+    """A scratch file lies where the checkpoint will: there is room there, or it fails anyway. An error leaves no new folder that is empty."""
+    if folder is None:
+        yield None
+        return
+    new: list[str] = []
+    place = os.path.abspath(folder)
+    while not os.path.lexists(place):
+        new.append(place)
+        place = os.path.dirname(place)
+    try:
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
         except OSError as error:
             raise StorageError(folder, error.strerror or str(error)) from None
-    return folder
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # it is not there, or another process has put something into it
+            for made in new:
+                os.rmdir(made)
+        raise
 
 
 def _check_apart(source: str, root: str) -> None:

@@ -19,6 +19,16 @@ _BEGINNINGS: Final = (
 _MOST_BYTES: Final = 4096
 
 
+def is_torch(path: str) -> bool:
+    """Whether it begins as a file of ``torch.save`` does, of torch 1.6 or later."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(300)
+    except OSError:
+        return False
+    return head.startswith(b"PK\x03\x04") and b"data.pkl" in head
+
+
 def what_is(path: str) -> str:
     """Such as "a safetensors file"; empty for what nobody can tell."""
     try:

@@ -21,9 +21,10 @@ from ckpt.errors import CkptError, ConfigError, IntegrityError, OutOfSpace, Stor
 from ckpt.exchange import safetensors_read
 from ckpt.exchange.bounds import check_state, check_torch_file, regular
 from ckpt.exchange.inert import Inert, read_inert
-from ckpt.exchange.sniff import what_is
+from ckpt.exchange.sniff import is_torch, what_is
 from ckpt.exchange.torch_file import Scratch
 from ckpt.model.dtype import DTYPES
+from ckpt.model.keys import MANIFEST, parse_folder
 from ckpt.model.validate import MAX_DIMENSIONS
 from ckpt.staging.image import copyable
 
@@ -43,16 +44,52 @@ def detect(source: str) -> Kind:
         return "safetensors" if source.endswith(_SAFETENSORS) else "torch"
     if not os.path.isdir(source):
         raise ConfigError(f"{source} is not there: name a local file or folder")
-    names = os.listdir(source)
+    names = _names_in(source)
+    if MANIFEST in names and (ref := parse_folder(os.path.basename(os.path.abspath(source)))):
+        parent = os.path.dirname(os.path.abspath(source))
+        raise ConfigError(
+            f"{source} is a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT --step {ref.step}"
+        )
     if _TABLE in names:
         return "dcp"
     if any(name.endswith(_SAFETENSORS) for name in names):
         return "safetensors"
     if any(name.endswith(_TORCH) for name in names):
         return "torch"
+    if any(parse_folder(name) for name in names):
+        raise ConfigError(
+            f"{source} holds checkpoints of ckpt already: copy them with ckpt copy {source} ROOT (--step N, or --all)"
+        )
     raise ConfigError(
         f"{source} holds neither {_TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor *.pt, *.pth or *.bin of torch.save"
     )
+
+
+def check_kind(source: str, kind: Kind) -> None:
+    """Raises ``ConfigError`` where ``source`` cannot be of this kind. A file is named by its first bytes."""
+    if not os.path.exists(source):
+        raise ConfigError(f"{source} is not there: name a local file or folder")
+    if os.path.isdir(source):
+        names = _names_in(source)
+        wanted = {"dcp": (_TABLE,), "safetensors": (_SAFETENSORS,), "torch": _TORCH}[kind]
+        if not any(name.endswith(wanted) for name in names):
+            raise ConfigError(f"--format {kind}: {source} holds no {', '.join(wanted)} file")
+    elif kind == "dcp":
+        what = what_is(regular(source)) or (
+            "a file of torch.save: give --format torch" if is_torch(source) else "a file"
+        )
+        raise ConfigError(
+            f"--format dcp: {source} is {what}; torch.distributed.checkpoint writes a folder with a {_TABLE} file in it"
+        )
+    elif kind == "safetensors" and is_torch(regular(source)):
+        raise ConfigError(f"--format safetensors: {source} is a file of torch.save: give --format torch")
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror or error}") from None
 
 
 def read_source(source: str, kind: Kind, scratch: str | None) -> State:

@@ -28,6 +28,7 @@ GRACE_SECONDS: Final = 24 * 3600.0
 
 _RETRY: Final = RetryPolicy()
 
+YOUNG: Final = "less than a day old, and its job may still finish it"
 NEEDED: Final = "a farther tier waits for it"
 FOREIGN: Final = "another job's, committed after this one had taken the root"
 
@@ -97,7 +98,7 @@ def judge(
             return ("the running job's",)
         young = not undated if held.touched is None else now - held.touched <= grace_seconds
         in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
-        return ("not old enough to be given up",) if young and in_use else ()
+        return (YOUNG,) if young and in_use else ()
 
     return [Judged(held=held, kept=kept(held)) for held in found]
 

@@ -67,7 +67,9 @@ def refused(cli: Cli, left: Written, *args: object, code: int = 5) -> str:
 
 def test_a_missing_rank_is_named(cli: Cli, left: Written) -> None:
     (Path("runs") / left.ref.key("rank-00001.json")).unlink()
-    assert "rank(s) 1 of 2 did not finish their part" in refused(cli, left)
+    told = refused(cli, left)
+    assert "rank(s) 1 of 2 did not finish their part" in told
+    assert "ckpt prune removes what is left of it once it is a day old" in told
 
 
 def test_damaged_data_is_told(cli: Cli, left: Written) -> None:

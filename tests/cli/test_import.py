@@ -307,18 +307,18 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "told"),
     [
-        (["nowhere.pt", "runs", "--step", 1], 2, "is not there"),
+        (["nowhere.pt", "runs", "--step", 101], 2, "is not there"),
         (["c.pt", "runs"], 2, "step"),
         (["c.pt", "runs", "--step", 100], 5, "already saved"),
-        (["empty", "runs", "--step", 1], 2, "holds neither"),
-        (["cut.pt", "runs", "--step", 1], 4, "not a whole file"),
-        (["cut.safetensors", "runs", "--step", 1], 4, "not a whole safetensors file"),
-        (["c.pt", "runs", "--step", 1, "--plain", "nope"], 2, "--plain nope"),
-        (["c.pt", "runs", "--step", 1, "--param-names", "nope"], 2, "cannot be read"),
-        (["empty", "empty/runs", "--step", 1], 2, "lies inside"),
-        (["s3://bucket/c.pt", "runs", "--step", 1], 2, "is a URL"),
+        (["empty", "runs", "--step", 101], 2, "holds neither"),
+        (["cut.pt", "runs", "--step", 101], 4, "not a whole file"),
+        (["cut.safetensors", "runs", "--step", 101], 4, "not a whole safetensors file"),
+        (["c.pt", "runs", "--step", 101, "--plain", "nope"], 2, "--plain nope"),
+        (["c.pt", "runs", "--step", 101, "--param-names", "nope"], 2, "cannot be read"),
+        (["empty", "empty/runs", "--step", 101], 2, "lies inside"),
+        (["s3://bucket/c.pt", "runs", "--step", 101], 2, "is a URL"),
         (["c.pt", "c.pt/runs", "--step", 1], 2, ""),
-        (["set.pt", "runs", "--step", 1, "--format", "dcp"], 2, "cannot be read"),
+        (["set.pt", "runs", "--step", 101, "--format", "dcp"], 2, "give --format torch"),
     ],
 )
 def test_a_wrong_call_says_what_is_wrong(cli: Cli, args: list[object], code: int, told: str) -> None:
@@ -377,3 +377,44 @@ def test_an_archive_of_numpy_is_called_so_and_a_torn_torch_file_torn(cli: Cli) -
         ran = cli("import", "b.pt", "runs", "--step", 1)
         assert ran.code == 4, (length, ran.err)
         assert "not a whole file of torch.save" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "told"),
+    [
+        (["ours", "new", "--step", 1], 2, "copy them with ckpt copy ours ROOT"),
+        (["STEP", "new", "--step", 1], 2, "ours ROOT --step 100"),
+        (["c.pt", "ours", "--step", 5], 5, "step 5 is out of order"),
+        (["c.pt", "new", "--step", 1, "--format", "dcp"], 2, "c.pt is a file of torch.save: give --format torch"),
+        (["a.txt", "new", "--step", 1, "--format", "dcp"], 2, "a.txt is text"),
+        (["c.pt", "new", "--step", 1, "--format", "safetensors"], 2, "give --format torch"),
+        (["empty", "new", "--step", 1, "--format", "safetensors"], 2, "empty holds no .safetensors file"),
+        (["empty", "new", "--step", 1, "--format", "dcp"], 2, "empty holds no .metadata file"),
+        (["a.txt", "new/deep", "--step", 1], 2, "but text"),
+        (["c.pt", "new/deep", "--step", 1, "--plain", "nope"], 2, "--plain nope"),
+        (["two.pt", "new", "--step", 1], 8, "not supported"),
+    ],
+)  # fmt: skip
+def test_a_refused_import_says_what_to_do_and_leaves_nothing(
+    cli: Cli, args: list[object], code: int, told: str
+) -> None:
+    torch.save(saved(), "c.pt")
+    torch.save({1: 2}, "two.pt")
+    os.mkdir("empty")
+    Path("a.txt").write_text("hello")
+    with CheckpointManager("ours") as manager:
+        manager.save({"x": 1}, step=100)
+    [step] = Path("ours").glob("step-*")
+    before = sorted(Path().rglob("*"))
+    ran = cli("import", *[step if word == "STEP" else word for word in args])
+    assert ran.code == code, ran.err
+    assert told in ran.err
+    assert ran.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_refused_import_leaves_a_folder_that_was_there(cli: Cli) -> None:
+    os.mkdir("mine")
+    Path("a.txt").write_text("hello")
+    assert cli("import", "a.txt", "mine", "--step", 1).code == 2
+    assert Path("mine").is_dir()

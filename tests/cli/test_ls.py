@@ -258,7 +258,7 @@ def test_only_the_newest_are_listed_or_the_newest_first(cli: Cli, tiers: str) ->
 def test_a_store_that_never_answers_is_told_and_then_given_up(
     cli: Cli, steps: dict[int, Written], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.cli.ls._SILENT_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt.cli.watched.SILENT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
         (tmp_path / "ckpt.toml").write_text(
             f"""

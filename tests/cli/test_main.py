@@ -85,7 +85,8 @@ def test_a_wrong_call_tells_no_secret_of_a_url(cli: Cli) -> None:
     ("args", "told"),
     [
         (["finalize", "²", "--root", "runs"], "² and --root runs are two places"),
-        (["prune", "--keep-best", "loss:min:²"], "keep_best"),
+        (["prune", "--keep-best", "loss:min:²"], "--keep-best loss:min:²: write METRIC:MODE or"),
+        (["prune", "--keep-best", "loss"], "such as loss:min, or accuracy:max:3"),
         (["export", "runs", "x", "--format", "safetensors", "--max-shard-size", "9" * 400], "such as 5GB"),
     ],
 )
@@ -282,3 +283,41 @@ def test_a_word_in_the_wrong_place_is_told(
 
 def test_diff_takes_steps_as_arguments(cli: Cli, steps: dict[int, Written]) -> None:
     assert cli("diff", "runs", 100, "latest").out == cli("diff", "--step", 100, "--step", 300).out
+
+
+@pytest.mark.parametrize("call", ["ls runs", "show runs --json", "--help", "ls --help", "--version", "ls nope --json", "ls --nope --json"])  # fmt: skip
+def test_a_full_disk_below_the_output_is_told_in_one_line(steps: dict[int, Written], call: str) -> None:
+    done = run(f"ckpt {call} >/dev/full 2>err; echo $?; grep -v 'import time' err")
+    code, *told = done.stdout.splitlines()
+    assert code == "3"
+    assert told[-1] == "error: storage failed: 'standard output' (No space left on device)"
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize(("call", "code"), [("ls runs", 0), ("ls nope", 7), ("ls --nope", 2)])
+def test_an_error_that_cannot_be_told_has_its_exit_code(
+    steps: dict[int, Written], call: str, code: int
+) -> None:
+    assert run(f"ckpt {call} >out 2>/dev/full; echo $?").stdout == f"{code}\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_option_that_takes_one_value_is_given_once(cli: Cli, verb: str) -> None:
+    """All of them: what click would take the last of."""
+    from typer.main import get_command
+
+    from ckpt.cli.main import app
+
+    command = get_command(app).commands[verb]  # type: ignore[attr-defined]
+    options = [each for each in command.params if each.param_type_name == "option" and not each.is_flag]
+    assert options
+    for option in options:
+        value = "safetensors" if "--format" in option.opts else "5"
+        name = option.opts[-1]
+        ran = cli(verb, "a", "b", name, value, name, value)
+        assert (f"{name} is given 2 times: give it once" in ran.err) == (not option.multiple), ran.err
+        assert option.multiple or ran.code == 2
+
+
+def test_a_flag_may_be_given_twice(cli: Cli, steps: dict[int, Written]) -> None:
+    assert cli("verify", "--all", "--all").code == 0

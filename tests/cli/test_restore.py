@@ -238,3 +238,11 @@ def test_no_link_that_was_planted_at_the_destination_is_followed(
     assert "internal error" not in ran.err
     assert os.listdir("outside") == ["victim"]
     assert Path("outside/victim").read_text() == "mine"
+
+
+def test_a_url_is_no_place_to_restore_to_and_copy_is_named(cli: Cli, steps: dict[int, Written]) -> None:
+    ran = cli("restore", "runs", "--to", "s3://user:hunter2@bucket/run")
+    assert ran.code == 2
+    assert "is a URL, and restore fetches into a local folder" in ran.err
+    assert "ckpt copy " in ran.err
+    assert "hunter2" not in ran.err

@@ -244,3 +244,17 @@ def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_p
     monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: backend)
     saved(tmp_path, [1, 2, 3, 4, 5])
     assert [call.verb for call in backend.calls].count("folders") == 2  # whose the root is, and the remains
+
+
+def test_prune_says_why_remains_stay_and_which_option_another_one_adds_to(tmp_path, cli):  # noqa: F811
+    root = tmp_path / "runs"
+    saved(root, [1])
+    dead(root, fragments=True, hours=2)
+    for extra in ([], ["--dry-run"]):
+        ran = cli("prune", "runs", "--keep-last", 1, *extra)
+        assert ran.code == 0
+        assert "remains of 1 save stay until they are a day old" in ran.out
+    for option, value in (("--keep-best", "loss:min"), ("--keep-every", "5")):
+        ran = cli("prune", "runs", option, value)
+        assert ran.code == 2
+        assert f"{option} adds to --keep-last: give --keep-last N too" in ran.err

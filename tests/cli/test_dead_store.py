@@ -1,0 +1,169 @@
+"""No verb waits for a dead store in silence, or for ever."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.storage.api import ObjectInfo, StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing.faulty import FaultyBackend
+from tests.checkpoints import Written
+from tests.cli.conftest import Cli, data_file
+from tests.servers import free_port
+
+CONFIG = """
+[[tiers]]
+url = "runs"
+[[tiers]]
+url = "s3://bucket/run"
+[tiers.options]
+endpoint_url = "http://127.0.0.1:{port}"
+key = "a"
+secret = "b"
+config_kwargs = {{ read_timeout = 1, connect_timeout = 1, retries = {{ max_attempts = 0 }} }}
+"""
+DEAD = "s3://bucket/run"
+WAITED = f"{DEAD} has not answered yet; it is given up after 0.5 s (--timeout)"
+GIVEN_UP = f"'{DEAD}' (no answer within 0.5 s (--timeout)"
+
+
+@pytest.fixture(params=["silent", "refused"])
+def dead(request: pytest.FixtureRequest, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A ``ckpt.toml`` whose second tier takes connections and says nothing, or takes none."""
+    monkeypatch.setattr("ckpt.cli.watched.SILENT_SECONDS", 0.1)
+    with contextlib.ExitStack() as stack:
+        port = free_port()
+        if request.param == "silent":
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = silent.getsockname()[1]
+        Path("ckpt.toml").write_text(CONFIG.format(port=port))
+        yield str(request.param)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["ls", "show", "verify", "restore", f"copy {DEAD} there", "copy runs " + DEAD, "diff runs", "finalize", "prune --keep-last 1", f"export {DEAD} x.pt", "import gpt.pt --step 400"],
+)  # fmt: skip
+def test_a_dead_store_is_told_and_then_given_up(
+    cli: Cli, steps: dict[int, Written], dead: str, call: str
+) -> None:
+    import torch
+
+    torch.save({"model": {"w": torch.ones(2)}}, "gpt.pt")
+    words = call.split()
+    ran = cli(*words, *([] if DEAD in words else [DEAD]), "--timeout", "0.5")
+    assert ran.code == 3, ran.err
+    assert WAITED in ran.err
+    assert GIVEN_UP in ran.err
+
+
+@pytest.mark.parametrize("call", ["ls", "verify", "restore"])
+def test_a_dead_second_tier_is_told_and_the_first_serves(
+    cli: Cli, steps: dict[int, Written], dead: str, call: str
+) -> None:
+    ran = cli(call, "--config", "ckpt.toml", "--timeout", "0.5")
+    assert ran.code == (3 if call == "verify" else 0), ran.err
+    assert "300" in ran.out
+    assert WAITED in ran.err
+    assert GIVEN_UP in ran.err + ran.out
+
+
+def test_prune_keeps_what_a_dead_farther_tier_may_lack(
+    cli: Cli, steps: dict[int, Written], dead: str, backend: StorageBackend
+) -> None:
+    backend.put(
+        "writer.json",
+        [b'{"attempt": "bbbbbbbbbbbb", "host": "node7", "machine": "m/1", "pid": 5, "started": 1}'],
+    )
+    ran = cli("prune", "--config", "ckpt.toml", "--keep-last", 1, "--timeout", "0.5", "--json")
+    assert (ran.code, ran.json["pruned"]) == (0, [])
+    assert WAITED in ran.err
+    assert GIVEN_UP in ran.err
+
+
+class Hanging(FaultyBackend):
+    """Answers to nothing that lists until ``over`` is set."""
+
+    def __init__(self, inner: StorageBackend, over: threading.Event) -> None:
+        super().__init__(inner)
+        self._over = over
+
+    def folders(self, prefix: str) -> Iterator[str]:
+        self._over.wait()
+        return super().folders(prefix)
+
+
+def test_restore_ends_though_a_store_that_was_given_up_has_still_not_answered(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = threading.Event()
+
+    def opened(url: str, options: object) -> StorageBackend:
+        found = open_backend(url)
+        return Hanging(found, over) if url.endswith("far") else found
+
+    monkeypatch.setattr("ckpt.storage.tiers.open_backend", opened)
+    try:
+        ran = cli("restore", "runs", "far", "--timeout", "0.5")
+    finally:
+        over.set()
+    assert ran.code == 0
+    assert "step 300 is intact" in ran.out
+
+
+@pytest.mark.parametrize("call", ["verify", "copy runs there", "restore --to there"])
+def test_data_that_does_not_come_is_told_and_waited_for(
+    cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    from ckpt.cli import watched
+
+    monkeypatch.setattr(watched, "SILENT_SECONDS", 0.1)
+    told = threading.Event()
+    tell = watched.Watched.tell
+
+    def heard(store: watched.Watched, text: str = "") -> None:
+        tell(store, text)
+        if store.silent_seconds >= 0.1:
+            told.set()
+
+    monkeypatch.setattr(watched.Watched, "tell", heard)
+
+    class Slow(FaultyBackend):
+        def read_into(self, key: str, offset: int, out: memoryview) -> None:
+            if key.endswith(".safetensors"):
+                told.wait()
+            super().read_into(key, offset, out)
+
+    for module in ("ckpt.storage.tiers", "ckpt.cli.watched"):
+        monkeypatch.setattr(f"{module}.open_backend", lambda url, options: Slow(open_backend(url, options)))
+    ran = cli(*call.split(), "--timeout", "60")
+    assert ran.code == 0, ran.err
+    assert f"{Path('runs').absolute()} has not answered for 0 s" in ran.err
+    assert data_file(steps[300]).exists()
+
+
+def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int, Written]) -> None:
+    from ckpt.cli.watched import watch
+
+    store = watch(open_backend("runs"), 10.0)
+    assert store.silent_seconds == 0
+    assert {info.key for info in store.list("")} == {info.key for info in open_backend("runs").list("")}
+    assert store.silent_seconds == 0
+    assert isinstance(store.head(f"{steps[100].ref.manifest}"), ObjectInfo)
+
+
+@pytest.mark.parametrize("given", ["-1", "nan", "soon"])
+def test_a_timeout_that_is_none_is_told(cli: Cli, steps: dict[int, Written], given: str) -> None:
+    ran = cli("ls", "--timeout", given)
+    assert ran.code == 2
+    assert "--timeout" in ran.err
+
+
+def test_a_timeout_may_have_no_end(cli: Cli, steps: dict[int, Written]) -> None:
+    assert cli("ls", "--timeout", "inf").code == 0
