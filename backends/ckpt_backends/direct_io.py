@@ -25,12 +25,12 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def address(memory: memoryview) -> int:
-    """Where the first byte of ``memory`` lies."""
+    """Return the address of the first byte of ``memory``."""
     return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if memory.nbytes else 0
 
 
 def is_aligned(offset: int, memory: memoryview) -> bool:
-    """Whether ``O_DIRECT`` takes this as it is."""
+    """Return True if ``O_DIRECT`` takes this memory and offset as they are."""
     return not (offset % ALIGNMENT or memory.nbytes % ALIGNMENT or address(memory) % ALIGNMENT)
 
 
@@ -103,7 +103,9 @@ class DirectWriter:
                 os.close(fd)
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """How many bytes the direct descriptor took; what is left must go buffered."""
+        """Return how many bytes the direct descriptor took. The rest must be written through the
+        page cache.
+        """
         done = 0
         while done < data.nbytes and not self._refused and is_aligned(offset + done, data[done:]):
             assert self._direct is not None

@@ -1,8 +1,11 @@
-"""Filling any memory from a file: past the page cache, but out of it for what lies there already.
+"""Reads from a file into any memory: past the page cache, or out of it for what it already holds.
 
-A direct read wants offset and address at multiples of a block; a tensor's memory and its bytes in a file are rarely both. Where they fit each other, whole blocks go straight to their place, and the
-ragged ends, whose blocks hold other bytes too, come by the same request through two pages. Everything else passes through a buffer that each thread keeps: of huge pages, since a disk serves few
-long pieces of memory up to twice as fast as many short ones, and small enough to be copied out of the CPU's cache.
+A direct read needs an offset and an address that are multiples of a block. A tensor's memory and
+its bytes in a file rarely are. Where the two fit each other, whole blocks go straight to their
+place. The same request reads the ragged ends, whose blocks hold other bytes too, through two pages.
+Everything else passes through a buffer that each thread keeps. The buffer consists of huge pages,
+since a disk serves few long pieces of memory up to twice as fast as many short ones. It is small
+enough to be copied out of the CPU's cache.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool 
 
 
 def is_cached(fd: int, offset: int, nbytes: int) -> bool:
-    """Whether all of it lies in the page cache, as everything on a tmpfs does. False if the kernel (before 6.5) cannot tell."""
+    """Return True if all of it is in the page cache, as everything on a tmpfs is.
+
+    Returns False if the kernel (before 6.5) cannot tell.
+    """
     asked = (ctypes.c_uint64 * 2)(offset, nbytes)
     told = (ctypes.c_uint64 * 5)()
     if not nbytes or _LIBC.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, asked, told, 0):
@@ -62,7 +68,7 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
 
 
 def blocks_of(fd: int) -> tuple[int, int]:
-    """What addresses, and what offsets and lengths, must be multiples of."""
+    """Return the multiples that addresses, and that offsets and lengths, must have."""
     told = ctypes.create_string_buffer(256)
     statx = getattr(_LIBC, "statx", None)
     if statx is not None and not statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told):
@@ -88,7 +94,7 @@ _buffer: Final = _Buffer()
 
 
 def _after(outs: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``outs`` once ``done`` bytes are filled."""
+    """Return what is left of ``outs`` after the first ``done`` bytes."""
     left: list[memoryview] = []
     for out in outs:
         if done < out.nbytes:
@@ -105,7 +111,10 @@ def _read_buffered(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
 
 
 def _read_direct(fd: int, offset: int, outs: Sequence[memoryview]) -> int:
-    """How many bytes were read; what is left lies behind the end of the file, or must be read buffered."""
+    """Return how many bytes were read.
+
+    The rest is behind the end of the file, or must be read through the page cache.
+    """
     memory_block, block = blocks_of(fd)
 
     def fits(part: tuple[memoryview, int]) -> bool:

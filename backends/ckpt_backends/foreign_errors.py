@@ -156,7 +156,7 @@ def _class_of(error: BaseException) -> type[StorageError] | None:
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """The code and the HTTP status a server answered with; ('', 0) if this exception carries none."""
+    """Return the code and the HTTP status of a server's answer; ('', 0) if the exception has none."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore.ClientError
         code = str(response.get("Error", {}).get("Code", ""))

@@ -49,11 +49,12 @@ _SECRET_NAMES: Final = ("secret", "token", "password", "key", "credential", "sas
 
 
 def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
-    """The file system behind any fsspec URL, also a chained one (``dir::``, ``simplecache::``).
+    """Open the file system behind any fsspec URL, also a chained one (``dir::``,
+    ``simplecache::``).
 
     Args:
-        url: What ``fsspec.core.url_to_fs`` takes.
-        options: Its storage options.
+        url: A URL that ``fsspec.core.url_to_fs`` takes.
+        options: The storage options of the file system.
 
     Raises:
         MissingExtra: The package of this scheme is not installed.
@@ -75,7 +76,7 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
 
 
 def missing_extra(url: str, error: ImportError) -> MissingExtra:
-    """The error that names our extra, or the package that fsspec asks for."""
+    """Return the error that names our extra, or the package that fsspec asks for."""
     scheme = url.partition("://")[0].rpartition("::")[2]
     package = {"http": "aiohttp", "https": "aiohttp"}.get(scheme, error.name or "")
     if not package:  # fsspec: "Please install adlfs to access ...", "Install s3fs to access S3"
@@ -246,7 +247,7 @@ class StorageBackendOnFsspec:
 
 
 def _protocols(fs: Any) -> set[str]:
-    """The names of a file system, or of the one that a ``dir::`` only shifts."""
+    """Return the names of a file system, or of the file system behind a ``dir::``."""
     names = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
     return _protocols(fs.fs) if "dir" in names else names
 
@@ -313,8 +314,10 @@ class _StreamUpload:
                 raise
 
     def _complete_anyway(self) -> bool:
-        """Whether only the reply of the last request was lost. An older object of the same size cannot be told apart, but keys are unique
-        to an attempt and their bytes are checked against the manifest.
+        """Return True if only the reply of the last request was lost.
+
+        An older object of the same size looks the same. But keys are unique to an attempt, and the
+        bytes are checked against the manifest.
         """
         with suppress(StorageError):
             return bool(self._sent_all and self._backend.head(self._key).size == self._size)

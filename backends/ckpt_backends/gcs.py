@@ -81,10 +81,13 @@ def _file_system(settings: dict[str, Any]) -> Any:
 
 
 def _find_credentials() -> str | None:
-    """How gcsfs shall look for credentials. Left to itself it asks a metadata server that is not there for 20 s, and then goes on as nobody.
+    """Return how gcsfs finds credentials.
+
+    By default gcsfs asks a metadata server for 20 s where there is none, and then continues without
+    credentials.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: There are no credentials.
     """
     from google.auth import _cloud_sdk, environment_vars
 
@@ -103,7 +106,7 @@ def _find_credentials() -> str | None:
 
 
 def _on_google(host: str) -> bool:
-    """Whether Google's metadata server is there; other clouds answer at its address too."""
+    """Return True if Google's metadata server answers. Other clouds answer at its address too."""
     connection = HTTPConnection(host, timeout=_METADATA_SECONDS)
     try:
         connection.request("GET", "/", headers={"Metadata-Flavor": "Google"})

@@ -1,7 +1,11 @@
-"""A large object as one resumable upload of Google Cloud Storage: what has been sent is let go, and a break goes on where the server is.
+"""A large object as one resumable upload of Google Cloud Storage.
 
-The server takes parts in order only. One that comes early is copied, and waits; with a few writers that is a few parts. After an error the same bytes are sent again from where the server last said it was: it ignores those that
-it has (an emulator may not; so the size is compared in the end). A session that the server has forgotten cannot be gone on with: that is a passing error, for the whole object may be sent anew.
+Parts that were sent are freed, and an interrupted upload continues at the server's position. The
+server takes parts in order only. A part that comes early is copied and waits; with a few writers
+that is a few parts. After an error the same bytes are sent again from the position that the server
+last reported. The server ignores bytes that it already has. An emulator may not ignore them, so the
+size is compared at the end. An upload session that the server has forgotten cannot continue. That
+is a transient error, since the whole object may be sent again.
 """
 
 from __future__ import annotations

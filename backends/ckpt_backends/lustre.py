@@ -1,7 +1,10 @@
-"""Lustre: how the files of a step are spread over its storage targets.
+"""Lustre: the striping of a step's files over storage targets.
 
-A file lies on one target unless its folder says otherwise, and then one image has the bandwidth of one target. So a new folder of ours gets a layout for what is put into it: the first 64 MiB of a file on one
-target (fragments and manifests stay small things), the rest over several, in pieces of 4 MiB. Where the site or the user has given the folder above a layout of its own, that is left as it is.
+A file is stored on one target unless its folder says otherwise, and then one image has the
+bandwidth of one target. So a new folder gets a striping for the files in it: the first 64 MiB of a
+file are on one target, which keeps fragments and manifests small, and the rest is striped over
+several targets in pieces of 4 MiB. A striping that the site or the user has set on the folder above
+stays as it is.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ class Striping:
 
 
 def stripe_count(value: object) -> int:
-    """The option, checked."""
+    """Return the option ``stripe_count`` after a check."""
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST:
         told = value if isinstance(value, int) else f"<{type(value).__name__}>"
         raise ConfigError(
@@ -71,7 +74,7 @@ def stripe_count(value: object) -> int:
 
 
 def _run(command: list[str]) -> tuple[str, str | None]:
-    """What it printed, and why it failed."""
+    """Return what the command printed, and the reason if it failed."""
     try:
         done = subprocess.run(  # noqa: S603 - lfs, and names that are ours
             command,

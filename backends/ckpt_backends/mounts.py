@@ -1,4 +1,4 @@
-"""What kind of file system holds a path?"""
+"""The kind of file system that holds a path."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _NETWORK: Final = frozenset(
 
 
 def on_network(path: str) -> bool:
-    """Whether the file system that holds, or will hold, ``path`` is one that other machines see."""
+    """Return True if other machines see the file system that holds, or will hold, ``path``."""
     kind = kind_of(path)
     return kind in _NETWORK or kind.startswith("fuse.")
 
 
 def kind_of(path: str, mounts: str = MOUNTS) -> str:
-    """Such as "ext4"; empty if the system does not tell."""
+    """Return the kind of file system, such as "ext4"; empty if the system does not say."""
     path = os.path.realpath(path)
     found, kind = "", ""
     with suppress(OSError), open(mounts, encoding="utf-8", errors="surrogateescape") as table:

@@ -60,15 +60,17 @@ T = TypeVar("T")
 
 
 def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
-    """The folder ``url`` (a path, ``~`` expanded, or ``file://``). It is created by the first write, not here.
+    """Open the folder ``url`` (a path, ``~`` expanded, or ``file://``). The first write creates it.
 
     Args:
-        url: Where the root is or shall be.
-        options: ``shared`` (bool; default: whether the folder lies on a network file system), ``put_if_absent`` (bool, default true; false
-            for file systems that can neither link nor rename without replacing), ``direct`` (bool, default true: use O_DIRECT), ``stripe_count`` (int: see `Striping`).
+        url: The root.
+        options: ``shared`` (bool; by default whether the folder is on a network file system),
+            ``put_if_absent`` (bool, default true; false for file systems that can neither link nor
+            rename without replacing), ``direct`` (bool, default true: use O_DIRECT),
+            ``stripe_count`` (int: see `Striping`).
 
     Raises:
-        ConfigError: The root is a file, or an option is unknown or not what it must be.
+        ConfigError: The root is a file, or an option is unknown or has a wrong value.
     """
     flags: dict[str, bool] = {}
     for name, value in options.items():

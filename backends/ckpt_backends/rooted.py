@@ -1,4 +1,4 @@
-"""What tells one folder from another of the same name: containers and nodes have a ``/nvme`` each."""
+"""Identities of folders. Folders of different containers and nodes may have the same path."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ class RootedFolder:
             self._first = self._seen()
 
     def _seen(self) -> str | None:
-        """What is compared. On a network, or in a user's own file system, numbers may change while the folder stays."""
+        """Return what identifies a folder.
+
+        Numbers of network and user-space file systems may change while the folder stays, so they
+        are left out.
+        """
         with suppress(OSError):
             found = os.stat(self._root)
             return kind_of(self._root) if on_network(self._root) else f"{found.st_dev}:{found.st_ino}"

@@ -1,7 +1,8 @@
-"""Amazon S3 and what speaks its protocol: our own multipart uploads, each part from the memory it lies in.
+"""Amazon S3 and compatible stores: multipart uploads that send each part from its own memory.
 
-s3fs's ``pipe_file`` and ``open`` hold hundreds of MiB and send parts in batches; here the pipeline's threads each send one part (``s3_bulk``). Small
-requests are s3fs's, on fsspec's one loop thread. A reply that is lost does not decide anything: the store is asked what it holds.
+s3fs's ``pipe_file`` and ``open`` hold hundreds of MiB and send parts in batches. Here each thread
+of the pipeline sends one part (``s3_bulk``). s3fs makes the small requests, on fsspec's one loop
+thread. A lost reply decides nothing: the backend then asks the store what it holds.
 """
 
 from __future__ import annotations
@@ -380,13 +381,20 @@ class _S3Upload:
             self._call("abort_multipart_upload")
 
     def _forgotten(self, error: ObjectNotFound) -> TransientStorageError:
-        """The server was started anew, or somebody has aborted the upload: its parts are gone, and whoever has the bytes may send them all again."""
+        """Return the error for an upload that the server does not know.
+
+        The server was restarted, or the upload was aborted. Its parts are gone, and the caller may
+        send all bytes again.
+        """
         return TransientStorageError(
             self._key, f"the server has forgotten this upload: it must be sent anew ({error.detail})"
         )
 
     def _complete_anyway(self, size: int) -> bool:
-        """Whether only the reply was lost: the upload is known no more, and the object is there. Only we could have ended it."""
+        """Return True if only the reply was lost: the upload is unknown, and the object exists.
+
+        Only this process could have completed it.
+        """
         try:
             self._call("list_parts")
         except ObjectNotFound:

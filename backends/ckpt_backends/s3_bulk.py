@@ -1,9 +1,12 @@
-"""The bytes of large objects, to and from S3 straight from the memory they lie in.
+"""The bytes of large objects, to and from S3 straight from the memory that holds them.
 
-botocore's own blocking client, one connection for each thread that calls. A part is sent in slices of the caller's memory, an answer is received into it: no copy, and the
-interpreter is free while the kernel moves bytes. s3fs's client copies each part twice and moves all of them on one thread.
+It uses botocore's blocking client, with one connection for each calling thread. A part is sent in
+slices of the caller's memory, and an answer is received into that memory. Nothing is copied, and
+the interpreter is free while the kernel moves bytes. s3fs's client copies each part twice and moves
+all parts on one thread.
 
-A slice that does not move for ``connect_timeout`` seconds, or an answer of which nothing comes for ``read_timeout``, ends that request: the next try has another connection.
+A slice that does not move for ``connect_timeout`` seconds, or an answer that brings nothing for
+``read_timeout`` seconds, ends that request. The next try has another connection.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class S3Bulk:
 
     @property
     def algorithm(self) -> dict[str, str]:
-        """What the beginning of an upload must say about the checksums of its parts."""
+        """The checksum algorithm that the start of an upload declares for its parts."""
         return {"ChecksumAlgorithm": "CRC32"} if self._checksums else {}
 
     def send_part(
@@ -130,7 +133,7 @@ class S3Bulk:
 
 
 def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums: bool) -> S3Bulk:
-    """What moves the bytes for an ``s3fs.S3FileSystem`` with these settings."""
+    """Return the mover of bytes for an ``s3fs.S3FileSystem`` with these settings."""
     named = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
     client: dict[str, Any] = {
         theirs: settings[ours] for ours, theirs in named.items() if settings.get(ours) is not None
@@ -156,7 +159,10 @@ class Body:
         return self._data.nbytes
 
     def read(self, size: int | None = -1) -> memoryview:
-        """At least ``size`` bytes where there are so many: whoever sends 16 KiB at a time is given more."""
+        """Return at least ``size`` bytes if that many are left.
+
+        A caller that asks for 16 KiB at a time gets larger slices.
+        """
         end = self._data.nbytes if size is None or size < 0 else self._at + max(size, _SLICE_BYTES)
         part = self._data[self._at : end]
         self._at += part.nbytes

@@ -1,7 +1,9 @@
-"""Large objects to S3 by obstore (Rust's object_store): the least CPU and the least disturbance of other threads that an upload can have, also over TLS.
+"""Large objects to S3 by obstore (Rust's object_store), also over TLS.
 
-Parts go in file order, each copied once into its client, which sends several at a time and repeats those that fail, with backoff and jitter. All else about the bucket stays
-with s3fs and botocore, which are told the same; credentials are botocore's.
+Of all clients it needs the least CPU and disturbs other threads least. Parts go in file order. Each
+part is copied once into the client, which sends several at a time and repeats failed ones with
+backoff and jitter. s3fs and botocore make all other requests with the same settings. botocore finds
+the credentials.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ _DENIED: Final = re.compile(r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessK
 
 
 class Bucket(Protocol):
-    """What an upload asks of the backend it belongs to."""
+    """What an upload needs of its backend."""
 
     def errors(self, key: str) -> AbstractContextManager[None]: ...
     def etag_of(self, key: str) -> str | None:
-        """Of the object that is there now, with its size before it; None if there is none, or it cannot be seen."""
+        """Return the size and the ETag of the object; None if there is none, or if it cannot be
+        seen.
+        """
         ...
 
     def abort_uploads(self, key: str) -> None:
@@ -50,7 +54,7 @@ class ObstoreWriter:
         self._store: Any = None
 
     def open(self, path: str, part_bytes: int) -> Any:
-        """A file of which nothing is visible before ``close``."""
+        """Open a file that is not visible before ``close``."""
         if self._store is None:
             self._store = self._make()
         return self._obstore.open_writer(
@@ -84,9 +88,13 @@ class ObstoreWriter:
 
 
 class ObstoreUpload:
-    """A large object through one writer. Threads: one call at a time.
+    """A large object through one writer.
 
-    What broke stays broken: the parts that were taken are gone, so the whole upload must begin anew, by whoever holds the image.
+    An error is final: the parts that were taken are lost, so the owner of the image must start the
+    upload again.
+
+    Thread safety:
+        One call at a time.
     """
 
     def __init__(
@@ -150,7 +158,11 @@ class ObstoreUpload:
         return self._file
 
     def _complete_anyway(self) -> bool:
-        """Whether only the last reply was lost: another object of our size is there than when we began. Nobody else writes to this key."""
+        """Return True if only the last reply was lost.
+
+        Another object of our size exists than at the start, and no other process writes to this
+        key.
+        """
         with suppress(StorageError):
             now = self._bucket.etag_of(self._key)
             return now is not None and now != self._before and now.startswith(f"{self._size} ")
@@ -159,7 +171,7 @@ class ObstoreUpload:
 
 @contextmanager
 def _told() -> Generator[None]:
-    """A writer raises ``OSError`` whatever happened; its words tell what did."""
+    """Return the error that a writer's ``OSError`` means. Only its text says what happened."""
     try:
         yield
     except OSError as error:

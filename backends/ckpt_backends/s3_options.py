@@ -1,4 +1,7 @@
-"""What may be said of an S3 store. s3fs keeps what it does not know for its session, which falls over it at the first request."""
+"""The options of an S3 store.
+
+s3fs passes options that it does not know to its session, which fails at the first request.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ _NOT_TO_BE_SET: Final = {"self", "kwargs", "session", "asynchronous", "loop", "a
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` for an option that nobody knows, ``ValueError`` for one that is no text but must be."""
+    """Raise ``ConfigError`` for an unknown option, and ``ValueError`` for a value that must be
+    text.
+    """
     from s3fs import S3FileSystem
 
     known = {*inspect.signature(S3FileSystem.__init__).parameters, *_OURS, *_OF_THE_SESSION} - _NOT_TO_BE_SET

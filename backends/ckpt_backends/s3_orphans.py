@@ -1,7 +1,9 @@
-"""Multipart uploads that a killed job has left behind: invisible, and paid for until somebody aborts them.
+"""Multipart uploads that a killed job has left: they are invisible, and cost money until aborted.
 
-Only what is surely ours goes: below the root, of the name of a rank's file in a step's folder, and begun long enough ago that no live job can still be at it. Once per
-process, by whoever writes a rank 0; a store that cannot list uploads, or forbids it, is left alone.
+Only uploads that are certainly ours are aborted: below the root, with the name of a rank's file in
+a step's folder, and begun so long ago that no live job can still write them. A process that writes
+the file of a rank 0 does it once. A store that cannot list uploads, or forbids it, is left as it
+is.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Orphans:
         self._lock = threading.Lock()
 
     def abort_once(self, key: str) -> None:
-        """At the first upload of a rank 0 (``key`` tells), abort what is left from earlier jobs. Never raises."""
+        """Abort what earlier jobs have left, at the first upload of a rank 0. Never raises."""
         with self._lock:
             if self._done or not _LEADS.fullmatch(key):
                 return

@@ -1,11 +1,13 @@
-"""The memory of this machine as a store: a folder in ``/dev/shm`` that outlives the process, and takes images where they are.
+"""The memory of this machine as a store: a folder in ``/dev/shm`` that outlives the process.
 
-A slot is a file in ``/dev/shm`` already; taking it is one more name for it. Nothing is copied, and the step that lies in it is gone when its slot is wanted
-for another image: whoever hands the slot out takes the step off first.
+A slot is already a file in ``/dev/shm``. To store its image, the backend gives the file a second
+name. Nothing is copied. The step is gone when the slot is needed for another image, so the slot
+pool removes the step before it hands the slot out.
 
-Every user of the machine may write to ``/dev/shm``, and the name of the folder can be guessed. The folder is therefore made
-when the store is opened, and held by a descriptor. Every path goes through that descriptor, and every call
-checks that the folder still belongs to this user alone. Another user's folder or file is never read.
+Every user of the machine may write to ``/dev/shm``, and the name of the folder can be guessed. The
+folder is therefore created when the store is opened, and held by a descriptor. Every path goes
+through that descriptor, and every call checks that the folder still belongs to this user alone.
+Another user's folder or file is never read.
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ _log = logging.getLogger("ckpt")
 
 
 def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
-    """The store ``shm://name`` of this user on this machine.
+    """Open the store ``shm://name`` of this user on this machine.
 
     Raises:
-        ConfigError: The name is none, there are options, or the machine has no ``/dev/shm``.
+        ConfigError: The name is invalid, there are options, or the machine has no ``/dev/shm``.
     """
     match = _NAME.fullmatch(url)
     if match is None:
@@ -51,7 +53,10 @@ def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
 
 
 def stores() -> list[str]:
-    """URLs of the stores of this user that lie on this machine. A folder of another user that has such a name is left out, with a log line."""
+    """Return the URLs of the stores of this user on this machine.
+
+    A folder of another user that has such a name is left out, with a log line.
+    """
     prefix = _folder("")
     try:
         with os.scandir(_SHM) as entries:
@@ -74,7 +79,7 @@ def _folder(name: str) -> str:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether it is a folder that this user has for himself."""
+    """Return True if it is a folder that only this user can use."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
@@ -117,7 +122,9 @@ class ShmBackend(PosixBackend):
         self._let_go()
 
     def _top(self) -> str:
-        """The folder by its descriptor: a path that leads nowhere else, whatever stands under the folder's name now."""
+        """Return the path of the folder through its descriptor, so that no other folder can replace
+        it.
+        """
         with self._lock, mapped("", missing=StorageError):
             if not self._let_go.alive:
                 raise StorageError("", "the store is closed")
@@ -157,7 +164,9 @@ class ShmBackend(PosixBackend):
         return self._below(key)
 
     def _below(self, key: str) -> str:
-        """Where ``key`` lies. No link is followed, and nothing on the way is another user's."""
+        """Return the path of ``key``. No link is followed, and nothing on the way is another
+        user's.
+        """
         path = self._top()
         for part in filter(None, key.split("/")):
             path = f"{path}/{part}"
@@ -173,10 +182,12 @@ class ShmBackend(PosixBackend):
         """Memory has no medium to force a name to."""
 
     def adopt(self, key: str, path: str, size: int) -> ObjectInfo:
-        """Make the file at ``path``, cut to ``size`` bytes, the object ``key``, without a copy: it stays what it is under its own name too.
+        """Make the file at ``path``, cut to ``size`` bytes, the object ``key``, without a copy.
+
+        The file keeps its own name too.
 
         Raises:
-            StorageError: It does not lie in ``/dev/shm``, is gone, or is another user's.
+            StorageError: The file is not in ``/dev/shm``, is gone, or is another user's.
         """
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):

@@ -62,14 +62,19 @@ _log = logging.getLogger("ckpt")
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What lies in one step's folder on one node: whether it has the manifest, and the size of each data file by name."""
+    """The contents of one step's folder on one node: whether it has the manifest, and each file's
+    size.
+    """
 
     listed: bool
     files: dict[str, int]
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """What one node tells: how it is reached, and what it has, by tier and folder. No addresses: it does not serve."""
+    """What one node offers: its addresses, and its steps by tier and folder.
+
+    A node without addresses does not serve.
+    """
 
     rank: int
     addresses: tuple[str, ...]
@@ -88,7 +93,7 @@ class _Caller:
     sent: bytearray = field(default_factory=bytearray)
 
     def missing(self) -> int:
-        """How many bytes its request still lacks."""
+        """Return how many bytes of the request are still missing."""
         if len(self.sent) < _REQUEST.size:
             return _REQUEST.size - len(self.sent)
         return _REQUEST.size + int(_REQUEST.unpack_from(self.sent)[-1]) - len(self.sent)
@@ -203,7 +208,10 @@ class NodeServer:
             self._workers.submit(self._serve, caller)
 
     def _knows_token(self, sent: bytearray) -> bool:
-        """False once it is clear that it does not. The token is compared as a whole: a guess of its first bytes tells nothing."""
+        """Return False once the token is certainly wrong.
+
+        The token is compared as a whole, so a guess of its first bytes reveals nothing.
+        """
         if len(sent) < _REQUEST.size:
             return True
         _, token, *_, key_bytes = _REQUEST.unpack_from(sent)
@@ -259,7 +267,10 @@ class NodeServer:
             self.served_bytes += len(piece)
 
     def _check(self, key: str) -> None:
-        """Raises ``ObjectNotFound`` for what may not be read. A rank may hear of the step a moment before this one."""
+        """Raise ``ObjectNotFound`` for a key that may not be read.
+
+        A rank may learn of the step a moment before this one.
+        """
         folder, _, name = key.partition("/")
         if parse_folder(folder) is None or not is_file_name(name):
             raise ObjectNotFound(key)
@@ -292,13 +303,13 @@ class NodeStore:
         return self._url
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """The steps that the nodes have told of."""
+        """Return the steps that the nodes have announced."""
         return iter(
             {name for peer in self._peers for name in peer.tiers.get(self._tier, {})} if not prefix else ()
         )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Data files that the nodes have told of."""
+        """Return the data files that the nodes have announced."""
         for peer in self._peers:
             for folder, step in peer.tiers.get(self._tier, {}).items():
                 for name, size in step.files.items():
@@ -337,7 +348,7 @@ class NodeStore:
         raise StorageError(key, "other nodes' tiers are only read")
 
     def _holders(self, key: str) -> Sequence[Peer]:
-        """Those that have told of it. A fragment lies where its rank's file does."""
+        """Return the nodes that have announced the file. A fragment is where its rank's file is."""
         folder, _, name = key.partition("/")
         stem = name.partition(".")[0]
         found = deque[Peer]()
@@ -398,7 +409,12 @@ class NodeStore:
 
 
 class Union:
-    """A local tier as all nodes have it together, for who looks for steps: this node's part first. Threads: any."""
+    """A local tier as all nodes hold it together, for listings of steps; this node's part comes
+    first.
+
+    Thread safety:
+        Any thread may use it.
+    """
 
     def __init__(self, own: StorageBackend, others: NodeStore) -> None:
         self._own, self._others = own, others
@@ -436,10 +452,11 @@ class Union:
 
 
 def interfaces() -> tuple[str, ...]:
-    """The addresses to listen at.
+    """Return the addresses to listen at.
 
-    That of the interface which leads to the launcher's rank 0, if it leads to another machine or is known to
-    others by that address; else what the host's name stands for, and this machine's own.
+    It is the address of the interface that leads to the launcher's rank 0, if that is on another
+    machine or other machines know this one by that address. Otherwise it is the addresses that the
+    host's name stands for, and this machine's own.
     """
     with suppress(OSError):
         if (leader := job_address()) is not None:
@@ -461,7 +478,10 @@ def _is_near(address: str) -> bool:
 
 
 def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
-    """Sockets at one port of each of ``hosts`` where that can be; at this machine's own address if it can be at none."""
+    """Return sockets at one port of each of ``hosts`` that has it.
+
+    If none of them can be bound, listen at this machine's own address.
+    """
     found: list[socket.socket] = []
     for host in hosts:
         with suppress(OSError):

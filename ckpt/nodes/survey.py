@@ -1,4 +1,7 @@
-"""What the nodes of a job have on their local tiers, told to each other at the start of a restore, and given to each other until its end."""
+"""The survey of nodes at the start of a restore: what each node has on its local tiers.
+
+Nodes serve these files to each other until the restore ends.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,13 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where a rank reads from, nearest first: its own tiers, and behind the last that is local those of other nodes.
+    """The stores that a rank reads from, nearest first: its own tiers, then those of other nodes.
 
     Attributes:
-        partial: Positions that are a part of the step by their nature: what is missing there is no damage.
-        distance: Of the file of each rank that is told of: 0 on this node, 1 on another. Empty if all of the step is in one place.
+        partial: Positions of stores that hold only a part of the step by their nature. A missing
+            file there is no damage.
+        distance: For the file of each announced rank: 0 on this node, 1 on another. Empty if all of
+            the step is in one place.
     """
 
     tiers: tuple[OpenTier, ...]
@@ -48,11 +53,14 @@ class Sources:
 
 
 class NodeSurvey:
-    """One restore's. Threads: the owner's.
+    """The survey of one restore.
 
     Args:
-        subject: Tells this restore from others.
-        step: The only one that is asked for.
+        subject: Distinguishes this restore from others.
+        step: The only step that is asked for.
+
+    Thread safety:
+        The owner's thread.
     """
 
     def __init__(
@@ -109,10 +117,10 @@ class NodeSurvey:
     # -- the leader's part --------------------------------------------------------------------------------------------------
 
     def stores(self) -> list[StorageBackend]:
-        """Each tier as the whole job has it.
+        """Return each tier as the whole job has it.
 
         Raises:
-            CommitTimeout: Some node has not told what it has.
+            CommitTimeout: Some node has not posted what it has.
         """
         return [
             Union(tier.backend, NodeStore(tier.index, tier.url, self._others(tier, self._peers())))
@@ -148,7 +156,7 @@ class NodeSurvey:
         )
 
     def peers(self, ref: StepRef) -> tuple[Peer, ...]:
-        """What all ranks must know to read ``ref``."""
+        """Return what all ranks must know to read ``ref``."""
         if not any(map(_is_part, self._tiers)):
             return ()
         return tuple(
@@ -229,13 +237,13 @@ class NodeSurvey:
         return found
 
     def _others(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
-        """Those of ``peers`` that are other nodes than this one, as ``tier`` tells them apart."""
+        """Return those of ``peers`` that are other nodes than this one, as ``tier`` numbers them."""
         of = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
         return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
 
 
 def _is_part(tier: OpenTier) -> bool:
-    """Whether a step that is listed there may lie in part on other nodes, of which some may be gone."""
+    """Return True if parts of a step that is listed there may be on other nodes."""
     return tier.nodes is not None or tier.tier.local is True
 
 
