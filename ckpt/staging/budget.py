@@ -1,7 +1,9 @@
-"""How many slots, of which memory: decided from the machine's numbers before the first save, and said in one sentence.
+"""The memory budget: how many slots of which memory, decided before the first save.
 
-Memory is a loan. What may be taken is the least of what the machine has free, what its memory cgroup (v1 or v2) leaves, and, for slots that shall survive the process, what ``/dev/shm`` has free; divided among the ranks
-of the node, since all of them ask at the same time.
+The decision uses the machine's numbers, and one log line states it. The budget is the least of what
+the machine has free, what its memory cgroup (v1 or v2) leaves and, for slots that outlive the
+process, what ``/dev/shm`` has free. It is divided among the ranks of the node, since all of them
+ask at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ _OWN_CGROUPS: Final = "/proc/self/cgroup"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cgroups:
-    """Where a hierarchy is mounted, its word in /proc/self/cgroup, and its files: limits, what is used, and which rows of memory.stat are page cache."""
+    """A hierarchy of control groups: its mount point, its name in /proc/self/cgroup, and its files.
+
+    The files hold the limit, the usage, and the rows of memory.stat that are page cache.
+    """
 
     mount: str
     controller: str
@@ -53,7 +58,7 @@ _V2: Final = _Cgroups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What one rank may take, in bytes: of memory at all, and of shared memory."""
+    """The bytes that one rank may take: of all memory, and of shared memory."""
 
     memory: int
     shared: int
@@ -62,7 +67,12 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """``slots`` buffers of ``slot_bytes`` for images of at most ``nbytes``; ``shared`` if they lie in /dev/shm. ``sentence`` says what was chosen and why."""
+    """``slots`` buffers of ``slot_bytes`` for images of at most ``nbytes``.
+
+    Attributes:
+        shared: Whether the buffers are in /dev/shm.
+        sentence: The choice and its reason.
+    """
 
     slots: int
     nbytes: int
@@ -72,10 +82,13 @@ class Budget:
 
 
 def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
-    """As many of the ``wanted`` slots as fit, in shared memory if one at least fits there. If not even one does, a smaller buffer that images pass through in waves.
+    """Return a budget of as many of the ``wanted`` slots as fit.
+
+    The slots are in shared memory if at least one fits there. If not even one slot fits, the budget
+    is a smaller buffer, which images pass through in waves.
 
     Raises:
-        HostMemoryExhausted: There is no room for waves either; the message holds the numbers.
+        HostMemoryExhausted: There is no room for waves either; the message has the numbers.
     """
     if nbytes > room.memory:
         return _in_waves(nbytes, room)
@@ -130,9 +143,10 @@ def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) ->
 
 
 def _cgroup_rooms() -> list[int]:
-    """What each memory cgroup around this process leaves, its own and those above; none where there is no limit.
+    """Return what each memory cgroup of this process leaves, its own and those above it.
 
-    Page cache is charged to a cgroup and given back when memory is short: it is room, as in ``MemAvailable``.
+    Groups without a limit are left out. Page cache is charged to a cgroup and given back when
+    memory is short, so it counts as free, as in ``MemAvailable``.
     """
     rooms: list[int] = []
     for kind in (_V1, _V2):
@@ -148,7 +162,7 @@ def _cgroup_rooms() -> list[int]:
 
 
 def _own_cgroup(controller: str) -> PurePosixPath:
-    """Where this process is in the hierarchy of ``controller``."""
+    """Return the path of this process in the hierarchy of ``controller``."""
     with contextlib.suppress(OSError), open(_OWN_CGROUPS) as file:
         for line in file:
             controllers, _, path = line.rstrip("\n").partition(":")[2].partition(":")
@@ -174,7 +188,7 @@ def _number(path: str) -> int | None:
 
 
 def _sum(path: str, names: Sequence[str]) -> int:
-    """The sum of these lines of a file of names and numbers."""
+    """Return the sum of these rows of a file of names and numbers."""
     with contextlib.suppress(OSError), open(path) as file:
         rows = [line.split() for line in file]
         return sum(int(row[1]) for row in rows if row and row[0] in names)

@@ -19,9 +19,10 @@ class Copy(NamedTuple):
 
     Attributes:
         guarded: The tensor whose version is watched.
-        end: Where it ends in the image, in bytes.
-        part: Which elements of the flattened source it is; None for all.
-        address: Where the source lies. One whose storage was resized since lies elsewhere, or nowhere, and must not be read.
+        end: Where the copy ends in the image, in bytes.
+        part: The elements of the flattened source that are copied; None for all.
+        address: The address of the source. If the storage was resized since, the source has another
+            address or none, and must not be read.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Copy(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether the memory was taken away from the source."""
+        """Whether the source has lost its memory."""
         return bool(self.address) and self.source.data_ptr() != self.address
 
     @property
@@ -43,7 +44,7 @@ class Copy(NamedTuple):
 
     @property
     def elements(self) -> torch.Tensor:
-        """What is copied. A source that is not contiguous is flattened by a copy of its own."""
+        """The elements to copy. A source that is not contiguous is flattened into a copy."""
         return self.source if self.part is None else self.source.reshape(-1)[self.part]
 
 

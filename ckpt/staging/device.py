@@ -1,7 +1,9 @@
-"""What staging needs of an accelerator, in the terms of ``torch.accelerator``: streams, events, graph captures.
+"""What staging needs of an accelerator, in terms of ``torch.accelerator``: streams, events,
+captures.
 
-A device is *ordered* if it has streams and events, so that a copy from it can run beside the training and still come after
-all that the training has queued. Everything else but the CPU is copied while the caller waits.
+A device is *ordered* if it has streams and events. A copy from it can then run beside the training,
+after all work that the training has queued. Sources on any other device but the CPU are copied
+while the caller waits.
 """
 
 from __future__ import annotations
@@ -35,12 +37,15 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 
 
 def is_ordered(device: torch.device) -> bool:
-    """Whether a copy from ``device`` may end after the call that began it."""
+    """Return True if a copy from ``device`` may end after the call that began it."""
     return device.type == "cpu" or side_stream(device) is not None
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream is capturing a graph of ``device``. Makes no context on a device that has none."""
+    """Return True if the current stream captures a graph of ``device``.
+
+    The call makes no context on a device that has none.
+    """
     if device.type == "cpu" or not _is_accelerator(device):
         return False
     # CUDA, XPU, MTIA and NPU have it; Stream.is_capturing() came with torch 2.13, and makes a context

@@ -14,8 +14,10 @@ _ROW: Final = 1021
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Tells replicas that have drifted apart; it is no checksum of stored data. Large tensors are folded on their own device first: each row of words to its xor.
-    A row has an odd number of words, so that constants do not cancel out.
+    """Return a digest that differs for replicas that have drifted apart.
+
+    It is no checksum of stored data. Large tensors are folded on their own device first: each row
+    of words to its xor. A row has an odd number of words, so that constants do not cancel out.
     """
     whole = tensor.detach().contiguous()
     flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride

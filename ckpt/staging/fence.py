@@ -1,4 +1,4 @@
-"""The fence: no optimizer steps while its tensors are still being copied, and nobody has to remember to wait."""
+"""The fence: no optimizer steps while its tensors are still being copied."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from ckpt.staging.snapshot import Snapshot
 
 
 class Fence:
-    """Step pre-hooks on optimizers, each of which lets the step pass once every snapshot in flight may be overtaken.
+    """Step pre-hooks on optimizers. A hook lets the step pass once all copies of its tensors have
+    ended.
 
-    Threads: ``guard``, ``watch`` and ``remove`` from the training thread; hooks run wherever ``step`` is called.
+    Thread safety:
+        Call ``guard``, ``watch`` and ``remove`` from the training thread. Hooks run in the thread
+        that calls ``step``.
     """
 
     def __init__(self) -> None:
@@ -136,7 +139,10 @@ class Fence:
 
 
 def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the calling thread is in the midst of ``step()``, as a signal handler may be. A closure that the step calls may save."""
+    """Return True if the calling thread is inside of ``step()``, as a signal handler may be.
+
+    A closure that the step calls may save.
+    """
     steps = _step_codes(cast("Any", type(optimizer)))
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -156,7 +162,10 @@ def _step_codes(kind: type) -> frozenset[CodeType]:
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this step becomes a part of a graph. The first parameter is asked: a state in host memory touches no device."""
+    """Return True if this step becomes a part of a graph.
+
+    The first parameter decides, so a state in host memory touches no device.
+    """
     groups = optimizer.param_groups
     first = next((parameter for group in groups for parameter in group["params"]), None)
     return first is not None and is_capturing(first.device)

@@ -47,7 +47,10 @@ class Target(NamedTuple):
 
 
 class Image:
-    """The places of a plan's items in one slot. A slot smaller than the image is a ring: byte ``o`` lies at ``o % capacity``. Built once per slot and plan."""
+    """The places of a plan's items in one slot, built once per slot and plan.
+
+    A slot smaller than the image is a ring: byte ``o`` is at ``o % capacity``.
+    """
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], slot: Slot) -> None:
         self.plan, self.slot = plan, slot
@@ -63,7 +66,11 @@ class Image:
         return Window(memory, self.plan.size, self.slot.path)
 
     def targets(self, index: int, *, flat: bool) -> list[Target]:
-        """Where item ``index`` of the plan goes: in pieces if it is large and its source ``flat`` (contiguous), or lies in two pieces of a ring; else as one."""
+        """Return the places of item ``index`` of the plan.
+
+        A large item with a contiguous source (``flat``), and an item that crosses the end of a
+        ring, have several places; others have one.
+        """
         item, leaf = self.plan.items[index], self._leaves[self.plan.items[index].leaf]
         start, end = item.offset, item.offset + item.nbytes
         cuts: Sequence[int] = ()

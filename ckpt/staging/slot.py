@@ -142,7 +142,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The file of a slot. Its name alone does not tell it: what stands there later may be another's."""
+    """The file of a slot. The name does not identify it: another file may take the name later."""
 
     path: str
     device: int
@@ -174,7 +174,7 @@ def _unlink(file: _File | None, owner: int) -> None:
 
 
 def capacity_of(nbytes: int) -> int:
-    """The length of a slot for an image of ``nbytes``."""
+    """Return the length of a slot for an image of ``nbytes``."""
     return -(-nbytes // _ROUND) * _ROUND
 
 

@@ -1,10 +1,12 @@
-"""The reusable buffers that images live in.
+"""The reusable buffers that hold images.
 
-A slot is a file in ``/dev/shm``: it survives the trainer, can be mapped by another process, and is the source of direct writes. Its pages are reserved
-with ``posix_fallocate`` before use, so that a full ``/dev/shm`` is an error here and never a SIGBUS later. Where it does not fit, a slot is
-anonymous memory: the same speed, but gone with the process.
+A slot is a file in ``/dev/shm``: it outlives the trainer, another process can map it, and it is the
+source of direct writes. ``posix_fallocate`` reserves its pages before use, so a full ``/dev/shm``
+is an error here and never a SIGBUS later. If the file does not fit, the slot is anonymous memory:
+as fast, but gone with the process.
 
-Files are named by process and start time; those of processes that are gone are removed when the next pool is built.
+Files are named by process and start time. The files of processes that are gone are removed when the
+next pool is built.
 """
 
 from __future__ import annotations
@@ -31,14 +33,17 @@ _log = logging.getLogger("ckpt")
 class SlotPool:
     """Up to ``count`` slots of one size, made ahead (``reserve``) or when first needed, and kept.
 
-    Threads: ``acquire`` and ``plan`` from the training thread, ``reserve`` from a background one, ``release`` and ``reconsider`` from the one that has streamed the image,
-    ``close`` from the owner, once. ``on_drop`` and ``keeps`` are called from all of these.
-
     Args:
-        ranks: Ranks of this job on this node, which all ask for as much.
-        limit: Bytes to stay below, beside what the machine has.
-        on_drop: Told the file of a slot that is let go, or is filled again.
-        keeps: The step that is kept in a slot's file, -1 if none is: the slot with the least is taken.
+        ranks: The ranks of this job on this node, which all ask for as much.
+        limit: The most bytes to use, beside the limits of the machine.
+        on_drop: Called with the file of a slot that is freed or filled again.
+        keeps: Returns the step that a slot's file keeps, -1 if none. The slot with the least is
+            used.
+
+    Thread safety:
+        Call ``acquire`` and ``plan`` from the training thread, ``reserve`` from a background
+        thread, ``release`` and ``reconsider`` from the thread that has streamed the image, and
+        ``close`` once, from the owner. ``on_drop`` and ``keeps`` are called from all of these.
     """
 
     def __init__(
@@ -183,7 +188,9 @@ class SlotPool:
         return slot
 
     def _may_make(self, nbytes: int) -> bool:
-        """Whether one more slot of this size is due; frees those that are too small first. Holds the lock."""
+        """Return True if one more slot of this size is due, and free those that are too small.
+        Holds the lock.
+        """
         for slot in [slot for slot in self._free if slot.capacity < self._slot_bytes(nbytes)]:
             self._let_go(slot)
         if self._budget is None or self._budget.nbytes < nbytes:
@@ -194,7 +201,7 @@ class SlotPool:
         return len(self._made) + self._making < self._budget.slots
 
     def _slot_bytes(self, nbytes: int) -> int:
-        """How large a slot an image of ``nbytes`` gets."""
+        """Return the size of the slot for an image of ``nbytes``."""
         known = self._budget is not None and self._budget.nbytes >= nbytes
         return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
 
@@ -247,7 +254,10 @@ class SlotPool:
         self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:
-        """Holds the lock. Those who wait may make one in its place, also if the step in it cannot be taken off."""
+        """Free a slot. Holds the lock.
+
+        Waiting threads may make a slot in its place, even if the step in it cannot be removed.
+        """
         self._made.remove(slot)
         self._changed.notify_all()
         try:
@@ -313,7 +323,7 @@ def _parent(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process from its state on; nothing if there is none."""
+    """Return what /proc says of a process from its state on; nothing if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

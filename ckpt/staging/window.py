@@ -1,7 +1,9 @@
-"""How far the copying of an image has come, and how far its writing: the two meet here.
+"""The progress of an image: how far it is copied, and how far it is written.
 
-Writing begins with the first bytes that have landed. Where the buffer is smaller than the image it is a ring: byte ``o`` of the image lies at ``o % capacity``, and bytes that
-have been written and hashed make room for those still to come. So a state of any size can be staged, in waves.
+Writing begins with the first bytes that have landed. If the buffer is smaller than the image it is
+a
+ring: byte ``o`` of the image is at ``o % capacity``, and bytes that were written and hashed make
+    room for later ones. So a state of any size can be staged, in waves.
 """
 
 from __future__ import annotations
@@ -33,20 +35,24 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the image stays in memory, to be read again."""
+        """Whether all of the image stays in memory and can be read again."""
         return self.size <= self.capacity
 
     # -- the copying side ---------------------------------------------------------------------------------------------------
 
     def wait_room(self, end: int) -> None:
-        """Return when bytes up to ``end`` may be copied to the buffer. Raises ``StagingError`` if nobody will ever make room."""
+        """Return when bytes up to ``end`` may be copied to the buffer.
+
+        Raises:
+            StagingError: The buffer never gets room.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._error or end - self._freed() <= self.capacity)
             if self._error:
                 raise self._error
 
     def land(self, end: int) -> None:
-        """Bytes up to ``end`` are what they shall be."""
+        """Declare that bytes up to ``end`` are complete."""
         with self._changed:
             self._landed = max(self._landed, end)
             self._changed.notify_all()
@@ -60,10 +66,12 @@ class Window:
     # -- the streaming side -------------------------------------------------------------------------------------------------
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes ``start`` to ``end``, once they have landed: the buffer's own memory, a copy only where they lie across the end of a ring.
+        """Return bytes ``start`` to ``end`` once they have landed.
+
+        It is the buffer's own memory, and a copy only if the bytes cross the end of a ring.
 
         Raises:
-            CkptError: They never will.
+            CkptError: They never land.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._landed >= end)
@@ -85,12 +93,15 @@ class Window:
         self._used(1, start, end)
 
     def lost(self, error: CkptError) -> None:
-        """A part of it will never be written: in a ring nobody gets any farther. All of an image that fits is still there for the next tier."""
+        """A part of the image is never written: a ring makes no progress any more.
+
+        An image that fits into the buffer is complete for the next tier.
+        """
         if not self.whole:
             self.fail(error)
 
     def abandon(self) -> None:
-        """Nobody will write any more: a copy that waits for room need not."""
+        """Declare that no more bytes are written, so a copy that waits for room ends."""
         self.fail(StagingError("the image is not written any more"))
 
     def _used(self, use: int, start: int, end: int) -> None:
