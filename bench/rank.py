@@ -25,11 +25,12 @@ from bench.compare import contents, differences
 from bench.contenders import Contender
 from bench.measure import Step, TrainedSave, tree_bytes
 from bench.process import BenchError
+from bench.rank_exit import exit_rank
 from bench.state import GPT, Training, width_for
 from bench.worker import Finisher
 
 
-def main() -> int:
+def main() -> None:
     with open(sys.argv[1]) as file:
         plan = json.load(file)
     torch.set_num_threads(1)
@@ -46,8 +47,7 @@ def main() -> int:
             _write(plan, name=name, error=f"rank {dist.get_rank()}: {reason}")
             raise
     dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    exit_rank()
 
 
 def sharded(group: dist.ProcessGroup, size_bytes: int, layers: int, batch: int) -> Training:
@@ -154,4 +154,4 @@ def _write(plan: dict[str, Any], **what: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

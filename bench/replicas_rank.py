@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.machine import evict
 from bench.process import BenchError
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 
 WIDTH: Final = 1024
@@ -27,7 +28,7 @@ _BYTES_PER_PARAMETER: Final = 12  # float32: the weight and AdamW's two moments
 _WAYS: Final[tuple[Literal["read", "broadcast"], ...]] = ("read", "broadcast")
 
 
-def main() -> int:
+def main() -> None:
     with open(sys.argv[1]) as file:
         plan = json.load(file)
     torch.set_num_threads(1)
@@ -56,8 +57,7 @@ def main() -> int:
                 if dist.get_rank() == 0:
                     _write(plan["answers"], {"name": way, "number": number, "ranks": everyone})
     dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    exit_rank()
 
 
 def _held(size_bytes: int) -> tuple[dict[str, Any], list[Tensor]]:
@@ -96,4 +96,4 @@ def _write(path: str, what: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

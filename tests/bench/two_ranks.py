@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bench import contenders
+from bench.rank_exit import exit_rank
 from bench.state import Raw, Reference
 
 
@@ -38,7 +39,7 @@ def main(root: str, names: list[str]) -> None:
         contender.close()
         sys.stdout.write(f"{name} on rank {rank}: as saved\n")
         sys.stdout.flush()
-    dist.destroy_process_group()
+    exit_rank()
 
 
 if __name__ == "__main__":

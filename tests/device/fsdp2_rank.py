@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.staging.device import side_stream
 from tests.device.accelerator import SECONDS, device, keep_busy
@@ -68,7 +69,7 @@ def main(folder: str) -> None:
         found = content(loaded)
         assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
     print("restored", flush=True)
-    dist.destroy_process_group()
+    exit_rank()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, TensorChanged
 from ckpt.pipeline.workers import Workers
@@ -92,7 +93,7 @@ def main(folder: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main(*sys.argv[1:])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, TensorChanged, UnsupportedValue
 from ckpt.pipeline.workers import Workers
@@ -117,7 +118,7 @@ def main(folder: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main(*sys.argv[1:])

@@ -16,6 +16,7 @@ from nets import build, step
 from torch import nn
 
 import ckpt.storage.tiers
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import (
     CkptError,
@@ -287,7 +288,7 @@ def main() -> None:
             print(f"{check.__name__} is well, {time.monotonic() - began:.1f} s", flush=True)
     if RANK == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, ReplicasDiverged, UnsupportedValue
 from tests.adapters.stateful import KINDS, Net, state_with, train
@@ -348,7 +349,7 @@ def main() -> None:
             wrong = [f"rank {rank}: {each}" for rank, each in enumerate(heard) if each != "well"]
             print(f"=== {function.__name__}\n{''.join(wrong) or 'well'}", flush=True)
     dist.barrier()
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()

@@ -12,6 +12,7 @@ from nets import build, step
 from torch.distributed.tensor import DTensor
 
 import ckpt.catalog.tiered_reader as origin
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank
 from ckpt.model import manifest
 
@@ -82,7 +83,7 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL", flush=True)
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()

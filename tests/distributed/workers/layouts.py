@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from nets import assert_close, assert_same, build, columns, full, state_of, step
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank
 from ckpt.errors import ConfigError
 
@@ -92,7 +93,7 @@ def main() -> None:
         dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()

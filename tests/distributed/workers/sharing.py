@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt.adapters.broadcast as broadcast
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank, Tier
 from ckpt.adapters.sink import TensorSink
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
@@ -251,7 +252,7 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()

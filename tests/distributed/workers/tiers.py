@@ -14,6 +14,7 @@ import torch.distributed as dist
 from nets import build, step
 
 import ckpt.storage.tiers
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import TierBehind
 from ckpt.storage.registry import open_backend
@@ -85,7 +86,7 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         print("ALL WELL", flush=True)
-    dist.destroy_process_group()
+    exit_rank()
 
 
 main()

@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import distributed as dist
 from zero_nets import batch, build, loss_of
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.integrations.deepspeed import zero_state
 
@@ -190,7 +191,7 @@ def main() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
-    dist.destroy_process_group()
+    exit_rank()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""A rank ends without a finalized interpreter, and what goes wrong at its end still fails it."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.distributed.launch import ROOT
+from tests.processes import run
+
+BEGIN = """
+import atexit, os, threading
+import torch.distributed as dist
+from bench.rank_exit import exit_rank
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+ABORTS = """
+class AbortsWhenFinalized:
+    def __del__(self, abort=os.abort):
+        abort()
+
+kept = AbortsWhenFinalized()
+print("begun")
+"""
+
+
+def ended(script: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-c", BEGIN + script], timeout=100, cwd=ROOT)
+
+
+def test_what_aborts_when_the_interpreter_is_finalized_is_not_met() -> None:
+    assert ended(ABORTS).returncode == -signal.SIGABRT
+    done = ended(ABORTS + "exit_rank()")
+    assert (done.returncode, done.stdout) == (0, "begun\n")
+
+
+def test_the_group_is_destroyed_and_threads_and_functions_of_atexit_come_to_their_end() -> None:
+    done = ended("""
+go = threading.Event()
+threading.Thread(target=lambda: (go.wait(), print("thread ended"))).start()
+threading._register_atexit(go.set)
+atexit.register(lambda: print("atexit", dist.is_initialized()))
+exit_rank()
+""")
+    assert (done.returncode, done.stdout) == (0, "thread ended\natexit False\n")
+
+
+def test_a_manager_that_is_open_is_closed(tmp_path: Path) -> None:
+    done = ended(f"""
+import torch
+from ckpt import CheckpointManager
+
+manager = CheckpointManager({str(tmp_path)!r})
+manager.save_async({{"x": torch.ones(3)}}, 1)
+exit_rank()
+""")
+    assert done.returncode == 0, done.stdout
+    assert len(list(tmp_path.glob("step-000000001.*/manifest.json"))) == 1
+
+
+def test_an_error_where_managers_are_closed_fails_the_rank() -> None:
+    done = ended("threading._register_atexit(lambda: 1 / 0)\nexit_rank()")
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stdout
+
+
+def test_an_error_of_atexit_is_printed() -> None:
+    assert "ZeroDivisionError" in ended("atexit.register(lambda: 1 / 0)\nexit_rank()").stdout
+
+
+OTHER_ENDS = {
+    "tests/distributed/workers/elastic.py": "forked by warm_torchrun.py, never finalized",
+    "tests/distributed/workers/tormented.py": "forked by warm_torchrun.py, never finalized",
+    "tests/distributed/workers/no_store.py": "calls os._exit, since its store is gone",
+    "tests/distributed/workers/survive.py": "calls os._exit, since its leader is gone",
+    "tests/distributed/workers/nodes_kill.py": "runs until it is killed",
+    "tests/distributed/workers/raises.py": "tests the end by an exception",
+}
+
+
+def test_each_script_of_a_rank_ends_so() -> None:
+    others = set()
+    for folder in ("tests", "bench"):
+        for path in (ROOT / folder).rglob("*.py"):
+            calls = {
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Call)
+            }
+            if calls & {"init_process_group", "init_distributed"} and "main" in calls:
+                name = str(path.relative_to(ROOT))
+                others |= set() if "exit_rank" in calls else {name}
+    assert others == set(OTHER_ENDS)
