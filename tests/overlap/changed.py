@@ -76,7 +76,8 @@ def main(folder: str) -> None:
                 error = pending.exception(60)
                 assert error is None or isinstance(error, CkptError), error
                 if dist.get_rank() == 0:
-                    print(f"WAY|{layout}|{name}|{how}")
+                    # one write for the line: torchrun starts Python unbuffered, and ranks write between writes
+                    print(f"WAY|{layout}|{name}|{how}\n", end="")
                 if error is None:
                     silent.append(f"{layout}: {name}")
                 else:

@@ -203,6 +203,8 @@ def main() -> None:
         while trainer.step < steps:
             losses = trainer.train()
             note(step=trainer.step, losses=losses, world=dist.get_world_size())
+            if pending is not None and trainer.step % SAVE_EVERY:
+                pending.result(60)  # so that it is known what a death costs
             within(trainer.step)
             last = stop.requested(trainer.step)
             if last or trainer.step % SAVE_EVERY == 0:
@@ -210,8 +212,6 @@ def main() -> None:
                     pending.result(60)
                 note(saving=trainer.step, digest=trainer.digest())
                 pending = manager.save_async(trainer.state, trainer.step)
-            elif pending is not None:
-                pending.result(60)  # so that it is known what a death costs
             if last:
                 note(stops=trainer.step)
                 break
