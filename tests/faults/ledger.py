@@ -48,6 +48,7 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "names": Fault("a manifest whose names leave the root: .., absolute, links, Windows forms, NUL, very long, look-alikes", "manifests", "refused with `ManifestCorrupt`", "tests/faults/test_hostile.py"),
     "sizes": Fault("a manifest that claims 2^60 bytes, 50,000 tensors, deep nesting, a frame that unpacks to more", "manifests", "refused before memory is reserved", "tests/faults/test_hostile.py"),
     "fuzz": Fault("manifests, fragments, owners' notes and trees mutated at random, with right checksums", "records", "refused with our error", "tests/fuzz/test_readers.py"),
+    "import": Fault("files of `torch.save`, DCP and safetensors with changed bytes, most of them with right checksums, given to `ckpt import`", "files", "refused with our error, or imported; nothing outside of the target", "tests/fuzz/test_import_mutations.py"),
 }  # fmt: skip
 
 

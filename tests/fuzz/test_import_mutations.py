@@ -1,0 +1,307 @@
+"""Files of other programs with changed bytes: `ckpt import` takes them or refuses them, soon, and writes nothing but its target."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from ckpt.catalog.index import committed
+from ckpt.cli.main import main
+from ckpt.storage.registry import open_backend
+from tests.exchange.states import odd_state, trained
+from tests.faults.conftest import Count, tally
+from tests.fuzz.mutations import WILD, places
+
+__all__ = ["tally"]
+
+pytestmark = pytest.mark.filterwarnings("default")  # a warning of torch is not an error outside of tests
+
+CODES = {0, 2, 3, 4, 5, 7, 8}
+MOST_SECONDS = 5.0
+"""Of processor time. An import of these files takes some hundredths of a second."""
+MOST_BYTES, MOST_BYTES_PER_BYTE = 48 << 20, 256
+NUMBERS = (
+    0,
+    1,
+    2,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**62,
+    2**63 - 1,
+    2**64 - 1,
+)
+PIECES = (b"", b"\0" * 64, b"\xff" * 64, b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"(" * 50, b"h\x00", b"\x86" * 30,
+          b"cos\nsystem\n", b"cbuiltins\neval\n", b"R", b"b", b"../../victim", b'{"a":', b"[" * 2_000, b"\x1b]8;;x\x07", b"1e999", b"NaN",
+          b"9" * 5_000, b"\x8b\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f")  # fmt: skip
+
+
+# -- what is changed --------------------------------------------------------------------------------------------------
+
+
+def anywhere(data: bytes, draw: random.Random) -> bytes:
+    """One to four changes: bits, bytes, numbers, parts removed, doubled, moved, cut, or of another meaning."""
+    changed = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(changed) + 1)
+        end = min(len(changed), at + draw.choice((1, 2, 4, 8, 30, 300)))
+        match draw.randrange(9):
+            case 0 if at < len(changed):
+                changed[at] ^= 1 << draw.randrange(8)
+            case 1:
+                changed[at:end] = draw.randbytes(end - at)
+            case 2:
+                width = draw.choice((1, 2, 4, 8))
+                number = draw.choice(NUMBERS) & ((1 << 8 * width) - 1)
+                changed[at : at + width] = number.to_bytes(width, draw.choice(("little", "big")))
+            case 3:
+                changed[at:at] = draw.choice(PIECES)
+            case 4:
+                piece = draw.choice(PIECES)
+                changed[at : at + len(piece)] = piece
+            case 5:
+                del changed[at:end]
+            case 6:
+                changed[at:at] = changed[at:end] * draw.choice((1, 2, 20))
+            case 7:
+                part = changed[at:end]
+                del changed[at:end]
+                to = draw.randrange(len(changed) + 1)
+                changed[to:to] = part
+            case 8 if draw.randrange(4) == 0:
+                del changed[at:]
+    return bytes(changed)
+
+
+def inside_the_archive(data: bytes, draw: random.Random) -> bytes:
+    """An archive of ``torch.save`` with right checksums, one part of it changed, most often the pickle."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    pickles = [name for name in parts if name.endswith("data.pkl")]
+    name = draw.choice(pickles * len(parts) + list(parts))
+    match draw.randrange(8):
+        case 0:
+            del parts[name]
+        case 1:
+            parts[draw.choice(list(parts))] = parts[name]
+        case _:
+            parts[name] = anywhere(parts[name], draw)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    return made.getvalue()
+
+
+def header(data: bytes, draw: random.Random) -> bytes:
+    """A file of safetensors with a header of the right length, in which values are others."""
+    length = int.from_bytes(data[:8], "little")
+    node = json.loads(data[8 : 8 + length])
+    for _ in range(draw.randint(1, 3)):
+        path = draw.choice(places(node)[1:])
+        parent = node
+        for key in path[:-1]:
+            parent = parent[key]
+        match draw.randrange(4):
+            case 0:
+                del parent[path[-1]]
+            case 1 if isinstance(parent, dict):
+                parent[draw.choice(("../x", "a" * 5_000, "\x1b[2J", "", "é/~"))] = parent.pop(path[-1])
+            case _:
+                parent[path[-1]] = draw.choice((*WILD, *NUMBERS, [0, 2**62], [0, 2**100], [1] * 5_000))
+        if len(places(node)) < 2:
+            break
+    text = json.dumps(node).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+# -- where it is done -------------------------------------------------------------------------------------------------
+
+
+def torch_file(folder: Path, **how: Any) -> str:
+    net, optimizer = trained()
+    torch.save(
+        {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "pair": (1, [2, "x"])},
+        folder / "x.pt",
+        **how,
+    )
+    return "x.pt"
+
+
+def dcp_folder(folder: Path) -> str:
+    net, _ = trained()
+    plain = {name: value for name, value in odd_state().items() if name not in ("np", "array", "frozen")}
+    dcp.save({"model": net.state_dict(), **plain}, checkpoint_id=folder, no_dist=True)
+    return "."
+
+
+def safetensors_file(folder: Path) -> str:
+    values = odd_state()["tensors"]
+    save_file(
+        {name: value for name, value in values.items() if "c" not in name[:1]},
+        folder / "x.safetensors",
+        {"a": "b"},
+    )
+    return "x.safetensors"
+
+
+Change = Callable[[bytes, random.Random], bytes]
+CASES: dict[str, tuple[Callable[[Path], str], str, Change]] = {
+    "torch": (torch_file, "x.pt", anywhere),
+    "torch, inside": (torch_file, "x.pt", inside_the_archive),
+    "torch, old": (lambda to: torch_file(to, _use_new_zipfile_serialization=False), "x.pt", anywhere),
+    "dcp, table": (dcp_folder, ".metadata", anywhere),
+    "dcp, data": (dcp_folder, "*.distcp", anywhere),
+    "safetensors": (safetensors_file, "x.safetensors", anywhere),
+    "safetensors, header": (safetensors_file, "x.safetensors", header),
+}  # fmt: skip
+
+
+@dataclass
+class Watch:
+    """What Python opens for writing, makes, renames, removes or runs, while ``on``."""
+
+    on: bool = False
+    found: list[str] = field(default_factory=list)
+
+    def hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.on:
+            return
+        if event == "open":
+            path, _, flags = args
+            if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+                self.found.append(str(path))
+        elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"):
+            self.found.append(str(args[0]))
+        elif event in ("os.rename", "os.link", "os.symlink"):
+            self.found += [str(args[0]), str(args[1])]
+        elif event in (
+            "os.system",
+            "subprocess.Popen",
+            "os.exec",
+            "os.posix_spawn",
+            "os.fork",
+            "socket.connect",
+        ):
+            self.found.append(f"{event} {args!r}")
+
+
+WATCH = Watch()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def watched() -> None:
+    sys.addaudithook(WATCH.hear)  # there is no way to remove one: it is off between the imports
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("place", "place/source", "place/temporary"):
+        os.mkdir(tmp_path / name)
+    monkeypatch.chdir(tmp_path / "place")
+    monkeypatch.delenv("CKPT_ROOT", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "place" / "temporary"))
+    Path("victim").write_text("mine")
+    return tmp_path / "place"
+
+
+def peak_bytes(begin: bool = False) -> int:
+    """The most memory of this process since the last time ``begin`` was given."""
+    if begin:
+        Path("/proc/self/clear_refs").write_text("5")
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def imported(
+    source: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, float, int, str]:
+    """Exit code, seconds of processor time, bytes of memory, and what was printed as an error."""
+    monkeypatch.setattr("sys.argv", ["ckpt", "import", source, "runs", "--step", "1"])
+    capsys.readouterr()
+    WATCH.found.clear()
+    before, began = peak_bytes(begin=True), time.process_time()
+    WATCH.on = True
+    try:
+        code = main()
+    finally:
+        WATCH.on = False
+    seconds, nbytes = time.process_time() - began, peak_bytes() - before
+    told = capsys.readouterr()
+    assert all(line.isprintable() for line in (told.err + told.out).split("\n")), told
+    return code, seconds, nbytes, told.err
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "examples",
+    [50, pytest.param(2_000, marks=[pytest.mark.torture, pytest.mark.timeout(7_200)])],
+    ids=["few", "many"],
+)
+def test_changed_bytes_are_imported_or_refused(
+    place: Path,
+    case: str,
+    examples: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tally: Count,
+) -> None:
+    make, pattern, change = CASES[case]
+    source = make(place / "source")
+    [path] = (place / "source").glob(pattern)
+    whole = path.read_bytes()
+    code, _, _, told = imported(f"source/{source}", capsys, monkeypatch)
+    assert code == 0, told
+    temporary = os.listdir("temporary")  # torch makes a folder for its cache, once
+    refused = 0
+    for number in range(examples):
+        shutil.rmtree("runs", ignore_errors=True)
+        data = change(whole, random.Random(f"{case} {number}"))
+        path.write_bytes(data)
+        there = sorted(os.listdir("source"))
+        code, seconds, nbytes, told = imported(f"source/{source}", capsys, monkeypatch)
+        which = (case, number, code, told)
+        assert code in CODES, which
+        assert "internal error" not in told, which
+        assert seconds < MOST_SECONDS, which
+        assert nbytes < MOST_BYTES + MOST_BYTES_PER_BYTE * len(data), (nbytes, which)
+        outside = [name for name in WATCH.found if not inside(name, place / "runs")]
+        assert outside == [], which
+        assert path.read_bytes() == data, which
+        assert sorted(os.listdir("source")) == there, which
+        assert set(os.listdir()) <= {"runs", "source", "temporary", "victim"}, which
+        assert os.listdir("temporary") == temporary, which
+        steps = [ref.step for ref in committed(open_backend("runs"))]
+        assert steps == ([1] if code == 0 else []), which
+        refused += code != 0
+    assert refused > examples // 4
+    tally("import", examples)
+
+
+def inside(name: str, root: Path) -> bool:
+    """Whether it is a name below the root, or of the memory that a save is copied into, or no file at all."""
+    whole = os.path.join(root.parent, name)
+    return (
+        name.isdigit() or whole == str(root) or whole.startswith((f"{root}/", "/dev/shm/ckpt-", "/dev/null"))
+    )
