@@ -44,7 +44,7 @@ _local = threading.local()
 
 
 def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
-    """Of each chunk of a rank's file: the bytes of one floating point number in it, 1 where it holds others."""
+    """Return the bytes of one floating point number for each chunk of a file; 1 for other chunks."""
     starts = {shard.offset: _FLOATING.get(tensor.dtype, 1) for tensor in tensors for shard in tensor.shards if shard.box.numel}  # fmt: skip
     found: list[int] = []
     offset, width = 0, 1
@@ -88,7 +88,10 @@ class Encoder:
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
 
     def _plan(self, sample: Bytes, width: int, shift: int) -> zstandard.ZstdCompressor | None:
-        """What makes a plane like this shorter than it is without its ``shift`` free bits; None if nothing does."""
+        """Return the way to make a plane shorter than it is without its ``shift`` free bits.
+
+        Returns None if there is no such way.
+        """
         huffman, level = self._compressors()
         tried = [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
         lengths = [len(compressor.compress(sample.data)) for compressor in tried]
@@ -117,11 +120,12 @@ class Encoder:
 
 
 def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: str | None = None) -> None:
-    """Fill ``out`` with the chunk that was encoded as ``data``, which lies at ``offset`` of ``key``.
+    """Fill ``out`` with the chunk that was encoded as ``data``, at ``offset`` of ``key``.
 
     Raises:
-        ChecksumMismatch: It is no encoding of a chunk of that length, or not of the one with the checksum ``digest``.
-        ConfigError: The package it needs is not installed.
+        ChecksumMismatch: ``data`` is no encoding of a chunk of that length, or not of the chunk
+            with the checksum ``digest``.
+        ConfigError: A package that the codec needs is not installed.
     """
     zstd = _library()
     try:
@@ -156,7 +160,9 @@ def _plane(data: memoryview, size: int, shift: int, zstd: Any) -> Bytes:
 
 
 def _unpacked(frame: memoryview, size: int, zstd: Any) -> bytes:
-    """What it unpacks to is known beforehand: a frame that says otherwise gets no memory."""
+    """Return the unpacked frame. Its size is known, so a frame that claims another size gets no
+    memory.
+    """
     if zstd.frame_content_size(frame) != size:
         raise ValueError("a plane has another length")
     if (decompressor := getattr(_local, "decompressor", None)) is None:
@@ -168,7 +174,7 @@ def _unpacked(frame: memoryview, size: int, zstd: Any) -> bytes:
 
 
 def _library() -> Any:
-    """Imported late: only who uses a codec pays for it."""
+    """Return the zstd package. It is imported late, so that only users of a codec pay for it."""
     try:
         import zstandard
     except ImportError:
@@ -177,7 +183,11 @@ def _library() -> Any:
 
 
 def _shortest(plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes) -> memoryview:
-    """Compressed, or without its ``shift`` free bits, or as it is. A reader tells them by their length: what is no shorter than the next of these is not taken."""
+    """Return a plane compressed, or without its ``shift`` free bits, or as it is.
+
+    A reader distinguishes the three by their length, so a form that is no shorter than the next is
+    not used.
+    """
     least = plane.size
     if shift:
         least = min(least, _packed_bytes(plane.size, shift))
@@ -241,7 +251,7 @@ def _packed_bytes(size: int, shift: int) -> int:
 
 
 def _masks(shift: int) -> np.uint64:
-    """The lowest ``shift`` bits of each of eight bytes."""
+    """Return a mask of the lowest ``shift`` bits of each of eight bytes."""
     return np.uint64(((1 << shift) - 1) * 0x0101010101010101)
 
 

@@ -1,7 +1,9 @@
-"""What a file of another program may ask of us, told before it is loaded: memory and time in proportion to its bytes.
+"""Bounds on the time and memory that a file of another program may take, checked before it is
+loaded.
 
-``torch.load(weights_only=True)`` calls nothing that a file names, but it unpacks what is compressed, compares
-keys that are built of themselves, and waits for a pipe to be written to.
+Both are proportional to the bytes of the file. ``torch.load(weights_only=True)`` calls nothing that
+a file names. But it unpacks compressed data, compares keys that are built of themselves, and waits
+for data from a pipe.
 """
 
 from __future__ import annotations

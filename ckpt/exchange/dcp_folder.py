@@ -23,7 +23,7 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Unread:
-    """What stands for tensors in the state: tensors without memory, and the names to read them by."""
+    """Stand-ins for the tensors of a state: tensors without memory, with the names to read them by."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -113,7 +113,10 @@ def _inner(path: str, key: object) -> str:
 
 
 def _is_walked(value: Any) -> bool:
-    """Whether the items of a list are entries of their own: one of them is a dict or a tensor, or such a list."""
+    """Return True if the items of a list are entries of their own.
+
+    One of them is then a dict, a tensor, or a list of that kind.
+    """
     return isinstance(value, list) and any(
         isinstance(item, Mapping | torch.Tensor) or _is_walked(item) for item in value
     )

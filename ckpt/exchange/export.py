@@ -46,15 +46,18 @@ def export(
     max_shard_bytes: int | None = None,
     on_start: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Write the tensors (and, where the format holds them, the plain values) that match ``globs`` to ``out``, which appears when all of it is there.
+    """Write the tensors that match ``globs`` to ``out``, and the plain values if the format holds
+    them.
+
+    ``out`` appears when all of it is complete.
 
     Args:
-        strip: Taken off the names' beginnings (safetensors).
-        max_shard_bytes: Of one file (safetensors, into a folder).
-        on_start: Told how many bytes will be read.
+        strip: A prefix that is removed from the names (safetensors).
+        max_shard_bytes: The most bytes of one file (safetensors, into a folder).
+        on_start: Called with the number of bytes that will be read.
 
     Raises:
-        ConfigError: ``out`` exists, or an option does not suit.
+        ConfigError: ``out`` exists, or an option does not fit the format.
         EntryMissing: No name matches.
     """
     if kind != "safetensors" and (strip or max_shard_bytes is not None):
@@ -158,9 +161,10 @@ def _dcp(reader: StepReader, place: str, notes: Notes, globs: Sequence[str]) -> 
 
 @contextmanager
 def _appears(out: str) -> Generator[str]:
-    """A place to build in, which becomes ``out`` in the end.
+    """Give a path to build in, which becomes ``out`` at the end.
 
-    It lies in a new folder beside ``out`` that only this user can enter, so nobody can have put a link there.
+    It is in a new folder beside ``out`` that only this user can enter, so no other user can put a
+    link there.
     """
     out = os.path.abspath(out)
     if os.path.lexists(out):

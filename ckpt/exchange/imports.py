@@ -1,7 +1,8 @@
-"""The state of another program -> a checkpoint that ``CheckpointManager.restore`` loads into a model and an optimizer.
+"""The state of another program -> a checkpoint that ``CheckpointManager.restore`` loads.
 
-A dict of tensors becomes a module, a dict of ``state`` and ``param_groups`` an optimizer; then the manager saves them as any other state. Their classes are not known and not needed: names, tensors and values are all
-that a checkpoint holds of them.
+A dict of tensors becomes a module, and a dict of ``state`` and ``param_groups`` an optimizer. The
+manager then saves them as any other state. Their classes are not needed: a checkpoint holds only
+names, tensors and values.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ _WRAPPERS: Final = ("module.", "_orig_mod.")
 
 @dataclass(slots=True)
 class Imported:
-    """What became of a source.
+    """The result of an import.
 
     Attributes:
-        names: name in the state -> what it is.
-        notes: Sentences about what is not as it was.
+        names: The kind of each entry, by its name in the state.
+        notes: Sentences about values that are different from the source.
     """
 
     names: dict[str, str] = field(default_factory=dict[str, str])
@@ -111,7 +112,10 @@ def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
 
 @contextmanager
 def _made(folder: str | None) -> Generator[str | None]:
-    """A scratch file lies where the checkpoint will: there is room there, or it fails anyway. An error leaves no new folder that is empty."""
+    """Make a scratch file at the place of the checkpoint, where there must be room anyway.
+
+    An error leaves no empty new folder.
+    """
     if folder is None:
         yield None
         return
@@ -238,7 +242,9 @@ class _Shaper:
         return optimizer
 
     def _parameters(self, name: str, value: Mapping[str, Any], ids: list[Any]) -> list[nn.Parameter]:
-        """Those of the module they belong to, found by their names; else ones that only have a place."""
+        """Return the parameters of the module with the same names, or parameters that have only an
+        index.
+        """
         names, how = self._names_of(value, ids)
         for module, entries in self._modules.items():
             if names and all(isinstance(entries.get(each), torch.Tensor) for each in names):
@@ -272,7 +278,7 @@ class _Shaper:
         return [], ""
 
     def _clean(self, names: Sequence[str]) -> list[str]:
-        """As those of the module, which may have lost the prefix of a wrapper."""
+        """Return the names as the module has them, which may have lost a wrapper's prefix."""
         known = {key for entries in self._modules.values() for key in entries}
         return [
             next((each.removeprefix(w) for w in _WRAPPERS if each.removeprefix(w) in known), each)
@@ -303,7 +309,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _is_optimizer(value: Any) -> bool:
-    """Whether it is one's ``state_dict()``: what only looks like that stays what it is."""
+    """Return True if the dict is the ``state_dict()`` of an optimizer, and not only similar."""
     if not isinstance(value, Mapping):
         return False
     state, groups = value.get("state"), value.get("param_groups")

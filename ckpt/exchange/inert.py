@@ -33,7 +33,7 @@ class Inert:
 
 
 class _Machine:
-    """The stack machine of pickle, for the opcodes that plain objects need."""
+    """The stack machine of pickle, with the opcodes of plain objects."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -142,10 +142,13 @@ def _with_state(made: Inert, state: Any) -> Inert:
 
 
 def read_inert(data: bytes, name: str) -> Any:
-    """What the pickle ``data`` describes. ``name`` is told in errors.
+    """Return what the pickle ``data`` describes.
+
+    Args:
+        name: The name of the pickle in errors.
 
     Raises:
-        UnsupportedValue: It is no pickle, or one that needs more than plain objects.
+        UnsupportedValue: It is no pickle, or it needs more than plain objects.
     """
     try:
         if len(data) > _MOST_BYTES:

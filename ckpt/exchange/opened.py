@@ -27,11 +27,12 @@ _MOST_THREADS: Final = 8
 class Opened:
     """A checkpoint, opened for reading by ``ckpt.open``.
 
-    Threads: one at a time.
-
     Attributes:
-        step: Which one it is.
-        root: URL of the place it lies in, without credentials.
+        step: The number of the step.
+        root: The URL of the root, without credentials.
+
+    Thread safety:
+        One thread at a time.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Tier, step: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What a file is that is not what was expected, by its first bytes."""
+"""The kind of an unexpected file, by its first bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES: Final = 4096
 
 
 def is_torch(path: str) -> bool:
-    """Whether it begins as a file of ``torch.save`` does, of torch 1.6 or later."""
+    """Return True if it begins as a file of ``torch.save`` (torch 1.6 or later)."""
     try:
         with open(path, "rb") as file:
             head = file.read(300)
@@ -30,7 +30,7 @@ def is_torch(path: str) -> bool:
 
 
 def what_is(path: str) -> str:
-    """Such as "a safetensors file"; empty for what nobody can tell."""
+    """Return the kind of a file, such as "a safetensors file"; empty if it is unknown."""
     try:
         size = os.path.getsize(path)
         with open(path, "rb") as file:

@@ -93,11 +93,14 @@ def _names_in(folder: str) -> list[str]:
 
 
 def read_source(source: str, kind: Kind, scratch: str | None) -> State:
-    """The state in ``source``. Its tensors are mapped from the file where that can be; else they lie in a file in the folder ``scratch``.
+    """Return the state in ``source``.
+
+    Its tensors are mapped from the file if possible, and otherwise from a file in the folder
+    ``scratch``.
 
     Raises:
-        UnsupportedValue: It would have to be unpickled.
-        IntegrityError: It is damaged, or a part is missing.
+        UnsupportedValue: The state needs unpickling.
+        IntegrityError: The source is damaged, or a part is missing.
     """
     match kind:
         case "torch":
@@ -165,7 +168,7 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
 
 
 def _indexed(folder: str, suffix: str) -> list[str]:
-    """The files that a Hugging Face index names; none without an index."""
+    """Return the files that a Hugging Face index names; none without an index."""
     found = [name for name in os.listdir(folder) if name.endswith(f".{suffix}.index.json")]
     if not found:
         return []

@@ -1,6 +1,7 @@
 """Tensors -> one file of ``torch.save``.
 
-``torch.save`` wants all tensors at once; so they lie in a scratch file that is mapped into memory: the system keeps of it what there is room for.
+``torch.save`` needs all tensors at once. So they are in a scratch file that is mapped into memory,
+and the system keeps as much of it in memory as there is room for.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ _MAPPINGS: Final[dict[str, type]] = {"dict": dict, "OrderedDict": OrderedDict, "
 
 @dataclass(slots=True)
 class Notes:
-    """What is not in the other format as it is in the checkpoint: (name, why).
+    """The names that the other format does not hold as the checkpoint does, with the reasons.
 
     Attributes:
-        changed: It is there, as something else.
-        left_out: It is not there.
+        changed: Names that are there in another form.
+        left_out: Names that are not there.
     """
 
     changed: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
@@ -40,7 +40,7 @@ class Notes:
 
 
 def chosen(name: str, globs: Sequence[str]) -> bool:
-    """Whether one of ``globs`` matches; all names if there are none."""
+    """Return True if one of ``globs`` matches, or if there are none."""
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 

@@ -1,4 +1,4 @@
-"""How far two tensors are from each other."""
+"""The distance between two tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""An image in memory -> an encoded file on a tier: its chunks one after another, each as short as the codec makes it.
+"""An image in memory -> an encoded file on a tier.
 
-Workers take the chunks in file order, hash and encode them at the same time, and append what came out in turn, for where a chunk lies is known only when all before it are encoded. What is appended
-fills parts; a part that is full is written by whoever filled it. In memory at a time, beside the image: for each worker what it has encoded, its room for planes, and a part.
+Workers take the chunks in file order, and hash and encode them at the same time. They append the
+results in turn, since the position of a chunk is known only when all earlier chunks are encoded.
+The appended bytes fill parts, and the worker that fills a part writes it. Beside the image, memory
+holds for each worker its encoded chunk, its buffer for planes, and a part.
 """
 
 from __future__ import annotations
@@ -36,11 +38,11 @@ def write_encoded(
     on_bytes: OnBytes,
     known: tuple[Chunk, ...] = (),
 ) -> tuple[Chunk, ...]:
-    """As ``write_image``.
+    """Write an image as ``write_image`` does, encoded.
 
     Args:
-        widths: Of each chunk, the bytes of one of its numbers (see ``codec.widths_of``).
-        lengths: Is told how long each chunk is on the tier.
+        widths: The bytes of one number of each chunk (see ``codec.widths_of``).
+        lengths: Called with the length of each chunk on the tier.
     """
     upload = retry.call(lambda: backend.upload(key, source.size))
     abilities = backend.capabilities
@@ -97,12 +99,14 @@ class _Job:
 
 
 class _File:
-    """What was encoded, cut into parts of an upload.
-
-    Threads: ``append`` by who has the turn; ``turn``, ``write`` and ``fail`` from any; ``flush`` when all is appended.
+    """The encoded bytes, cut into the parts of an upload.
 
     Args:
-        reuse: Whether a part's memory is free once it was written.
+        reuse: Whether the memory of a part is free once it was written.
+
+    Thread safety:
+        Call ``append`` from the thread that has the turn, ``turn``, ``write`` and ``fail`` from any
+        thread, and ``flush`` when all bytes are appended.
     """
 
     def __init__(self, upload: Upload, retry: RetryPolicy, *, parallel: bool, reuse: bool) -> None:
@@ -128,7 +132,7 @@ class _File:
             self._changed.notify_all()
 
     def fail(self, error: CkptError) -> None:
-        """Nobody shall wait for a turn any more."""
+        """End the wait of all threads for their turn."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -35,7 +35,11 @@ OnProven = Callable[[ChunkRead, memoryview], None]
 
 
 class Sink(Protocol):
-    """Where chunks go. Called from several threads, for different chunks."""
+    """The targets of chunks.
+
+    Thread safety:
+        Its methods are called from several threads, for different chunks.
+    """
 
     def direct(self, read: ChunkRead) -> memoryview | None:
         """The target's own memory for exactly this chunk, or None if it is not one piece there."""
@@ -197,7 +201,11 @@ def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
 
 
 def joined(pieces: Sequence[memoryview]) -> list[memoryview]:
-    """Those that follow each other in memory as one: few long pieces are read faster than many short ones. Good as long as ``pieces`` live."""
+    """Join pieces that follow each other in memory.
+
+    A few long pieces are read faster than many short ones. The result is valid as long as
+    ``pieces`` live.
+    """
     spans: list[tuple[int, int]] = []
     for piece in pieces:
         start = ctypes.addressof(ctypes.c_char.from_buffer(piece))

@@ -1,4 +1,4 @@
-"""Every thread of the package: named, few, of low priority, and owned by whoever opened the group."""
+"""The threads of the package: each has a name, a low priority, and an owner."""
 
 from __future__ import annotations
 
@@ -124,7 +124,10 @@ class Workers:
         return [future.result() for future in futures]
 
     def stream(self, work: Iterable[Callable[[], T]]) -> Iterator[T]:
-        """Run all of it here; results come in order, and only few of them are kept waiting. What has not begun when one fails, or nobody takes more, never does."""
+        """Run all of it here, and yield the results in order. Only a few results wait.
+
+        Work that has not begun when one item fails, or when the caller stops, is never begun.
+        """
         ahead: deque[Future[T]] = deque()
         items = iter(work)
         try:
@@ -199,12 +202,12 @@ class Once:
             self._call()
 
     def revoke(self) -> bool:
-        """Whether it has not begun: then it never does."""
+        """Return True if the call has not begun. It then never does."""
         return self._taken.acquire(blocking=False)
 
 
 class Closes(Protocol):
-    """Something that owns threads, and ends their work properly."""
+    """An owner of threads that can end their work in order."""
 
     def close_after(self, error: BaseException | None) -> None:
         """The script ends, by ``error`` if that is not None."""
@@ -212,9 +215,9 @@ class Closes(Protocol):
 
 
 def close_at_exit(owner: Closes) -> None:
-    """Close ``owner``, if it still lives, when the script ends: what is under way is finished. Later no thread could be started any more.
+    """Close ``owner`` when the script ends, if it still lives, so that work under way is finished.
 
-    An error there is only logged: nobody is left to catch it.
+    Threads cannot be started any later than that. An error is only logged, since no caller is left.
     """
     alive = weakref.ref(owner)
 
@@ -229,7 +232,7 @@ def close_at_exit(owner: Closes) -> None:
 
 
 def _unhandled() -> BaseException | None:
-    """The exception that ends the script, as far as the interpreter tells: not that of an earlier line of a session."""
+    """Return the exception that ends the script, if the interpreter knows it."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # last_exc: Python 3.12

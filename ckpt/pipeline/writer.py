@@ -40,11 +40,14 @@ class Source(Protocol):
 
     @property
     def capacity(self) -> int:
-        """How much of it is in memory at a time."""
+        """How many of its bytes are in memory at a time."""
         ...
 
     def view(self, start: int, end: int) -> memoryview:
-        """Those bytes, as soon as they are there; raises why they never will be. Good until told ``written`` and ``hashed``."""
+        """Return the bytes as soon as they are there, or raise the reason why they never are.
+
+        The memory is valid until ``written`` and ``hashed`` are called for it.
+        """
         ...
 
     def written(self, start: int, end: int) -> None: ...
@@ -52,7 +55,7 @@ class Source(Protocol):
     def hashed(self, start: int, end: int) -> None: ...
 
     def lost(self, error: CkptError) -> None:
-        """A part or chunk of it will never be written or hashed: nobody shall wait for the room it takes."""
+        """A part or chunk is never written or hashed, so no thread waits for its memory."""
         ...
 
 
@@ -118,10 +121,10 @@ def adopt_image(
     on_bytes: OnBytes,
     known: tuple[Chunk, ...] = (),
 ) -> tuple[Chunk, ...]:
-    """As ``write_image``, for a store that takes the image where it is: it is only hashed.
+    """Store an image in a store that takes it where it is: it is only hashed.
 
     Raises:
-        StagingError: It is not all in /dev/shm.
+        StagingError: The image is not as a whole in /dev/shm.
     """
     if (path := source.path) is None:
         raise StagingError(f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole")
@@ -142,10 +145,12 @@ def _hashed(source: Source, start: int, end: int) -> Chunk:
 
 
 def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts: bool, key: str) -> None:
-    """A ring must hold what is being copied, written and hashed at a time, or each would wait for the others for ever.
+    """Check that a ring holds what is copied, written and hashed at the same time.
+
+    In a smaller ring each of the three would wait for the others without end.
 
     Raises:
-        StagingError: It does not.
+        StagingError: The ring is too small.
     """
     needed = _COPY_BYTES + part_bytes + chunk_bytes
     if source.capacity >= source.size:
@@ -164,7 +169,7 @@ def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts
 
 @contextmanager
 def losing(*told: Callable[[CkptError], None]) -> Generator[None]:
-    """Tells what fails here, whatever it is: a mistake in a store, too, must leave nobody waiting."""
+    """Report a failure in the body, of any class, so that no thread waits for its result."""
     try:
         yield
     except BaseException as error:
@@ -213,7 +218,7 @@ class _Job:
         self._on_bytes(end - offset)
 
     def hash(self, start: int, first: int, last: int) -> None:
-        """Chunks ``first`` to ``last``, of which the first begins at ``start``."""
+        """Hash the chunks ``first`` to ``last``; the first one begins at ``start``."""
         for index in range(first, last):
             end = start + self._chunks[index]
             with losing(self._source.lost):
