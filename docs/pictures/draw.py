@@ -22,10 +22,10 @@ STYLE = """
     .drawing { --ink: #e4e7eb; --soft: #b0bac5; --line: #8b98a5; --paper: #1e2129; --train: #17403a;
       --train-edge: #4fbfae; --back: #2a3155; --back-edge: #8c9be6; --done: #4a3a17; --done-edge: #e0ae55; }
   }
-  .drawing text { font: 12.5px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--ink); }
-  .drawing .head { font-weight: 600; font-size: 13.5px; }
+  .drawing text { font: 13.3px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: var(--ink); }
+  .drawing .head { font-weight: 600; font-size: 14.3px; }
   .drawing .code { font-weight: 600; }
-  .drawing .note { fill: var(--soft); font-size: 11.5px; }
+  .drawing .note { fill: var(--soft); font-size: 12.3px; }
   .drawing .wire { stroke: var(--line); stroke-width: 1.6; fill: none; }
   .drawing .tip { fill: var(--line); }
   .drawing .paper { fill: var(--paper); }
@@ -170,20 +170,20 @@ def restore() -> str:
         2,
         228,
         "done",
-        ("All ranks agree", "If one rank cannot match, all raise the error, and no tensor is changed."),
+        ("All ranks agree", "If one rank cannot match, all raise, and nothing is changed."),
     )
     plan = Box(1, 314, "back", ("Plan", "finds the chunks that", "overlap with its shards"))
-    read = Box(1, 399, "back", ("Read and verify each chunk", "from the nearest tier", "that has it intact"))
+    read = Box(1, 399, "back", ("Read, verify each chunk", "from the nearest tier", "that has it intact"))
     repair = Box(
         0,
         399,
         "back",
-        ("A chunk is damaged here", "The next tier gives it; the", "file in the folder is rewritten."),
+        ("A chunk is damaged here", "the next tier gives it;", "the file is rewritten"),
     )
     landed = Box(2, 502, "done", ("All ranks report", "Is every chunk of every rank in its place?"))
-    values = Box(1, 622, "back", ("Set plain values,", "load objects"))
+    values = Box(1, 622, "back", ("Set plain values", "and load objects"))
     report = Box(1, 690, "back", ("RestoreReport",))
-    older = Box(0, 622, "train", ("No: the step is damaged", "on all tiers; propose the", "step before it"))
+    older = Box(0, 622, "train", ("The step is damaged", "on all tiers; propose the", "step before it"))
     parts = [
         text(EDGE + LANE // 2, 24, "Rank 0", "head", "middle"),
         text(EDGE + LANE + GAP + LANE // 2, 24, "Every rank", "head", "middle"),
