@@ -152,6 +152,9 @@ class Saver:
             self._commit(writers, save)
         else:
             work, missed = partial(self._commit, writers, save), partial(self._miss, writers, save)
+            if queue.shared:
+                for farther in writers[1:]:
+                    self._queues[farther.url].expect(save.job.ref)
             queue.push(QueuedStep(save.job.ref, work, missed, held=True))
 
     def _commit(self, writers: Sequence[TierWriter], save: _Save) -> None:
@@ -183,6 +186,8 @@ class Saver:
 
     def _end(self, save: _Save) -> None:
         """The image is not needed any more. Its slot is given back once."""
+        for queue in self._queues.values():
+            queue.expect_no_more(save.job.ref)
         with self._lock:
             first = save.job.ref in self._leaving
             self._leaving.discard(save.job.ref)

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 import msgspec
@@ -64,7 +65,7 @@ class TierQueue:
         cpus: Iterable[int] | None = None,
     ) -> None:
         self._index, self._coordinator, self._backlog, self._timeout = index, coordinator, backlog, timeout
-        self._queue: dict[str, QueuedStep] = {}
+        self._queue: dict[str, QueuedStep | None] = {}  # None keeps the place of a step that is expected
         self._busy: QueuedStep | None = None
         self._serial = 0
         self._closing = False
@@ -82,10 +83,25 @@ class TierQueue:
         """Steps that are not there yet, the one on its way included."""
         with self._changed:
             busy = [self._busy.ref] if self._busy else []
-            return busy + [item.ref for item in self._queue.values()]
+            return busy + [item.ref for item in self._queue.values() if item is not None]
+
+    def expect(self, ref: StepRef) -> None:
+        """Keep a place for a step that holds its image in a nearer tier's queue, and comes here with it if that tier fails.
+
+        A later step that holds its image waits behind that place: a rank with fewer slots cannot begin it before.
+        """
+        with self._changed:
+            self._queue.setdefault(ref.folder, None)
+
+    def expect_no_more(self, ref: StepRef) -> None:
+        """Give up the place of a step that does not come."""
+        with self._changed:
+            if self._queue.get(ref.folder, self) is None:
+                del self._queue[ref.folder]
+                self._changed.notify_all()
 
     def push(self, item: QueuedStep) -> None:
-        """Queue a step."""
+        """Queue a step, in its place if it was expected."""
         with self._changed:
             self._queue[item.ref.folder] = item
             self._changed.notify_all()
@@ -103,8 +119,8 @@ class TierQueue:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
-                if not self._queue:
+                self._changed.wait_for(lambda: self._can_go_on() or self._closing)
+                if not any(self._queue.values()):
                     return
             try:
                 item, dropped = self._next()
@@ -155,11 +171,24 @@ class TierQueue:
         self._serial += 1
         return found
 
+    def _can_go_on(self) -> bool:
+        """Whether there is a step to take or, on a rank that follows, to wait for."""
+        follows = self.shared and self._coordinator.rank != LEADER
+        held, stored = self._takable()
+        return bool(held or stored or (follows and any(self._queue.values())))
+
+    def _takable(self) -> tuple[list[str], list[str]]:
+        """Steps that every rank can reach without another slot: those that hold their images, and those that are stored."""
+        stored = [name for name, item in self._queue.items() if item is not None and not item.held]
+        before = takewhile(lambda each: each[1] is not None, self._queue.items())
+        return [name for name, item in before if item is not None and item.held], stored
+
     def _choose(self) -> _Order:
         """Choose the oldest step that holds its image, or else the newest step. Every rank can reach the oldest one without another slot."""
         with self._changed:
-            held = [name for name, item in self._queue.items() if item.held]
-            stored = [name for name, item in self._queue.items() if not item.held]
+            held, stored = self._takable()
+            if not held and not stored:  # at the end, when no step is expected any more
+                held = [name for name, item in self._queue.items() if item is not None]
         dropped = stored[: max(0, len(stored) - 1 - self._backlog)]
         return _Order(held[0] if held else stored[-1], tuple(dropped))
 
@@ -167,15 +196,16 @@ class TierQueue:
         """What the order names. The leader may be ahead: its steps come here too, for a verdict on a nearer tier is the same for all."""
         names = (order.next, *order.dropped)
         with self._changed:
-            if not self._changed.wait_for(lambda: all(name in self._queue for name in names), self._timeout):
+            if not self._changed.wait_for(lambda: all(map(self._queue.get, names)), self._timeout):
                 raise CommitError(
                     f"{order.next} was to be taken to tier {self._index}, but is not known here"
                 )
-            self._busy = self._queue.pop(order.next)
-            return self._busy, [self._queue.pop(name) for name in order.dropped]
+            taken = [item for name in names if (item := self._queue.pop(name)) is not None]
+            self._busy = taken[0]
+            return taken[0], taken[1:]
 
     def _take_all(self) -> list[QueuedStep]:
         with self._changed:
-            found = list(self._queue.values())
+            found = [item for item in self._queue.values() if item is not None]
             self._queue.clear()
             return found

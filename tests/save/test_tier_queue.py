@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import CkptError, CommitError, ConfigError, PeerFailed, TierBehind
+from ckpt.errors import CkptError, CommitError, ConfigError, OutOfSpace, PeerFailed, TierBehind
 from ckpt.model.keys import StepRef
 from ckpt.save.saver import Saver
 from ckpt.save.tier_queue import QueuedStep, TierQueue
@@ -171,6 +171,44 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
     world = World(2, patience=30)
     assert world.run(save) == {0: [None, None], 1: [None, None]}
     assert (whole(tmp_path / "a"), whole(tmp_path / "b")) == ([2], [2, 3])
+
+
+def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_step(tmp_path, monkeypatch):
+    """Step 2 fails on the middle tier while the leader, which has a slot more, has step 3 in the last queue."""
+    pushed = {(rank, step): threading.Event() for rank in (0, 1) for step in (2, 3)}
+    commit, push = TierWriter.commit, TierQueue.push
+
+    def failing(writer, job, **how):
+        if writer.tier.index == 1:
+            assert pushed[0, 3].wait(20)
+            assert writer._coordinator.rank == 1 or pushed[1, 2].wait(20)
+            raise OutOfSpace("somewhere")
+        return commit(writer, job, **how)
+
+    def noted(queue, item):
+        push(queue, item)
+        if queue._index == 2:
+            pushed[queue._coordinator.rank, item.ref.step].set()
+
+    monkeypatch.setattr(TierWriter, "commit", failing)
+    monkeypatch.setattr(TierQueue, "push", noted)
+
+    def save(coordinator):
+        rank = coordinator.rank
+        tiers = [
+            Tier(str(tmp_path / "a"), every=4),
+            Tier(str(tmp_path / "b"), every=2, required=False),
+            Tier(str(tmp_path / "c")),
+        ]
+        slots = 2 - rank
+        with CheckpointManager(
+            tiers, coordinator=coordinator, slots=slots, commit_timeout_seconds=3
+        ) as manager:
+            saves = [manager.save_async({f"x{rank}": torch.ones(1000)}, step) for step in (2, 3)]
+            return [save.exception(30) for save in saves]
+
+    assert World(2, patience=30).run(save) == {0: [None, None], 1: [None, None]}
+    assert whole(tmp_path / "c") == [2, 3]
 
 
 @pytest.mark.parametrize("lazy", [0, 1])
