@@ -28,7 +28,8 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
-from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, one_at_a_time
+from ckpt.elastic.handled import ending_error
+from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, alone_in, one_at_a_time
 from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
 from ckpt.events import Observer, SaveFailed
 from ckpt.model.keys import StepRef, step_of
@@ -43,7 +44,7 @@ from ckpt.save.saver import SKIPPED, UNHEARD
 from ckpt.save.threads import Background, HandOver
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
-from ckpt.storage.tiers import as_tiers, open_tiers
+from ckpt.storage.tiers import as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
 TESTED_TORCH: Final = "2.13"  # the release of torch that every test runs on
@@ -97,8 +98,9 @@ class CheckpointManager:
             way = "is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
             raise ConfigError(f"metadata: {METRICS!r} {way}")
         self._tiers = open_tiers(as_tiers(tiers))
-        self._coordinator = Leaving(coordinator or find_coordinator())
-        self._tiers = agree(self._tiers, self._coordinator)
+        with closed_on_error(self._tiers):
+            self._coordinator = Leaving(coordinator or find_coordinator())
+            self._tiers = agree(self._tiers, self._coordinator)
         self._fence = Fence()
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
@@ -321,8 +323,8 @@ class CheckpointManager:
     def close(self, timeout: float | None = None) -> None:
         """Finish every save, free memory and threads. A second call does nothing.
 
-        If it takes more than two seconds, one log line for each tier says what is waited for. While an exception is handled or
-        ends the process, ``timeout`` is ``exit_seconds`` if it is not given, and what is given up is logged, not raised.
+        If it takes more than two seconds, one log line for each tier says what is waited for. While an exception ends the process,
+        ``timeout`` is ``exit_seconds`` if it is not given, and what is given up is logged, not raised (`ckpt.elastic.handled`).
 
         Args:
             timeout: How many seconds to wait. What is not finished then is given up; threads that wait for a store end by themselves.
@@ -332,39 +334,38 @@ class CheckpointManager:
             CkptError: A save has failed on all tiers, and no call has told so: the first such error.
         """
         check_timeout(timeout)
-        error = sys.exception()
-        self.close_after(None if error is self._earlier else error, timeout)
+        self.close_after(ending_error(but=self._earlier), timeout)
 
-    @one_at_a_time("close")
     def close_after(self, error: BaseException | None, timeout: float | None = None) -> None:
         """Close, since ``error`` ends the process or the ``with`` block. None: nothing went wrong."""
-        if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
-            return
-        self._closed = True
-        error = None if isinstance(error, END_OF_DATA) else error
-        reason = reason_of(error)
-        timeout = self._config.exit_seconds if reason and timeout is None else timeout
-        closer = Workers("close", 3)
-        listed = closer.submit(self._listers.close)
-        done = closer.submit(self._finish, reason)
-        if in_time := wait_and_tell(done, self._pending, timeout):
-            if wait([listed], _LIST_SECONDS).done:  # else a restore has left a tier out that does not answer
-                closer.close()
-        elif reason:
-            missing = missing_at_the_end(self._pending, timeout)
-            _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
-            self._pending = []
-            if self._coordinator.world_size > 1:
-                wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
-                wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)  # what waits for others ends
-            self._fence.remove()
-        if self._stop is not None:
-            self._stop.close(error)
-        if in_time:
-            done.result()
-        self._raise_unheard(kept=False)
-        if (missing := missing_at_the_end(self._pending, timeout)) is not None:
-            raise missing
+        with alone_in(self, "close"):
+            if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
+                return
+            self._closed = True
+            error = None if isinstance(error, END_OF_DATA) else error
+            reason = reason_of(error)
+            timeout = self._config.exit_seconds if reason and timeout is None else timeout
+            closer = Workers("close", 3)
+            listed = closer.submit(self._listers.close)
+            done = closer.submit(self._finish, reason)
+            if in_time := wait_and_tell(done, self._pending, timeout):
+                if wait([listed], _LIST_SECONDS).done:  # else a tier that a restore left out is silent
+                    closer.close()
+            elif reason:
+                missing = missing_at_the_end(self._pending, timeout)
+                _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
+                self._pending = []
+                if self._coordinator.world_size > 1:
+                    wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
+                    wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)  # waits for others end
+                self._fence.remove()
+            if self._stop is not None:
+                self._stop.close(error)
+            if in_time:
+                done.result()
+            self._raise_unheard(kept=False)
+            if (missing := missing_at_the_end(self._pending, timeout)) is not None:
+                raise missing
 
     def _finish(self, reason: str) -> None:
         """All of ``close`` that may take long. ``reason``: why this rank leaves the others, if it does."""

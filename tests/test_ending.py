@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.commit import Durable, Failed
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.leaving import Leaving, who_left
-from ckpt.errors import CommitError, ConfigError
+from ckpt.errors import AccessDenied, CommitError, ConfigError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import FragmentRef
 from ckpt.storage.registry import open_backend
-from ckpt.storage.testing import Delay, FaultyBackend, Rule
+from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.coordination.world import World
 from tests.crash.test_kill import ROOT
 from tests.distributed.survivors import run_world, told
@@ -125,6 +126,126 @@ def test_what_is_no_failure_has_all_the_time_it_needs(
             manager.save_async({"x": torch.ones(3)}, 1)
             manager.close()
     assert CheckpointManager(str(tmp_path)).steps() == [1]
+
+
+def slow_save(root: Path) -> CheckpointManager:
+    manager = CheckpointManager(str(root), exit_seconds=0.0)
+    manager.save_async({"x": torch.ones(3)}, 1)
+    return manager
+
+
+def fail() -> None:
+    raise ValueError("boom")
+
+
+def in_except(root: Path) -> None:
+    manager = slow_save(root)
+    try:
+        fail()
+    except ValueError:
+        manager.close()
+
+
+def in_a_function_of_except(root: Path) -> None:
+    manager = slow_save(root)
+
+    def clean_up() -> None:
+        manager.close()
+
+    try:
+        fail()
+    except ValueError as error:
+        print(error)
+        clean_up()
+
+
+def in_except_of_an_error_from_another(root: Path) -> None:
+    manager = slow_save(root)
+    try:
+        try:
+            fail()
+        except ValueError as error:
+            raise KeyError from error
+    except KeyError:
+        manager.close()
+
+
+def in_finally(root: Path) -> None:
+    manager = slow_save(root)
+    try:
+        fail()
+    finally:
+        manager.close()
+
+
+def in_except_that_raises(root: Path) -> None:
+    manager = slow_save(root)
+    try:
+        fail()
+    except ValueError:
+        manager.close()
+        raise
+
+
+def in_except_that_exits(root: Path) -> None:
+    manager = slow_save(root)
+    try:
+        fail()
+    except ValueError:
+        manager.close()
+        sys.exit(1)
+
+
+def in_except_below_finally(root: Path) -> None:
+    manager = slow_save(root)
+
+    def clean_up() -> None:
+        try:
+            raise KeyError
+        except KeyError:
+            manager.close()
+
+    try:
+        fail()
+    finally:
+        clean_up()
+
+
+@pytest.mark.parametrize("way", [in_except, in_a_function_of_except, in_except_of_an_error_from_another])
+def test_an_error_that_is_handled_takes_no_time_from_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[[Path], None]
+) -> None:
+    slow(monkeypatch, 0.5)
+    way(tmp_path)
+    assert CheckpointManager(str(tmp_path)).steps() == [1]
+
+
+def test_close_while_an_error_is_handled_raises_what_no_call_has_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = [Rule(verb="put", key="manifest", fault=Raise(AccessDenied))]
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: FaultyBackend(open_backend(url, options), rules),
+    )
+    with pytest.raises(AccessDenied):
+        in_except(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "way", [in_finally, in_except_that_raises, in_except_that_exits, in_except_below_finally]
+)
+def test_an_error_that_goes_on_ends_close_soon(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: Callable[[Path], None],
+) -> None:
+    slow(monkeypatch, 60.0)
+    with pytest.raises((ValueError, SystemExit)):
+        way(tmp_path)
+    assert "this process ends" in caplog.text
 
 
 def test_a_manager_that_was_built_while_an_error_was_handled_raises_a_signal_again(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def interrupt() -> None:
 
 
 def test_a_save_or_close_inside_of_a_save_is_refused_and_not_waited_for(
-    root: str, handler: Any, monkeypatch: pytest.MonkeyPatch
+    root: str, handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The call that is interrupted has taken the only slot, which it gives back when the handler has returned."""
     state = job()
@@ -68,6 +68,7 @@ def test_a_save_or_close_inside_of_a_save_is_refused_and_not_waited_for(
             assert len(raised) == 1
             assert isinstance(raised[0], ConfigError)
             assert "inside of save_async()" in str(raised[0])
+            assert str(raised[0]) in caplog.text
         assert manager.steps() == [1, 2]
     assert_restores(root, reference, job(seed=3))
 

@@ -35,28 +35,41 @@ _log = logging.getLogger("ckpt")
 _active: StopSignals | None = None
 
 
+class alone_in:  # noqa: N801 - read as a word of the with statement
+    """A block of a manager's method that may not begin inside of another such block in the same thread: raises ``ConfigError``.
+
+    A signal handler makes such calls. What it has interrupted holds locks and slots until the handler returns, and a state that
+    is being restored is of no step at all. The error is logged too, since it is raised wherever the signal has struck, and a
+    loop may handle it as another error. A manager that is closed, or closes, answers as always.
+    """
+
+    def __init__(self, manager: Any, name: str) -> None:
+        self._manager, self._name = manager, name
+
+    def __enter__(self) -> None:
+        manager, thread = self._manager, threading.get_ident()
+        if (outer := manager._inside.get(thread)) is not None and not manager._closed:
+            refused = ConfigError(
+                f"{self._name}() was called inside of {outer}() in the same thread, as by a signal handler: let manager.on_signals() hear the signal, or raise SystemExit in the handler"
+            )
+            _log.error("ckpt: %s", refused)
+            raise refused
+        manager._inside[thread] = self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._manager._inside.pop(threading.get_ident(), None)
+
+
 def one_at_a_time(
     name: str,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorate a method of a manager: it raises ``ConfigError`` if it is called inside of another such method in the same thread.
-
-    A signal handler makes such calls. What it has interrupted holds locks and slots until the handler returns, and a state that
-    is being restored is of no step at all. A manager that is closed, or closes, answers as always.
-    """
+    """Decorate a method of a manager with `alone_in`."""
 
     def guarded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-            inside, thread = self._inside, threading.get_ident()
-            if (outer := inside.get(thread)) is not None and not self._closed:
-                raise ConfigError(
-                    f"{name}() was called inside of {outer}() in the same thread, as by a signal handler: let manager.on_signals() hear the signal, or raise SystemExit in the handler"
-                )
-            inside[thread] = name
-            try:
+            with alone_in(self, name):
                 return method(self, *args, **kwargs)
-            finally:
-                inside.pop(thread, None)
 
         return call
 

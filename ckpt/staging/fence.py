@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 import threading
@@ -20,6 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from ckpt.errors import StagingError, TensorChanged
 from ckpt.staging.device import is_capturing
 from ckpt.staging.snapshot import Snapshot
+
+_log = logging.getLogger("ckpt")
 
 
 class Fence:
@@ -77,9 +80,12 @@ class Fence:
                 raise StagingError(f"another thread is in the midst of {kind}.step(): save between two steps")
             if _is_interrupted(optimizer):
                 kind = type(optimizer).__name__
-                raise StagingError(
+                refused = StagingError(
                     f"a signal handler that interrupts {kind}.step() cannot save: let manager.on_signals() hear the signal"
                 )
+                # the loop that was interrupted may handle it as another error
+                _log.error("ckpt: %s", refused)
+                raise refused
 
     def watch(self, snapshot: Snapshot) -> None:
         """Hold steps until ``snapshot`` has landed."""

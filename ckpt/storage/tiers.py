@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt.config import MEMORY, NO_CODEC, Tier
@@ -112,6 +113,17 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
             done.backend.close()
         raise
     return tuple(opened)
+
+
+@contextmanager
+def closed_on_error(tiers: Sequence[OpenTier]) -> Generator[None]:
+    """Close the backends of ``tiers`` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        for tier in tiers:
+            tier.backend.close()
+        raise
 
 
 def urls_of(tiers: Sequence[Tier]) -> list[str]:

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from ckpt import CheckpointManager
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.nodes import agree, on_node
 from ckpt.coordination.single import SingleCoordinator
-from ckpt.errors import CommitError, ConfigError
+from ckpt.errors import CommitError, CommitTimeout, ConfigError
+from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import Nodes, open_tiers
 from tests.coordination.world import World
 
@@ -92,3 +94,25 @@ def test_a_damaged_parcel_is_an_error() -> None:
     world.messages["s/0", 1] = world.messages["s/0", 1][:-4]
     with pytest.raises(CommitError, match="damaged"):
         receive(world.coordinator(0), "s", 1, limit=1000, timeout=1)
+
+
+def test_a_manager_whose_ranks_do_not_come_closes_its_backends(tmp_path, monkeypatch):
+    closed = []
+
+    class Closing:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def close(self):
+            closed.append(self.inner.url)
+
+    monkeypatch.setattr(
+        "ckpt.storage.tiers.open_backend", lambda url, options: Closing(open_backend(url, options))
+    )
+    monkeypatch.setattr("ckpt.coordination.nodes._START_SECONDS", 0.1)
+    with pytest.raises(CommitTimeout):
+        CheckpointManager(Tier(str(tmp_path), local=True), coordinator=World(2).coordinator(0))
+    assert closed == [str(tmp_path)]
