@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from ckpt.catalog.index import committed
 from ckpt.cli.main import main
+from ckpt.exchange.sources import read_source
 from ckpt.storage.registry import open_backend
 from tests.exchange.states import odd_state, trained
 from tests.faults.conftest import Count, tally
@@ -234,13 +235,23 @@ def peak_bytes(begin: bool = False) -> int:
     return int(line.split()[1]) << 10
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What one import did. ``faults`` are the sentences about what it must not do."""
+
+    code: int
+    faults: list[str]
+    told: str
+
+
 def imported(
-    source: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, float, int, str]:
-    """Exit code, seconds of processor time, bytes of memory, and what was printed as an error."""
+    source: str, size: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Imported:
+    """``ckpt import`` of a source of ``size`` bytes, in the folder of ``place``."""
     monkeypatch.setattr("sys.argv", ["ckpt", "import", source, "runs", "--step", "1"])
     capsys.readouterr()
     WATCH.found.clear()
+    names = sorted(os.listdir("source"))
     before, began = peak_bytes(begin=True), time.process_time()
     WATCH.on = True
     try:
@@ -249,8 +260,53 @@ def imported(
         WATCH.on = False
     seconds, nbytes = time.process_time() - began, peak_bytes() - before
     told = capsys.readouterr()
-    assert all(line.isprintable() for line in (told.err + told.out).split("\n")), told
-    return code, seconds, nbytes, told.err
+    root = Path.cwd() / "runs"
+    steps = [ref.step for ref in committed(open_backend("runs"))]
+    outside = [name for name in WATCH.found if not inside(name, root)]
+    there = set(os.listdir()) | {f"source/{name}" for name in os.listdir("source")}
+    known = {"runs", "source", "temporary", "victim", *(f"source/{name}" for name in names)}
+    faults = {
+        f"it took {seconds} s": seconds > MOST_SECONDS,
+        f"it took {nbytes} bytes": nbytes > MOST_BYTES + MOST_BYTES_PER_BYTE * size,
+        f"it ended with {code}": code not in CODES or "internal error" in told.err,
+        "it printed what a terminal obeys": not all(map(str.isprintable, (told.err + told.out).split("\n"))),
+        f"it touched {outside}": bool(outside),
+        f"it left {there ^ known}": not there <= known or Path("victim").read_text() != "mine",
+        f"its steps are {steps}": steps != ([1] if code == 0 else []),
+    }
+    return Imported(code, [fault for fault, found in faults.items() if found], told.err)
+
+
+def harm(what: str) -> None:
+    match what:
+        case "internal error":
+            raise KeyError("x")
+        case "bytes":
+            bytearray(256 << 20)[:: 1 << 12] = b"x" * (1 << 16)
+        case "touched":
+            Path("runs/../victim").write_text("mine")
+        case "left":
+            os.close(os.open("source/more", os.O_CREAT))
+
+
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [("internal error", "ended with"), ("bytes", "bytes"), ("touched", "touched"), ("left", "left")],
+)
+def test_what_an_import_must_not_do_is_seen(
+    place: Path, what: str, fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"source/{torch_file(place / 'source')}"
+    assert imported(source, os.path.getsize(source), capsys, monkeypatch).faults == []
+    shutil.rmtree("runs")
+
+    def harmful(*arguments: Any) -> Any:
+        harm(what)
+        return read_source(*arguments)
+
+    monkeypatch.setattr("ckpt.exchange.imports.read_source", harmful)
+    found = imported(source, os.path.getsize(source), capsys, monkeypatch)
+    assert any(fault in each for each in found.faults), found
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -271,37 +327,26 @@ def test_changed_bytes_are_imported_or_refused(
     source = make(place / "source")
     [path] = (place / "source").glob(pattern)
     whole = path.read_bytes()
-    code, _, _, told = imported(f"source/{source}", capsys, monkeypatch)
-    assert code == 0, told
+    taken = imported(f"source/{source}", len(whole), capsys, monkeypatch)
+    assert (taken.code, taken.faults) == (0, []), taken
     temporary = os.listdir("temporary")  # torch makes a folder for its cache, once
     refused = 0
     for number in range(examples):
         shutil.rmtree("runs", ignore_errors=True)
         data = change(whole, random.Random(f"{case} {number}"))
         path.write_bytes(data)
-        there = sorted(os.listdir("source"))
-        code, seconds, nbytes, told = imported(f"source/{source}", capsys, monkeypatch)
-        which = (case, number, code, told)
-        assert code in CODES, which
-        assert "internal error" not in told, which
-        assert seconds < MOST_SECONDS, which
-        assert nbytes < MOST_BYTES + MOST_BYTES_PER_BYTE * len(data), (nbytes, which)
-        outside = [name for name in WATCH.found if not inside(name, place / "runs")]
-        assert outside == [], which
-        assert path.read_bytes() == data, which
-        assert sorted(os.listdir("source")) == there, which
-        assert set(os.listdir()) <= {"runs", "source", "temporary", "victim"}, which
-        assert os.listdir("temporary") == temporary, which
-        steps = [ref.step for ref in committed(open_backend("runs"))]
-        assert steps == ([1] if code == 0 else []), which
-        refused += code != 0
+        found = imported(f"source/{source}", len(data), capsys, monkeypatch)
+        assert found.faults == [], (case, number, found)
+        assert path.read_bytes() == data, (case, number, found)
+        assert os.listdir("temporary") == temporary, (case, number, found)
+        refused += found.code != 0
     assert refused > examples // 4
     tally("import", examples)
 
 
 def inside(name: str, root: Path) -> bool:
     """Whether it is a name below the root, or of the memory that a save is copied into, or no file at all."""
-    whole = os.path.join(root.parent, name)
+    whole = os.path.normpath(os.path.join(root.parent, name))
     return (
         name.isdigit() or whole == str(root) or whole.startswith((f"{root}/", "/dev/shm/ckpt-", "/dev/null"))
     )
