@@ -1,4 +1,7 @@
-"""What a value that a user sets is asked. Each raises ``ConfigError`` with the name, the value, and what would do."""
+"""Checks of values that a user sets.
+
+Each raises ``ConfigError`` with the name, the value, and a value that is accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where checkpoints go and how they are saved: ``ckpt.toml`` and the environment, read here and nowhere else.
+"""The configuration: ``ckpt.toml`` and the environment, which are read here and nowhere else.
 
 ::
 
@@ -83,7 +83,11 @@ class Best:
 
     @classmethod
     def of(cls, value: object) -> Best:
-        """What a user wrote: a metric, "min" or "max", and how many if more than one. Raises ``ConfigError``."""
+        """Return a user's value: a metric, "min" or "max", and how many steps if more than one.
+
+        Raises:
+            ConfigError: The value has another form.
+        """
         match value:
             case [str(metric), ("min" | "max") as mode] if metric:
                 return cls(metric, mode)
@@ -98,20 +102,26 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for checkpoints. Repr hides what may be secret: the options, and the password in a URL.
+    """A place for checkpoints. Its repr hides the options and the password of a URL.
 
     Attributes:
         url: A folder, a URL, or "memory": the memory of this machine, which outlives the process.
-        options: What its backend is to be told.
-        every: Only steps that are multiples of this go there.
+        options: The options of its backend.
+        every: Only steps that are multiples of this number go to the tier.
         keep_last: How many of the newest steps it keeps; None for all.
-        keep_every: Beside those, every step that is a multiple of this.
-        keep_best: Beside those, the steps with the best metric, as ``save_async(metrics=...)`` was told: ("loss", "min") for one, ("accuracy", "max", 3) for three.
-        capacity: Bytes that checkpoints may take there, such as "200GB" or 200 << 30. Before a save that would exceed it the oldest go, but never the newest unless it lies elsewhere too,
-            nor what a farther tier still waits for.
-        local: Whether each node has a folder of its own under this path. None: only if it is memory, which always is.
-        codec: "zstd" compresses what is written there ("zstd:3": with level 3, slower), "none" leaves files as safetensors.
-        required: Whether a save that does not get there has failed, or only says so in the log. None: everywhere but in memory.
+        keep_every: Beside those, it keeps every step that is a multiple of this number.
+        keep_best: Beside those, it keeps the steps with the best metric of
+            ``save_async(metrics=...)``: ("loss", "min") for one step, ("accuracy", "max", 3) for
+            three.
+        capacity: The most bytes that checkpoints may take, such as "200GB" or 200 << 30. Before a
+            save would exceed it, the oldest steps are removed. The newest step is removed only if
+            another tier has it. A step that a farther tier waits for is never removed.
+        local: Whether each node has a folder of its own under this path. None: only memory is
+            local.
+        codec: "zstd" compresses the files ("zstd:3": with level 3, slower), "none" leaves them as
+            safetensors.
+        required: Whether a save fails if it does not reach the tier. Otherwise the log says so.
+            None: every tier but memory is required.
     """
 
     url: str
@@ -126,7 +136,9 @@ class Tier:
     local: bool | None = None
 
     def __new__(cls, *args: object, **fields: object) -> Self:
-        """What the class does not know is said as for ``ckpt.toml``; the fields are set as for any dataclass."""
+        """Raise the error of ``ckpt.toml`` for unknown fields. The fields are set as for any
+        dataclass.
+        """
         known_only("Tier.", fields, tuple(cls.__dataclass_fields__))
         del args
         return object.__new__(cls)
@@ -176,25 +188,34 @@ class Tier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveConfig:
-    """How saves are made. Every field has the value that suits most jobs.
+    """How saves are made. Every field has a default that suits most jobs.
 
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
-        overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied everything on return.
-        check: How a save makes sure that what it copied while training went on is what the state was at the call, also after changes
-            that move no version counter (``parameter.data``, NumPy views). "sampled" compares 256 bytes of every 255 KiB, at least once in
-            each tensor, for less than 1 % of the time of the copy; "full" compares every byte, for one more pass over the state in the call
-            and one in the background, and suits a first run and tests; "off" goes by version counters alone.
-        chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller tensors have smaller chunks (``ckpt.model.chunks``).
-        commit_timeout_seconds: How long to wait for the other ranks before a save is given up.
-        slots: Images held in host memory at most; with two, one streams while the next fills.
-        backlog: How many steps may wait for a farther tier that is behind; older ones are given up there, unless no nearer tier has them.
-        staging_bytes: Host memory that each rank may use for images; None for what the machine, the memory cgroup and /dev/shm have to spare.
-        threads: That write and checksum, per rank.
-        nice: Added to their niceness, 0 to 19. Not by default: see docs/decisions/0006-no-nice-by-default.md.
-        cpus: Cores they may use; None for all of the process'.
-        copies: Whether what ranks hold alike is written once in all ("one"), or once on each node that has local tiers ("per_node"), so that these outlive the loss of other nodes.
-        exit_seconds: How long ``close`` goes on with the saves under way while an exception ends the process.
+        overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
+            everything on return.
+        check: How a save makes sure that the copy is the state at the call, also after changes that
+            move no version counter (``parameter.data``, NumPy views). "sampled" compares 256 bytes
+            of every 255 KiB, at least once in each tensor, for less than 1 % of the time of the
+            copy. "full" compares every byte, for one more pass over the state in the call and one
+            in the background; it suits a first run and tests. "off" compares version counters
+            alone.
+        chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller
+            tensors have smaller chunks (``ckpt.model.chunks``).
+        commit_timeout_seconds: How long to wait for the other ranks before a save fails.
+        slots: The most images in host memory; with two, one streams while the next one fills.
+        backlog: How many steps may wait for a farther tier that is slow. Older ones are given up
+            there, unless no nearer tier has them.
+        staging_bytes: The host memory that each rank may use for images; None for what the machine,
+            the memory cgroup and /dev/shm can spare.
+        threads: The number of threads per rank that write and compute checksums.
+        nice: Added to the niceness of these threads, 0 to 19. The default is 0: see
+            docs/decisions/0006-no-nice-by-default.md.
+        cpus: The cores that these threads may use; None for all cores of the process.
+        copies: Whether data that several ranks hold is written once ("one"), or once on each node
+            that has local tiers ("per_node"), so that these outlive the loss of other nodes.
+        exit_seconds: How long ``close`` continues the saves under way while an exception ends the
+            process.
     """
 
     on_busy: OnBusy = "wait"
@@ -237,7 +258,7 @@ class SaveConfig:
 
 
 class Settings(TypedDict, total=False):
-    """The fields of ``SaveConfig``, as keywords of the manager."""
+    """The fields of ``SaveConfig`` as keywords of the manager."""
 
     on_busy: OnBusy
     overlap: Overlap
@@ -275,12 +296,12 @@ def parse_codec(codec: str) -> tuple[str, int | None]:
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:
-    """The configuration in ``path``, or in ``./ckpt.toml`` if that exists, else the defaults without tiers.
+    """Return the configuration in ``path``, or in ``./ckpt.toml`` if that exists.
 
-    Relative folders in a file are relative to it.
+    Without a file it is the defaults without tiers. Relative folders in a file are relative to it.
 
     Raises:
-        ConfigError: ``path`` cannot be read, or something in the file is not known or not allowed.
+        ConfigError: ``path`` cannot be read, or the file has an unknown name or an invalid value.
     """
     if path is None and not os.path.exists(CONFIG_NAME):
         return Config()
@@ -299,12 +320,16 @@ def load_config(path: str | os.PathLike[str] | None = None) -> Config:
 
 
 def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
-    """The place that a command works on: ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a process. ``config``: another file, which goes before the variable.
+    """Return the place that a command works on.
 
-    A flag or variable that names a tier of ``ckpt.toml`` gets that tier's options.
+    It is ``flag``, else ``CKPT_ROOT``, else the first tier in ``./ckpt.toml`` that outlives a
+    process. A flag or variable that names a tier of ``ckpt.toml`` gets that tier's options.
+
+    Args:
+        config: Another file, which goes before the variable.
 
     Raises:
-        ConfigError: None of the three is there.
+        ConfigError: None of the three exists.
     """
     tiers = load_config(config).tiers
     if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
@@ -322,7 +347,14 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
 
 
 def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tuple[Tier, ...]:
-    """The places that a command works on, nearest first: as ``resolve_tier`` for each of ``flags``; without any, and without ``CKPT_ROOT``, all tiers of ``./ckpt.toml`` that outlive a process. ``config``: as there."""
+    """Return the places that a command works on, nearest first.
+
+    Each of ``flags`` is resolved as by ``resolve_tier``. Without flags and without ``CKPT_ROOT``,
+    the places are all tiers of ``./ckpt.toml`` that outlive a process.
+
+    Args:
+        config: Another file, which goes before the variable.
+    """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
     lasting = tuple(tier for tier in load_config(config).tiers if not tier.url.startswith("memory:"))
@@ -331,7 +363,7 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
 
 
 def ranks_on_this_node() -> int:
-    """As the launcher says (torchrun, Slurm, MPI); 1 if none does."""
+    """Return the number of ranks that the launcher names (torchrun, Slurm, MPI); 1 if none does."""
     for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
         if (text := os.environ.get(variable, "")).isdigit() and int(text):
             return int(text)
@@ -339,13 +371,13 @@ def ranks_on_this_node() -> int:
 
 
 def job_address() -> tuple[str, int] | None:
-    """Where the launcher says that rank 0 is reached: host and port."""
+    """Return the host and port at which the launcher says that rank 0 is reached."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and port.isdigit() else None
 
 
 def debug_wanted() -> bool:
-    """Whether an unexpected error shall show its traceback."""
+    """Return True if an unexpected error shows its traceback."""
     return os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
 
 

@@ -1,4 +1,7 @@
-"""What happens inside, told to whoever asks: observers get frozen values, in background threads (of a restore: in the training thread), and must not block."""
+"""The events of saves and restores. Observers get them as frozen values and must not block.
+
+Events of a save come in background threads. Those of a restore come in the training thread.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ class SaveStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCommitted:
-    """The checkpoint exists on the tier. ``nbytes`` of this rank's image; seconds since the call."""
+    """The checkpoint exists on the tier.
+
+    Attributes:
+        nbytes: The size of this rank's image.
+        durable_seconds: The seconds since the call.
+    """
 
     step: int
     tier: str
@@ -56,7 +64,10 @@ class Repaired:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitFinished:
-    """A restore has made a checkpoint of a save whose leader had died when only the manifest was missing. Told on every rank."""
+    """A restore has completed a save whose leader had died before it put the manifest.
+
+    Every rank gets this event.
+    """
 
     step: int
     tier: str

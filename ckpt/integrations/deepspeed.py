@@ -1,18 +1,22 @@
-"""DeepSpeed: an engine under ZeRO 1, 2 or 3 as a model and an optimizer, with the names and shapes that plain PyTorch's have.
+"""DeepSpeed: an engine under ZeRO 1, 2 or 3 as a model and an optimizer with the names of plain
+PyTorch.
 
     state = {**zero_state(engine), "step": 0}          # "model" and "optimizer"
     manager.restore(state)
     ...
     manager.save_async(state)
 
-What is saved under a parameter's name are its fp32 master weights (each rank its own part); the 16-bit ones are a rounding of them, made anew after a restore. So a checkpoint
-goes into any other stage and number of ranks, and into ``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in fp32, and back. Parameters that are not trained are saved
-as they are, buffers as rank 0 has them. Learning rate schedule, loss scale and the engine's counters travel with the optimizer.
+Under a parameter's name its fp32 master weights are saved, each rank its own part. The 16-bit
+weights are a rounding of them, and are computed after a restore. So a checkpoint fits any other
+stage and number of ranks, and ``{"model": model, "optimizer": AdamW(...)}`` of plain PyTorch in
+fp32, and the reverse. Parameters that are not trained are saved as they are, buffers as rank 0 has
+them. The learning rate schedule, the loss scale and the engine's counters belong to the optimizer.
 
-Master weights and optimizer state are copied while training goes on: the step of the optimizer inside, which alone changes them, waits for the copy. All else is copied before
-``save_async`` returns.
+Master weights and optimizer state are copied while training goes on: only the step of the inner
+optimizer changes them, and it waits for the copy. Everything else is copied before ``save_async``
+returns.
 
-deepspeed itself is not imported here.
+This module does not import deepspeed.
 """
 
 from __future__ import annotations
@@ -55,7 +59,7 @@ def zero_state(engine: Any) -> dict[str, Any]:
 
 
 class _Zero:
-    """What both stand on: the partitions of an engine, and views of them in the shapes of its parameters."""
+    """The partitions of an engine, and views of them in the shapes of its parameters."""
 
     def __init__(self, engine: Any) -> None:
         _check(engine)
@@ -71,7 +75,10 @@ class _Zero:
         return found
 
     def views(self, partition: Partition, key: object, flat: torch.Tensor) -> tuple[LocalShards, ...]:
-        """Of ``flat``, which lies like ``partition``, what each of its parameters has: the very same objects as before while its memory is the same."""
+        """Return what each parameter has of ``flat``, which is laid out as ``partition``.
+
+        The objects are the same as before while the memory is the same.
+        """
         place = (flat.data_ptr(), flat.dtype, flat.device)
         known = self._views.get((partition, key))
         if known is None or known[0] != place:
@@ -89,7 +96,7 @@ def _view(piece: Piece, flat: torch.Tensor) -> LocalShards:
 
 
 class ZeroModel(ModuleStandIn):
-    """The model of an engine, its parameters in fp32."""
+    """The model of an engine, with its parameters in fp32."""
 
     def __init__(self, zero: _Zero) -> None:
         super().__init__()
@@ -132,7 +139,7 @@ class ZeroModel(ModuleStandIn):
         return self._known[2]
 
     def _other(self, entry: Entry) -> Any:
-        """What is not trained: as it is, under ZeRO 3 this rank's part of it."""
+        """Return a parameter that is not trained; under ZeRO 3 this rank's part of it."""
         value = entry.value
         if not hasattr(value, "ds_tensor"):
             return value
@@ -148,11 +155,11 @@ class ZeroModel(ModuleStandIn):
         return known[1]
 
     def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The engine's."""
+        """Return the named parameters of the engine."""
         return self._zero.engine.module.named_parameters(*args, **options)  # type: ignore[no-any-return]
 
     def named_buffers(self, *args: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The engine's."""
+        """Return the named buffers of the engine."""
         return self._zero.engine.module.named_buffers(*args, **options)  # type: ignore[no-any-return]
 
     def load_state_dict(

@@ -1,7 +1,9 @@
-"""Which elements of which parameter a rank's flat partition holds, under ZeRO 1, 2 and 3.
+"""The elements of each parameter in a rank's flat partition, under ZeRO 1, 2 and 3.
 
-ZeRO 1 and 2 lay the parameters of a group one behind the other and cut the whole into one equal part per rank. ZeRO 3 cuts every parameter for itself, and lays a rank's parts
-one behind the other. Where a parameter lies is seen from its address, not from DeepSpeed's own tables: under ``round_robin_gradients`` those tell another order.
+ZeRO 1 and 2 lay the parameters of a group one behind the other, and cut the whole into one equal
+part per rank. ZeRO 3 cuts every parameter by itself, and lays a rank's parts one behind the other.
+The address of a parameter shows its position. DeepSpeed's own tables have another order under
+``round_robin_gradients``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from ckpt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``length`` elements of a parameter laid out flat, from ``start`` on, lie at ``at`` of a partition. Elements, not bytes."""
+    """A range of a flat parameter in a partition, in elements.
+
+    ``length`` elements from ``start`` on are at ``at`` of the partition.
+    """
 
     start: int
     at: int
@@ -27,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """What a partition holds of a parameter, perhaps nothing."""
+    """The part of a parameter that a partition holds, perhaps nothing."""
 
     parameter: torch.nn.Parameter
     shape: tuple[int, ...]
@@ -49,22 +54,31 @@ class Partition:
 
 
 def span_within(begin: int, numel: int, first: int, size: int) -> Span:
-    """Of a parameter at ``begin`` of a whole group, what the partition of ``size`` elements from ``first`` on holds."""
+    """Return the part of a parameter that a partition of a whole group holds.
+
+    The parameter begins at ``begin``; the partition has ``size`` elements from ``first`` on.
+    """
     low, high = max(begin, first), min(begin + numel, first + size)
     return Span(low - begin, low - first, high - low) if low < high else Span(0, 0, 0)
 
 
 def span_of_rank(numel: int, rank: int, size: int, at: int) -> Span:
-    """Of a parameter cut into parts of ``size`` elements, the last of them padded, the part of ``rank``."""
+    """Return the part of ``rank`` of a parameter that is cut into parts of ``size`` elements.
+
+    The last part is padded.
+    """
     start = min(rank * size, numel)
     return Span(start, at, min(size, numel - start))
 
 
 def partitions_of(optimizer: Any) -> tuple[Partition, ...]:
-    """The partitions of a DeepSpeed optimizer, in its order. ``optimizer`` is ``engine.optimizer``.
+    """Return the partitions of a DeepSpeed optimizer, in its order.
+
+    Args:
+        optimizer: ``engine.optimizer``.
 
     Raises:
-        ConfigError: Its parameters lie elsewhere at the moment.
+        ConfigError: The parameters are elsewhere at the moment.
     """
     match type(optimizer).__name__:
         case "DeepSpeedZeroOptimizer":
@@ -124,6 +138,6 @@ def _cut_parameters(optimizer: Any) -> Iterator[Partition]:
 
 
 def span_of_shard(parameter: Any, at: int = 0) -> Span:
-    """What this rank's ``ds_tensor`` of a ZeRO-3 parameter holds of it."""
+    """Return the part that this rank's ``ds_tensor`` of a ZeRO-3 parameter holds of it."""
     rank = dist.get_rank(parameter.ds_process_group)
     return span_of_rank(parameter.ds_numel, rank, parameter.ds_tensor.ds_numel, at)

@@ -1,7 +1,8 @@
-"""A region of a tensor, and what can be decided about regions without touching data.
+"""A region of a tensor, and decisions about regions that need no data.
 
-Everything that reshards rests on three facts kept here: two boxes meet in a box (``intersect``), a box can be cut into boxes that lie
-one after another in its row-major order (``split_rows``), and a set of boxes either tiles a tensor or does not (``tiling_fault``).
+All resharding rests on three operations: two boxes meet in a box (``intersect``), a box can be cut
+into boxes that follow each other in its row-major order (``split_rows``), and a set of boxes either
+tiles a tensor or does not (``tiling_fault``).
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ _EVEN = 1.05  # the largest slab against the mean
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Offsets and shape, in elements, one number per dimension; a 0-d tensor has the box ``Box((), ())``."""
+    """Offsets and shape in elements, one number per dimension.
+
+    A 0-d tensor has the box ``Box((), ())``.
+    """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box that covers a tensor of ``shape``."""
+        """Return the box that covers a tensor of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -45,7 +49,7 @@ class Box:
         return Box(offsets, shape) if all(n > 0 for n in shape) else None
 
     def relative_to(self, outer: Box) -> Box:
-        """The same region, counted from the first element of ``outer``."""
+        """Return the same region, counted from the first element of ``outer``."""
         return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
@@ -53,11 +57,11 @@ class Box:
         return tuple(slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Whether all of ``other`` lies in it."""
+        """Return True if all of ``other`` is inside of this box."""
         return other.relative_to(self).inside(self.shape)
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of ``shape`` contains all of it."""
+        """Return True if a tensor of ``shape`` contains all of this box."""
         return len(shape) == len(self.shape) == len(self.offsets) and all(
             start >= 0 and n >= 0 and start + n <= size
             for start, n, size in zip(self.offsets, self.shape, shape, strict=True)
@@ -91,7 +95,10 @@ def split_rows(box: Box, most: int) -> list[Box]:
 
 
 def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The elements ``start`` to ``stop`` of a tensor of ``shape`` laid out flat (row-major), as boxes that follow each other there: at most ``2n - 1`` for ``n`` dimensions.
+    """Return the elements ``start`` to ``stop`` of a flat (row-major) tensor of ``shape`` as boxes.
+
+    The boxes follow each other in the flat order. There are at most ``2n - 1`` for ``n``
+    dimensions.
 
     Raises:
         ValueError: The tensor has no such elements.
@@ -147,11 +154,11 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes that have elements, and as many as ``shape``, cover it exactly once.
+    """Return True if boxes with as many elements as ``shape`` cover it exactly once.
 
-    Each edge along a dimension gets a random number, and a box the product of the differences between its
-    edges. The products add up to that of the whole tensor if every element is covered once. Otherwise they do
-    so with a probability of about 2**-60, whatever the boxes are.
+    Each edge along a dimension gets a random number, and a box the product of the differences
+    between its edges. The products add up to that of the whole tensor if every element is covered
+    once. Otherwise they do so with a probability of about 2**-60, whatever the boxes are.
     """
     starts = np.array([box.offsets for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)
@@ -170,7 +177,10 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Where two boxes overlap, for the person who looks for the mistake. None if it would take too long to find."""
+    """Return where two boxes overlap, for the error message.
+
+    Returns None if the search would take too long.
+    """
     left = _MOST_PAIRS + _PAIRS_PER_BOX * len(boxes)
     active: list[Box] = []  # those that are open along the first dimension
     for box in sorted(boxes):

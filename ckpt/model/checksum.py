@@ -1,7 +1,8 @@
-"""The checksum of a run of bytes: xxh3_128 of the raw (unencoded) bytes, as 32 lower-case hex digits.
+"""Checksums: xxh3_128 of the raw (unencoded) bytes, as 32 lower-case hexadecimal digits.
 
-It tells damage from intact data and names equal chunks on all tiers. It is no defence against somebody who can write the store.
-Releases the GIL for large buffers; 12 to 33 GB/s on one core.
+A checksum detects damage, and equal chunks have equal checksums on all tiers. It is no defence
+against an attacker with write access to the store. The computation releases the GIL for large
+buffers, and reaches 12 to 33 GB/s on one core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""How the bytes of a box are cut into chunks: by rows, all like the first.
+"""The cut of a box into chunks: by rows, all as long as the first chunk.
 
-So a reader learns from the length of a box's first chunk how the others lie (``split_rows`` with that many elements), and a writer is free to choose for each box. Small chunks are worth having, since whoever wants a part of a box
-reads whole chunks; large ones, since each costs a line in the manifest and a turn of a thread. So a box has about ``PARTS`` of them, within bounds.
+So the length of a box's first chunk tells a reader how the other chunks are cut (``split_rows``
+with that many elements), and a writer may choose a length for each box. Small chunks help a reader
+that wants a part of a box, since it reads whole chunks. Each chunk costs a line in the manifest and
+a turn of a thread. So a box has about ``PARTS`` chunks, within bounds.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
 
 
 def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[int] | None:
-    """Elements of each chunk of a box that is not empty, the first of which has ``first``. None if no cut begins so, or it has more than ``at_most`` chunks, of which no list is made."""
+    """Return the elements of each chunk of a non-empty box whose first chunk has ``first``.
+
+    Returns None if no cut begins in that way, or if it has more than ``at_most`` chunks.
+    """
     if not 0 < first <= math.prod(shape):
         return None
     shape = shape or (1,)

@@ -17,9 +17,10 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one mesh dimension does to one tensor dimension: it is chunked into ``pieces``, each of those into ``parts``, and of each the one at ``index`` stays.
+    """The effect of one mesh dimension on one tensor dimension.
 
-    A chunk has ``ceil(n / count)`` indices, the last ones fewer or none.
+    The dimension is chunked into ``pieces``, each piece into ``parts``, and the part at ``index``
+    of each piece stays. A chunk has ``ceil(n / count)`` indices; the last ones have fewer or none.
     """
 
     dim: int
@@ -29,7 +30,11 @@ class Cut:
 
 
 def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
-    """What stays of a tensor of ``shape``, ascending; together the boxes are, in this order along every dimension, the local tensor. None if nothing stays of a tensor that has elements."""
+    """Return what stays of a tensor of ``shape``, in ascending order.
+
+    Together the boxes are the local tensor, in this order along every dimension. Returns None if
+    nothing stays of a tensor that has elements.
+    """
     left: list[list[Run]] = [[(0, size)] for size in shape]
     for cut in cuts:
         left[cut.dim] = _cut(left[cut.dim], cut)
@@ -38,7 +43,7 @@ def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
 
 
 def local_regions(boxes: Sequence[Box]) -> list[Box]:
-    """Where the boxes of ``cut_boxes`` lie in the local tensor."""
+    """Return the regions of the local tensor that hold the boxes of ``cut_boxes``."""
     starts: list[dict[int, int]] = []
     for runs in zip(*(zip(box.offsets, box.shape, strict=True) for box in boxes), strict=True):
         lengths = dict(sorted(runs))
@@ -70,7 +75,7 @@ def _chunk(run: Run, count: int, index: int) -> Run:
 
 
 def _taken(runs: Iterable[Run], positions: Run) -> Iterable[Run]:
-    """The indices at ``positions`` of those that ``runs`` list."""
+    """Return the indices at ``positions`` of those that ``runs`` list."""
     first, count = positions
     seen = 0
     for at, n in runs:

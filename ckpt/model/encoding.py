@@ -56,11 +56,14 @@ def pack(record: msgspec.Struct) -> bytes:
 
 
 def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
-    """The record in ``data``. ``key`` names it in errors.
+    """Return the record in ``data``.
+
+    Args:
+        key: The name of the record in errors.
 
     Raises:
-        ManifestCorrupt: Truncated, damaged, not JSON, or not of this kind.
-        FormatTooNew: Written by a later version.
+        ManifestCorrupt: The data is truncated, damaged, not JSON, or another kind of record.
+        FormatTooNew: A later version wrote the data.
     """
     version, body = open_envelope(data, key=key)
     if version > REFERENCE_FORMAT:

@@ -12,9 +12,9 @@ from ckpt.errors import ConfigError, ManifestCorrupt
 
 MANIFEST: Final = "manifest.json"
 CLAIM_MARKER: Final = "verdict"
-"""Whether a save is being finished or cleared away from outside of its job. See docs/format.md."""
+"""The object that decides between finishing and removing a save. See docs/format.md."""
 OWNER: Final = "writer.json"
-"""Who writes to this root: attempt, host and process. See docs/format.md."""
+"""The record of the job that writes to the root. See docs/format.md."""
 
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
@@ -54,7 +54,7 @@ def parse_folder(name: str) -> StepRef | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file in a step's folder is one that a save makes."""
+    """Return True if a save writes a file of this name into a step's folder."""
     return name in {MANIFEST, CLAIM_MARKER} or _FILE.fullmatch(name) is not None
 
 

@@ -1,6 +1,7 @@
-"""The metrics of a step: numbers by name, as rank 0 gave them, in the manifest's metadata under ``metrics``.
+"""The metrics of a step: numbers by name, in the manifest's metadata under ``metrics``.
 
-Only rank 0 writes them, so that ranks with losses of their own need not agree first; the merge takes what one rank alone has.
+Only rank 0 writes them, so ranks with different losses need not agree. The merge takes values that
+only one rank has.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ Metrics = Mapping[str, SupportsFloat]
 
 
 def as_metrics(given: object) -> dict[str, float]:
-    """What a user gave, as floats. Raises ``ConfigError`` for what is no number, or has no name."""
+    """Return a user's metrics as floats. Raises ``ConfigError`` for other values, and for empty
+    names.
+    """
     if not isinstance(given, Mapping):
         raise ConfigError(f'metrics={given!r}: give numbers by name, such as {{"loss": 1.2}}')
     return {_name(name): _number(name, value) for name, value in given.items()}
 
 
 def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
-    """Those in the metadata of a manifest. What is no number there counts as not given."""
+    """Return the metrics in the metadata of a manifest. Values that are no numbers are left out."""
     try:
         found = decode(parse(metadata, "metadata"), _foreign)[METRICS]
         return {name: float(value) for name, value in found.items() if type(value) in (int, float)}

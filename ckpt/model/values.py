@@ -59,12 +59,15 @@ def unescape(part: str) -> str:
 
 
 def below(names: Sequence[str], path: str) -> Sequence[str]:
-    """Of sorted names those inside ``path``."""
+    """Return those of the sorted names that are inside of ``path``."""
     return names[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # '0' follows '/'
 
 
 def exact(value: object) -> str:
-    """The ``repr`` of a plain value, with large ints in hexadecimal: Python refuses to print them otherwise."""
+    """Return the ``repr`` of a plain value, with large ints in hexadecimal.
+
+    Python refuses to print large ints in decimal.
+    """
     try:
         return repr(value)
     except ValueError:
@@ -130,7 +133,10 @@ def _excess(tree: Node, nbytes: int) -> str:
 
 
 def _chars_of_key(items: Sequence[Node]) -> int:
-    """What an array adds to the names below it: a number, or the key if it is a pair of a mapping."""
+    """Return what a container adds to the names below it.
+
+    It is a number, or the key if the container is a mapping.
+    """
     if len(items) != 2 or type(items[0]) not in (str, dict, list):
         return 8
     return len(items[0]) if type(items[0]) is str else len(msgspec.json.encode(items[0]))
@@ -170,7 +176,9 @@ def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> 
 
 
 def _order(item: object) -> str:
-    """What the members of a set are sorted by: the same on all ranks, which the ``repr`` of a set within is not."""
+    """Return the sort key of a set's member. It is the same on all ranks, unlike the ``repr`` of a
+    set.
+    """
     if type(item) is frozenset:
         return "{" + ",".join(sorted(map(_order, item))) + "}"
     return "(" + ",".join(map(_order, item)) + ")" if type(item) is tuple else repr(item)
@@ -229,7 +237,10 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
 
 
 def _hashable(items: list[Any]) -> list[Any]:
-    """``items``, if few of them have one hash. Whoever chooses large ints freely can give all the same."""
+    """Return ``items`` if only few of them have the same hash.
+
+    Large ints can be chosen so that all of them have the same hash, which makes a set slow.
+    """
     if len(items) > _MOST_COLLISIONS and max(Counter(map(hash, items)).values()) > _MOST_COLLISIONS:
         raise ValueError("too many members of one hash")
     return items
@@ -247,7 +258,11 @@ def to_json(name: str, value: object) -> bytes:
 
 
 def dumps(node: Node, name: str) -> bytes:
-    """The bytes of a node; a dict keeps its order. Raises ``UnsupportedValue`` for what ``parse`` refuses."""
+    """Return the bytes of a node. A dict keeps its order.
+
+    Raises:
+        UnsupportedValue: ``parse`` would refuse the bytes.
+    """
     try:
         data = msgspec.json.encode(node)
     except (UnicodeError, TypeError, RecursionError) as error:  # a lone surrogate, say
