@@ -109,7 +109,7 @@ def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
     if any(notes):
         columns = (*columns, "metadata")
         rows = [(*row, _brief(note)) for row, note in zip(rows, notes, strict=True)]
-    output.show_table(columns, rows, right=("step", "ranks", "tensors", "size"))
+    output.show_table(columns, rows, right=("step", "ranks", "tensors", "size"), elided=("metadata",))
 
 
 def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
@@ -146,7 +146,10 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
     columns = ("step", "attempt", "committed at", "ranks", *(tier.url for tier in tiers), "metadata")
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
-    output.show_table(columns, rows, right=("step", "ranks"))
+    without_metadata = [row[: 4 + len(tiers)] for row in rows]
+    names = output.short_names([tier.url for tier in tiers], columns[: 4 + len(tiers)], without_metadata)
+    columns = tuple(names.get(column, column) for column in columns)
+    output.show_table(columns, rows, right=("step", "ranks"), elided=("metadata",))
 
 
 def _known(tiers: list[_Tier], ref: StepRef) -> Manifest | None:

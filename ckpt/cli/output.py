@@ -27,6 +27,9 @@ from ckpt.model.units import size as size
 if TYPE_CHECKING:
     from ckpt.catalog.verify import OnProgress
 
+_SHORT: Final = 14
+"""A column as wide as the name of an attempt is not wrapped."""
+_LEAST_CUT: Final = 10
 _NO_LIMIT: Final = 10_000  # a pipe has no edge to wrap at
 
 
@@ -48,20 +51,62 @@ def show_facts(facts: Mapping[str, str]) -> None:
         _console(sys.stdout).print(line, soft_wrap=True)
 
 
-def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Rows under columns, as wide as the terminal at most; columns named in ``right`` hold numbers."""
+def show_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    elided: Sequence[str] = (),
+) -> None:
+    """Rows under columns, as wide as the terminal at most; columns named in ``right`` hold numbers, those in ``elided`` are cut where there is no room."""
+    console = _console(sys.stdout)
+    if elided:
+        columns, rows = _elided(columns, rows, elided, console.width)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
+    for index, column in enumerate(columns):
         number = column in right
+        cells = (column, *(row[index] for row in rows))
         table.add_column(
-            clean(column), justify="right" if number else "left", no_wrap=number, overflow="fold"
+            clean(column),
+            justify="right" if number else "left",
+            no_wrap=number or max(map(len, cells)) <= _SHORT,
+            overflow="fold",
         )
     for row in rows:
         table.add_row(*(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row))
-    console = _console(sys.stdout)
     with console.capture() as captured:
         console.print(table)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+
+
+def _elided(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], elided: Sequence[str], width: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Cut what is ``elided`` to the room that the others leave; without room for a word, leave it out."""
+    others = [index for index, column in enumerate(columns) if column not in elided]
+    room = width - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in others) - 2
+    if room < _LEAST_CUT:
+        return [columns[index] for index in others], [[row[index] for index in others] for row in rows]
+
+    def cut(text: str) -> str:
+        return text if len(text := clean(text)) <= room else f"{text[: room - 3]}..."
+
+    kept = set(others)
+    return columns, [[cell if index in kept else cut(cell) for index, cell in enumerate(row)] for row in rows]
+
+
+def short_names(
+    places: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> dict[str, str]:
+    """What to call places in a table: "tier 1" and so on where their names make it wider than the terminal. Then a line for each tells which it is."""
+    console = _console(sys.stdout)
+    widths = [max(map(len, cells)) + 2 for cells in zip(columns, *rows, strict=True)]
+    if sum(widths) - 2 <= console.width or max(map(len, places), default=0) <= _LEAST_CUT:
+        return {place: place for place in places}
+    names = {place: f"tier {number}" for number, place in enumerate(places, 1)}
+    show_facts({name: place for place, name in names.items()})
+    show_line()
+    return names
 
 
 def warn(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -212,11 +213,23 @@ def _show_tiers(tiers: list[_Tier]) -> None:
             damage += [(tier.url, *_row(fault), _rescue(fault, ref, tier, tiers)) for fault in report.faults]
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _why(tier)))
-    columns = ("tier", "step", "attempt", "verified", "state")
-    output.show_table(columns, rows, right=("step", "verified"))
+    columns, faults = (
+        ("tier", "step", "attempt", "verified", "state"),
+        ("tier", "file", "bytes", "what", "intact on"),
+    )
+    widest = max(((columns, rows), (faults, damage)), key=_width)
+    names = output.short_names([tier.url for tier in tiers], *widest)
+    output.show_table(columns, [(names[row[0]], *row[1:]) for row in rows], right=("step", "verified"))
     if damage:
         output.show_line()
-        output.show_table(("tier", "file", "bytes", "what", "intact on"), damage)
+        for index, row in enumerate(damage):
+            on = ", ".join(names.get(place, place) for place in row[-1].split(", "))
+            damage[index] = (names[row[0]], *row[1:-1], on)
+        output.show_table(faults, damage)
+
+
+def _width(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> int:
+    return sum(max(map(len, cells)) for cells in zip(table[0], *table[1], strict=True))
 
 
 def _why(tier: _Tier) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -321,3 +322,47 @@ def test_an_option_that_takes_one_value_is_given_once(cli: Cli, verb: str) -> No
 
 def test_a_flag_may_be_given_twice(cli: Cli, steps: dict[int, Written]) -> None:
     assert cli("verify", "--all", "--all").code == 0
+
+
+def on_terminal(columns: int, *args: object) -> list[str]:
+    """What ``ckpt`` prints on a terminal of so many columns."""
+    ear, mouth = os.openpty()
+    path = os.pathsep.join([str(REPO), str(REPO / "backends")])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": str(columns), "TERM": "xterm"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "ckpt.cli.main", *map(str, args)], stdout=mouth, env=environment
+    ) as done:
+        os.close(mouth)
+        said = b""
+        try:
+            while part := os.read(ear, 65536):
+                said += part
+        except OSError:  # how Linux says that the other end is closed
+            pass
+        os.close(ear)
+    assert done.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).replace("\r\n", "\n").splitlines()
+
+
+def test_tables_fit_a_terminal_of_80_columns(cli: Cli, tmp_path: Path) -> None:
+    from ckpt.storage.registry import open_backend
+
+    places = [f"runs/experiments/2026-11/llama-7b-finetune-number-{number}" for number in range(4)]
+    for place in places:
+        for step in (100, 123456):
+            metadata = {"note": "a note of the user " * 5}
+            write_checkpoint(open_backend(place), step, ARRAYS, metadata=metadata)
+    one = on_terminal(80, "ls", places[0])
+    assert len(one) == 3  # a row is a line
+    several = on_terminal(80, "ls", *places)
+    assert several[:4] == [f"  tier {n + 1}  {Path(place).absolute()}" for n, place in enumerate(places)]
+    assert several[4] == ""
+    assert " ".join(several[5].split()) == "step attempt committed at ranks tier 1 tier 2 tier 3 tier 4"
+    assert [row.split()[0] for row in several[6:]] == ["100", "123456"]
+    assert all(len(line) <= 80 for line in [*one, *several[5:]])
+    verified = on_terminal(80, "verify", *places)
+    assert [row.split()[:3] for row in verified[-4:]] == [["tier", str(n), "123456"] for n in range(1, 5)]
+    wide = on_terminal(200, "ls", places[0])
+    assert "note=a note of the user a note" in wide[1]
+    narrow = on_terminal(90, "ls", places[0])
+    assert narrow[1].endswith("...")
