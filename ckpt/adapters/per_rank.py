@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import torch
 
-OnResize = Literal["error", "same_rank", "first"] | Callable[[int, int, int], int | None]
+from ckpt.errors import ConfigError
+
+_Rule = Literal["error", "same_rank", "first"]
+_RULES: Final = get_args(_Rule)
+OnResize = _Rule | Callable[[int, int, int], int | None]
 """Whose value a rank takes when the world has another size: nobody's (an error), its own if there was one, rank 0's, or
 ``policy(rank, world_size, saved_world_size)`` -> saved rank, or None to keep what it has."""
 
@@ -21,11 +25,18 @@ class PerRank:
         value: Anything a state may hold: plain values (replaced on restore), or an object with ``state_dict``/``load_state_dict`` (loaded in place).
         on_resize: Whose value a rank takes when the world has another size: see ``OnResize``.
 
+    Raises:
+        ConfigError: ``on_resize`` is none of these.
+
     Attributes:
         value: As given; after a restore, what was restored.
     """
 
     def __init__(self, value: Any, *, on_resize: OnResize = "error") -> None:
+        if not callable(on_resize) and on_resize not in _RULES:
+            raise ConfigError(
+                f"on_resize={on_resize!r}: give one of {', '.join(map(repr, _RULES))}, or a function"
+            )
         self.value = value
         self.on_resize = on_resize
 

@@ -130,11 +130,15 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
             }
         )
         if not refs:
-            raise typer.Exit(NoCheckpoint.exit_code)
+            raise typer.Exit(
+                failed[0].error.exit_code if failed and failed[0].error else NoCheckpoint.exit_code
+            )
         return
     for tier in failed:
         output.warn(f"{tier.url} cannot be listed: {tier.error}")
     if not refs:
+        if failed and failed[0].error:  # it may hold steps
+            raise failed[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
     rows: list[tuple[str, ...]] = []
     for ref in refs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from types import EllipsisType, TracebackType
 from typing import Final, Self
@@ -27,6 +28,8 @@ _MOST_THREADS: Final = 8
 class Opened:
     """A checkpoint, opened for reading by ``ckpt.open``.
 
+    One that is collected without ``close`` gives a ``ResourceWarning``, as a file does. Views of its tensors can still be read.
+
     Attributes:
         step: The number of the step.
         root: The URL of the root, without credentials.
@@ -36,6 +39,7 @@ class Opened:
     """
 
     def __init__(self, root: str | os.PathLike[str] | Tier, step: int | None) -> None:
+        self._closed = True
         tier = root if isinstance(root, Tier) else Tier(os.fspath(root))
         self._backend = open_backend(tier.url, tier.options)
         self.root = self._backend.url
@@ -49,6 +53,7 @@ class Opened:
         threads = max(1, min(self._backend.capabilities.max_concurrency, _MOST_THREADS))
         self._workers = Workers("open", threads)
         self.reader = StepReader(self._backend, ref, manifest, self._workers)
+        self._closed = False
 
     def steps(self) -> list[int]:
         """Numbers of the committed steps in this root, newest first. Each can be opened: ``ckpt.open(root, step=1200)``."""
@@ -64,8 +69,18 @@ class Opened:
 
     def close(self) -> None:
         """Give threads and connections back. Tensors that were read stay."""
+        self._closed = True
         self._workers.close()
         self._backend.close()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            warnings.warn(
+                f"unclosed {self!r}: use it in a with block, or close it",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
 
     def __enter__(self) -> Self:
         return self

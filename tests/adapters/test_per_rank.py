@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager, PerRank, RngState
-from ckpt.errors import UnsupportedValue
+from ckpt.errors import ConfigError, UnsupportedValue
 from tests.adapters.saving import assert_same, manifest_of, new_root, restored, round_trip, saved, tree_of
 
 
@@ -82,3 +82,9 @@ def test_the_random_numbers_go_on_where_they_were(rng: Any) -> None:
 def test_a_module_or_optimizer_in_it_is_refused_with_the_way_out(value: Any) -> None:
     with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="name of its own"):
         manager.save_async({"x": PerRank(value)}, 0)
+
+
+@pytest.mark.parametrize("wrong", ["some", None, 1])
+def test_a_rule_that_is_none_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="on_resize"):
+        PerRank(1, on_resize=wrong)

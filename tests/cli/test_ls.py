@@ -128,6 +128,14 @@ def test_json_of_several_tiers(cli: Cli, tiers: str) -> None:
     assert found["steps"][0]["metadata"] == {"team": "speech"}
 
 
+def test_a_tier_that_cannot_be_reached_beside_an_empty_one_is_no_sign_that_there_is_nothing(cli: Cli) -> None:
+    Path("file.txt").write_text("")
+    alone = cli("ls", "--root", "file.txt").code
+    assert alone not in (0, 7)
+    for more in ([], ["--json"]):
+        assert cli("ls", "--root", "empty", "--root", "file.txt", *more).code == alone
+
+
 @pytest.mark.parametrize("bad", ["nope://x", "file.txt"])
 def test_a_tier_that_cannot_be_reached_does_not_hide_the_others(cli: Cli, tiers: str, bad: str) -> None:
     Path("file.txt").write_text("")

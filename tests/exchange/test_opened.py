@@ -113,3 +113,11 @@ def test_a_damaged_chunk_is_told_and_others_can_be_read(tmp_path: Path) -> None:
         assert same(opened.tensor("embed")[:10], EMBED[:10])
         with pytest.raises(ChecksumMismatch):
             opened.tensor("embed")[-1]
+
+
+def test_one_that_is_not_closed_warns_when_it_is_collected_and_its_views_can_still_be_read(
+    root: Path,
+) -> None:
+    with pytest.warns(ResourceWarning, match="unclosed <step 2 in"):
+        view = ckpt.open(root).tensor("embed")
+    assert same(view[...], EMBED)
