@@ -342,7 +342,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
             if subject == "gone":
                 from ckpt.coordination.commit import encode
 
-                self.world.words[f"save/{ref.folder}", 1] = encode(Failed("its own reason"))
+                self.world.messages[f"save/{ref.folder}", 1] = encode(Failed("its own reason"))
             return super().verdict(subject, timeout=timeout)
 
     committer = Committer(
