@@ -161,6 +161,7 @@ def test_the_sdist_holds_every_module_of(folder: str, sdist_names: set[str]) -> 
         "constraints.txt",
         "pyproject.toml",
         "docs/decisions",
+        "mkdocs.yml",
     ],
 )
 def test_the_sdist_holds(name: str, sdist_names: set[str]) -> None:
