@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -26,7 +26,7 @@ import torch
 from ckpt.config import CheckMode
 from ckpt.errors import CkptError, StagingError, TensorChanged
 from ckpt.staging.copies import Copy, Events, Late, copy_now, devices_of, groups
-from ckpt.staging.digest import digest
+from ckpt.staging.digest import digest, digest_of, folded
 from ckpt.staging.window import Window
 from ckpt.staging.witness import Full, Sample, Sampled, Witness
 
@@ -144,7 +144,7 @@ class Snapshot:
             copy_now(self._eager, self._eager_devices)
         else:
             self._set_aside()
-        self._digest(late=False)
+        self._digest(late=False)()
         if not self._late and not any(check.late for check in self._checks):
             self._finish(None)
             self._compared.set()
@@ -177,7 +177,7 @@ class Snapshot:
 
     def _copy_late(self) -> None:
         launched = self._copy_in_order()
-        self._digest(late=True)
+        finish_digests = self._digest(late=True)
         if self._device:
             self._device.mark_launched()
         self._launched.set()
@@ -186,6 +186,7 @@ class Snapshot:
                 event.synchronize()
             self._check_there(group)
             self.window.land(end)
+        finish_digests()
         with (
             self._settling
         ):  # a fence that settles lets the optimizer go on: then nothing is compared any more
@@ -305,13 +306,32 @@ class Snapshot:
         self._late += self._eager
         self._eager = []
 
-    def _digest(self, *, late: bool) -> None:
+    def _digest(self, *, late: bool) -> Callable[[], None]:
+        """Begin the digests; the function that is returned ends them.
+
+        What lies on an accelerator is only queued there, beside the copies: the fence must not wait for it on the CPU.
+        Of host memory nothing is read later.
+        """
+        begun: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []
         for check in self._checks:
             if check.late is late:
-                beside = self._device.beside(check.sources[0]) if late and self._device else nullcontext()
-                with torch.no_grad(), beside:
-                    told = "".join(map(digest, check.sources))
+                with torch.no_grad(), self._beside(check):
+                    parts = [
+                        digest(source) if source.device.type == "cpu" else folded(source)
+                        for source in check.sources
+                    ]
+                begun.append((check, parts))
+
+        def finish() -> None:
+            for check, parts in begun:
+                with torch.no_grad(), self._beside(check):
+                    told = "".join(part if isinstance(part, str) else digest_of(part) for part in parts)
                 self.digests[check.name] = f"{check.boxes}={told}"
+
+        return finish
+
+    def _beside(self, check: Check) -> AbstractContextManager[None]:
+        return self._device.beside(check.sources[0]) if check.late and self._device else nullcontext()
 
     def _changed(self) -> CkptError | None:
         for batch, versions in self._guards:

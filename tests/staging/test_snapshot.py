@@ -160,6 +160,44 @@ def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
     assert snapshot.digests == {"w": f"all={digest(tensor)}"}
 
 
+class Queued:
+    """A device of which the copies are queued at once; a stand-in for ``Late``."""
+
+    thread = staticmethod(nullcontext)
+
+    def begin(self) -> None: ...
+    def run(self, copies) -> None: ...
+    def mark_launched(self) -> None: ...
+    def hold_current_streams(self) -> None: ...
+
+    def events(self) -> dict:
+        return {}
+
+    def beside(self, tensor) -> nullcontext:
+        return nullcontext()
+
+
+def test_a_fence_holds_the_stream_alone_and_waits_for_no_late_digest(monkeypatch):
+    """The digest on an accelerator is read by the host when the fence has let the step go on."""
+    passed, waited = threading.Event(), list[bool]()
+
+    def read(parts):
+        waited.append(passed.wait(20))
+        return "read"
+
+    monkeypatch.setattr("ckpt.staging.snapshot.digest_of", read)
+    monkeypatch.setattr("ckpt.staging.snapshot.folded", lambda _: ())
+    snapshot = snapshot_of(checks=[Check("w", "all", (torch.ones(3, device="meta"),), late=True)])
+    snapshot._device = Queued()
+    copying = threading.Thread(target=snapshot.copy_late)
+    copying.start()
+    snapshot.fence()
+    passed.set()
+    copying.join()
+    snapshot.wait_landed(0)
+    assert (waited, snapshot.digests) == ([True], {"w": "all=read"})
+
+
 TENSORS = {
     "normal": torch.randn(1000, generator=torch.Generator().manual_seed(1)),
     "odd bytes": torch.arange(13, dtype=torch.uint8),
