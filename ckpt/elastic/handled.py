@@ -63,10 +63,9 @@ def _clauses(frame: FrameType) -> Iterator[bool]:
 
 def _bodies(tree: ast.Module, first: int) -> list[ast.AST]:
     """The function whose code begins at line ``first``, or the module."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
     functions: list[ast.AST] = []
     for node in ast.walk(tree):
-        if isinstance(node, kinds):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
             if first == min([node.lineno, *(each.lineno for each in decorators)]):
                 functions.append(node)
