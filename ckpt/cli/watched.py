@@ -128,10 +128,10 @@ class Watched:
                     self._asked_at = time.monotonic() if self._pending else None
 
     def _iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
-        with self._asking():
-            found = items()
+        found: Iterator[T] | None = None
         while True:
-            with self._asking():
+            with self._asking():  # to make a generator is no answer of the store yet
+                found = found or items()
                 item = next(found, _END)
             if item is _END:
                 return

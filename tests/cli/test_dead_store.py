@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,31 @@ def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int
     assert {info.key for info in store.list("")} == {info.key for info in open_backend("runs").list("")}
     assert store.silent_seconds == 0
     assert isinstance(store.head(f"{steps[100].ref.manifest}"), ObjectInfo)
+
+
+@pytest.mark.parametrize("verb", ["list", "folders"])
+def test_a_try_that_fails_is_no_answer(cli: Cli, verb: str) -> None:
+    """The error of a generator comes with its first item. It must not start the time again."""
+    from ckpt.cli.watched import watch
+    from ckpt.errors import TransientStorageError
+
+    class Refusing(FaultyBackend):
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            raise TransientStorageError("", "refused")
+            yield
+
+        def folders(self, prefix: str) -> Iterator[str]:
+            raise TransientStorageError("", "refused")
+            yield
+
+    store = watch(Refusing(open_backend("runs")), 10.0)
+    with pytest.raises(TransientStorageError):
+        next(getattr(store, verb)(""))
+    failed_at = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(TransientStorageError):
+            next(getattr(store, verb)(""))
+    assert time.monotonic() - store.silent_seconds <= failed_at
 
 
 @pytest.mark.parametrize("given", ["-1", "nan", "soon"])
