@@ -123,7 +123,7 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     everything = attempts(backend)
     refs = [ref for ref in everything if step in (None, ref.step) and is_committed(backend, ref)]
     if not refs:
-        raise NoCheckpoint(backend.url, _instead(backend, everything, step))
+        raise NoCheckpoint(backend.url, instead_of(backend, everything, step))
     attempts_at = Counter(ref.step for ref in refs)
     ages = {ref: born(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
     return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
@@ -137,7 +137,7 @@ def survey(backend: StorageBackend) -> list[Entry]:
     """
     refs = attempts(backend)
     if not refs:
-        raise NoCheckpoint(backend.url, _instead(backend, refs, None))
+        raise NoCheckpoint(backend.url, instead_of(backend, refs, None))
     return [_entry(backend, ref) for ref in refs]
 
 
@@ -183,7 +183,8 @@ def born(backend: StorageBackend, ref: StepRef) -> float:
         return 0.0
 
 
-def _instead(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
+def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
+    """What there is where ``step`` (None: any) is not; ``refs`` are the attempts there."""
     if step is not None and any(ref.step == step for ref in refs):
         return f"step {step} was begun, but never committed"
     if refs and step is not None:
@@ -193,4 +194,7 @@ def _instead(backend: StorageBackend, refs: list[StepRef], step: int | None) -> 
     stranger = next((info for info in backend.list("") if info.key != OWNER), None)
     if stranger is None:
         return "it is empty, or does not exist"
+    *parents, _ = stranger.key.split("/")
+    if steps := next((index for index, name in enumerate(parents) if parse_folder(name)), 0):
+        return f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
     return f"it holds no steps, but other files, such as {stranger.key!r}: is this the right place?"

@@ -62,7 +62,7 @@ def finalize(
       ckpt finalize runs/gpt          all that ckpt ls calls "incomplete"
       ckpt finalize s3://bucket/run42 1300 --job-is-dead
     """
-    from ckpt.catalog.index import attempts, is_committed
+    from ckpt.catalog.index import attempts, instead_of, is_committed
     from ckpt.cli import output
     from ckpt.errors import ConfigError, NoCheckpoint
 
@@ -73,8 +73,7 @@ def finalize(
     every = backend.ask(partial(attempts, backend))
     refs = [ref for ref in every if step in (None, ref.step)]
     if not refs:
-        there = "it is empty, or does not exist" if not every else f"step {step} is not there"
-        raise NoCheckpoint(backend.url, there)
+        raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, every, step)))
     open_refs = backend.ask(lambda: [ref for ref in refs if not is_committed(backend, ref)])
     with workers_for(backend) as workers:
         tried = [_try(backend, ref, workers, job_is_dead=job_is_dead) for ref in open_refs]

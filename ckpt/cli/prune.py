@@ -68,6 +68,7 @@ def prune(
       ckpt prune runs/gpt --keep-last 3 --dry-run
       ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
+    from ckpt.catalog.index import instead_of
     from ckpt.cli import output
     from ckpt.cli.watched import open_watched, telling
     from ckpt.config import resolve_tier
@@ -84,7 +85,7 @@ def prune(
         lambda: (read_owner(backend), Inventory(backend, part=tier.local is True).look())
     )
     if not found:
-        raise NoCheckpoint(backend.url, "it is empty, or does not exist")
+        raise NoCheckpoint(backend.url, backend.ask(partial(instead_of, backend, [], None)))
     _warn_of_names(rule, found)
     late = (
         frozenset["StepRef"]()

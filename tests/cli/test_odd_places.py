@@ -142,3 +142,12 @@ def test_a_group_reads_a_root_after_chmod_and_not_before(cli: Cli, shared: Path)
     subprocess.run(["chmod", "-R", "g+rX", "runs"], check=True)
     for words in (["ls", "runs"], ["verify", "runs"], ["restore", "runs"]):
         assert ran_as(user, words)[::2] == (0, "")
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if "runs" not in call and "import" not in call])
+def test_the_folder_of_a_run_is_named_where_its_parent_is_given(cli: Cli, steps: object, call: str) -> None:
+    Path("experiments").mkdir()
+    os.rename("runs", "experiments/gpt")
+    ran = cli(*call.replace("PLACE", "experiments").split())
+    assert ran.code == 7
+    assert "its folder 'gpt' does: give that one" in ran.err
