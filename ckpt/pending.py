@@ -123,7 +123,7 @@ class PendingSave:
         check_timeout(timeout, "; a tier is named by tier=...")
         if os.getpid() != self._pid and not over():  # what a fork copied is not told any more
             raise ConfigError(
-                f"step {self.step} is saved by process {self._pid}: only that one hears of its end"
+                f"step {self.step} is saved by process {self._pid}: only that process can wait for it"
             )
         with self._changed:
             return self._changed.wait_for(over, timeout)

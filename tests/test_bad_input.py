@@ -173,7 +173,7 @@ def test_a_target_that_is_no_dict_is_refused(root: str, target: Any) -> None:
     [
         ({"kye": "k"}, "options.kye is not a setting: did you mean key?"),
         ({"endpoint": "http://x"}, "did you mean endpoint_url?"),
-        ({"endpoint_url": 5}, "endpoint_url is no text"),
+        ({"endpoint_url": 5}, "endpoint_url is not text"),
     ],
 )
 def test_an_option_that_s3_does_not_know_is_told_when_the_tier_is_built(

@@ -44,7 +44,7 @@ def test_a_root_inside_of_another_is_refused(tmp_path, monkeypatch, one, two):
     monkeypatch.chdir(tmp_path)
     told = refused(one, two)
     inner, outer = sorted([one, two], key=len, reverse=True)
-    assert f"{inner.rstrip('/')} lies inside of the tier " in told
+    assert f"{inner.rstrip('/')} is inside of the tier " in told
     assert f"{outer.rstrip('/')}: give each a root of its own" in told
 
 

@@ -42,7 +42,7 @@ class ResumableUpload:
         data = data.cast("B")
         if offset % STEP_BYTES or offset + data.nbytes > self._size:
             raise StorageError(
-                self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload"
+                self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
         self._check()
         if offset + data.nbytes <= self._sent:
@@ -78,7 +78,7 @@ class ResumableUpload:
                 self._backend.head(self._key).size == size
             ):  # also if only the reply was lost, and then the session
                 return ObjectInfo(key=self._key, size=size)
-        raise TransientStorageError(self._key, "is not what was sent: it must be sent anew")
+        raise TransientStorageError(self._key, "is not what was sent: it must be sent again")
 
     def abort(self) -> None:
         self._early.clear()
@@ -96,7 +96,7 @@ class ResumableUpload:
     def _check(self) -> None:
         if self._lost:
             raise TransientStorageError(
-                self._key, "the server has forgotten this upload: it must be sent anew"
+                self._key, "the server has forgotten this upload: it must be sent again"
             )
 
     def _ask(self, span: str, data: memoryview) -> None:

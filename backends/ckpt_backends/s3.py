@@ -350,7 +350,7 @@ class _S3Upload:
         number, odd = divmod(offset, self._part_bytes)
         if odd or offset + data.nbytes > self._size:
             raise StorageError(
-                self._key, f"bytes {offset} to {offset + data.nbytes} are no part of this upload"
+                self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"
             )
         try:
             sent = self._backend.send_part(self._key, self._id, number + 1, data)
@@ -387,7 +387,7 @@ class _S3Upload:
         send all bytes again.
         """
         return TransientStorageError(
-            self._key, f"the server has forgotten this upload: it must be sent anew ({error.detail})"
+            self._key, f"the server has forgotten this upload: it must be sent again ({error.detail})"
         )
 
     def _complete_anyway(self, size: int) -> bool:

@@ -154,7 +154,7 @@ class ObstoreUpload:
 
     def _open_file(self) -> Any:
         if self._file is None:
-            raise TransientStorageError(self._key, "the upload broke off and must begin anew")
+            raise TransientStorageError(self._key, "the upload broke off and must start again")
         return self._file
 
     def _complete_anyway(self) -> bool:

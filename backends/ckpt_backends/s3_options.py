@@ -31,4 +31,4 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ConfigError(f"options.{name} is not a setting: {way}")
     for name in ("endpoint_url", "region", "profile"):
         if options.get(name) is not None and not isinstance(options[name], str):
-            raise ValueError(f"{name} is no text, but of type {type(options[name]).__name__}")
+            raise ValueError(f"{name} is not text, but of type {type(options[name]).__name__}")

@@ -173,7 +173,7 @@ def check(name: str, tensor: torch.Tensor) -> str:
     if hasattr(held, "__tensor_flatten__") or not (is_plain(held) or has_storage(memory)):
         raise UnsupportedValue(
             name,
-            f"{type(held).__name__}, a tensor whose elements lie in other tensors",
+            f"{type(held).__name__}, a tensor whose elements are in other tensors",
             f"save the tensors that it holds{_inside(held)} under names of their own, or dequantise it first",
         )
     check_storage(name, memory)

@@ -173,7 +173,7 @@ class PlanCache:
             if item.name in names:
                 raise UnsupportedValue(item.name, "name that two values share", "rename one of them")
             if not _is_text(item.name):
-                raise UnsupportedValue(item.name, "name that is no text", "rename it")
+                raise UnsupportedValue(item.name, "name that is not text", "rename it")
             names.add(item.name)
         leaves = tuple(self._leaf(item) for item in held)
         plan = plan_save(leaves, rank=self._rank, chunk_bytes=self._chunk_bytes)

@@ -47,7 +47,7 @@ def load_fragment(
     if told is not None and file is not None and not file.chunks:  # the manifest leaves them to the fragment
         told = replace(told, chunks=())
     if told != file:
-        raise ManifestCorrupt(key, "its data file is not the one that the manifest tells of")
+        raise ManifestCorrupt(key, "its data file is not the one that the manifest names")
     return fragment, data
 
 

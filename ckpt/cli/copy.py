@@ -151,7 +151,10 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
 
 
 def _check_apart(source: str, destination: str) -> None:
-    """Neither may lie in the other: a step's folder would be looked for among the files of the other."""
+    """Check that neither place is inside of the other.
+
+    A step's folder would be searched among the files of the other place.
+    """
     from ckpt.errors import ConfigError
 
     one, two = (_place(url) for url in (source, destination))
@@ -159,7 +162,7 @@ def _check_apart(source: str, destination: str) -> None:
         raise ConfigError(f"{source} and {destination} are the same place: name another one to copy to")
     if two.startswith(one) or one.startswith(two):
         inside, outside = (destination, source) if two.startswith(one) else (source, destination)
-        raise ConfigError(f"{inside} lies inside {outside}: name a place beside it to copy to")
+        raise ConfigError(f"{inside} is inside of {outside}: name a place beside it to copy to")
 
 
 def _place(url: str) -> str:

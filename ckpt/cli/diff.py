@@ -55,10 +55,11 @@ def diff(
 ) -> None:
     r"""Compare two checkpoints.
 
-    Tells names that are in one only, dtypes and shapes that differ, tensors whose bytes differ, and plain values. Where both were saved in the same layout their checksums are compared, and nothing
-    is read; else the tensors are.
+    Shows names that are in one checkpoint only, dtypes and shapes that differ, tensors whose bytes
+    differ, and plain values. If both were saved in the same layout, their checksums are compared
+    and no data is read. Otherwise the tensors are read.
 
-    Exit code 0: the same. 1: they differ. 4: damaged. 7: there is no such checkpoint.
+    Exit code 0: they are equal. 1: they differ. 4: damaged. 7: there is no such checkpoint.
 
     \b
     Examples:

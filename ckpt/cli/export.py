@@ -27,7 +27,7 @@ _MOST_NOTES = 20
 
 
 class Format(enum.StrEnum):
-    """What other programs read."""
+    """The formats of other programs."""
 
     safetensors = "safetensors"
     torch = "torch"
@@ -130,7 +130,7 @@ def _format_of(out: str) -> Format:
     for suffix, kind in ((".safetensors", Format.safetensors), (".pt", Format.torch), (".pth", Format.torch)):
         if out.endswith(suffix):
             return kind
-    raise ConfigError(f"in which format shall {out} be? Give --format safetensors, torch or dcp")
+    raise ConfigError(f"the format of {out} is not known: give --format safetensors, torch or dcp")
 
 
 def _show(done: Exported, step: int, kind: Format) -> None:

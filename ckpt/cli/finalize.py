@@ -52,10 +52,14 @@ def finalize(
 ) -> None:
     r"""Finish a save whose first rank died before the last write.
 
-    If every rank had made its part durable, and only the manifest is missing, the step becomes a checkpoint now: the very same that the job would have made. Every byte is read and
-    compared with its checksum first. A save that was refused, of which a part is missing, or whose job still runs is left alone, and the reason is told.
+    If every rank has made its part durable, and only the manifest is missing, the step becomes the
+    checkpoint that the job would have made. Every byte is first read and compared with its
+    checksum. A save that was aborted, that lacks a part, or whose job still runs is left as it is,
+    and the reason is shown.
 
-    Exit code 0: finished, or nothing was unfinished. 5: what is unfinished cannot become a checkpoint. 4: it is damaged. 7: there is no such step.
+    Exit code 0: finished, or nothing was unfinished. 5: the unfinished save cannot become a
+    checkpoint.
+    4: it is damaged. 7: there is no such step.
 
     \b
     Examples:
@@ -112,7 +116,7 @@ def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead
 
 
 def _show(tried: list[_Tried]) -> None:
-    """What came of each; a reason that is the only one is the error's to tell."""
+    """Show the result of each save. If there is only one reason, the error shows it."""
     from ckpt.cli import output
 
     for one in tried:

@@ -19,7 +19,7 @@ from ckpt.cli.options import (
 
 
 class Source(enum.StrEnum):
-    """What can be read."""
+    """The formats that can be imported."""
 
     torch = "torch"
     dcp = "dcp"
@@ -46,7 +46,9 @@ def import_(
     plain: Annotated[
         list[str] | None,
         typer.Option(
-            "--plain", metavar="NAME", help="A dict of tensors that is no model; may be given again."
+            "--plain",
+            metavar="NAME",
+            help="A dict of tensors that is not a model; may be given several times.",
         ),
     ] = None,
     param_names: Annotated[

@@ -42,12 +42,16 @@ def ls(
 ) -> None:
     r"""List the checkpoints; the last line is the newest.
 
-    With several tiers (more than one ROOT, or --config) there is a column for each: how much of the step is there. A tier that cannot be reached, or is silent for --timeout seconds, is told, and the others are shown.
+    With several tiers (more than one ROOT, or --config) there is a column for each, which shows how
+    much of the step is there. A tier that cannot be reached, or that does not answer for --timeout
+    seconds, is named, and the others are shown.
 
-    Only manifests are read: "committed" means that a checkpoint is complete, `ckpt verify` tells whether its data is intact.
-    "incomplete" is a save that is still under way, or was cut short; it is never restored.
+    Only manifests are read: "committed" means that a checkpoint is complete, and `ckpt verify`
+    shows whether its data is intact. "incomplete" is a save that is still under way or was cut
+    short. It is never restored.
 
-    The root "memory" is all that this user's jobs have in the memory of this machine, each under its URL, shm://NAME, by which the other verbs find it.
+    The root "memory" stands for everything that this user's jobs have in the memory of this
+    machine. Each is listed under its URL, shm://NAME, by which the other commands find it.
 
     \b
     Examples:
@@ -75,7 +79,7 @@ def ls(
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """What was found there, or why nothing was."""
+    """The steps of a tier, or the reason why there are none."""
 
     url: str
     entries: dict[StepRef, Entry]
@@ -164,7 +168,7 @@ def _known(tiers: list[_Tier], ref: StepRef) -> Manifest | None:
 
 
 def _cell(entry: Entry | None, known: Manifest | None) -> str:
-    """How much of a step is on one tier."""
+    """Return how much of a step is on one tier."""
     from ckpt.cli import output
 
     if entry is None:
@@ -204,7 +208,7 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
 
 
 def _metadata(manifest: Manifest | None) -> dict[str, Any]:
-    """What the user wrote beside the state."""
+    """Return the user's metadata of a step."""
     from ckpt.model.values import parse
 
     found = parse(manifest.metadata, "metadata") if manifest else None
@@ -225,7 +229,7 @@ def _brief(metadata: Mapping[str, Any]) -> str:
 
 
 def _state(entry: Entry) -> tuple[str, str]:
-    """The state and what to know about it."""
+    """Return the state of a step with its remarks."""
     from ckpt.errors import ManifestCorrupt
 
     if entry.manifest:
@@ -262,7 +266,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 
 def _size(manifest: Manifest) -> str:
-    """What it takes on the tier; of an encoded one also what it was."""
+    """Return the size on the tier, and for an encoded step also the size before."""
     from ckpt.cli import output
 
     stored = output.size(manifest.stored_bytes)

@@ -1,4 +1,7 @@
-"""What several verbs share: their options, and the store and the threads they work with. Cheap to import."""
+"""The options that several commands share, with the stores and threads they work on.
+
+This module is cheap to import.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,8 @@ LATEST: Final = "latest"
 def places_and_step(
     arguments: Sequence[str] | None, roots: Sequence[str] | None, step: int | None
 ) -> tuple[list[str], int | None]:
-    """Tell arguments that are places from the one that is a step, and join both with the options.
+    """Separate arguments that are places from the one that is a step, and join both with the
+    options.
 
     Returns:
         The places, nearest first (empty if none is given), and the step (None for the newest).
@@ -110,7 +114,7 @@ def places_and_step(
 def place_and_step(
     arguments: Sequence[str] | None, root: str | None, step: int | None
 ) -> tuple[str | None, int | None]:
-    """As ``places_and_step``, for commands that work on one place."""
+    """Return what ``places_and_step`` returns, for commands that work on one place."""
     found, step = places_and_step(arguments, [root] if root is not None else None, step)
     return one_place(found), step
 
@@ -158,12 +162,12 @@ def source_and_other(arguments: Sequence[str], root: str | None, name: str) -> t
 
 
 def is_step(word: str) -> bool:
-    """Whether an argument is a STEP rather than a place."""
+    """Return True if an argument is a STEP rather than a place."""
     return word == LATEST or (word.isascii() and word.isdecimal())
 
 
 def open_root(root: str | None, config: str | None = None, *, timeout: float) -> Watched:
-    """The store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names."""
+    """Open the store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names."""
     from ckpt.cli.watched import open_watched
     from ckpt.config import resolve_tier
 
@@ -173,7 +177,10 @@ def open_root(root: str | None, config: str | None = None, *, timeout: float) ->
 
 @contextmanager
 def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generator[None]:
-    """Inside, damage to the first of ``refs``, which is read because no ``step`` was named, tells which is there before it."""
+    """Add the previous step to an error about damage inside of the block.
+
+    The first of ``refs`` is read since no ``step`` was named; the error names the step before it.
+    """
     from ckpt.errors import FormatTooNew, IntegrityError
 
     try:
@@ -199,9 +206,13 @@ class Reached:
 def open_each(
     roots: list[str] | None, config: str | None, *, timeout: float, all_tiers: bool = False
 ) -> list[Reached]:
-    """The tiers that ``--root`` (once or more) or ``--config`` names, nearest first, those that cannot be opened included.
+    """Open the tiers that ``--root`` or ``--config`` names, nearest first.
 
-    ``all_tiers``: without either, all of ``./ckpt.toml`` rather than the first. The root "memory" is all that lies in the memory of this machine.
+    Tiers that cannot be opened are included. The root "memory" stands for everything in the memory
+    of this machine.
+
+    Args:
+        all_tiers: Without either option, open all tiers of ``./ckpt.toml`` and not only the first.
     """
     from ckpt.cli.watched import open_watched
     from ckpt.config import MEMORY, load_config, resolve_tier
@@ -214,7 +225,7 @@ def open_each(
     if roots and MEMORY in roots:
         roots = [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
         if not roots:
-            raise NoCheckpoint(MEMORY, "nothing of this user lies in the memory of this machine")
+            raise NoCheckpoint(MEMORY, "this user has nothing in the memory of this machine")
     tiers: tuple[Tier, ...] = load_config(config).tiers if config or (all_tiers and not roots) else ()
     if config and not tiers:
         raise ConfigError(f'{config} names no place: write root = "..." or [[tiers]]')
@@ -246,7 +257,10 @@ def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
 
 @contextmanager
 def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[Workers]:
-    """As many threads as the store has use for. While they work, a line tells of each of the stores that does not answer."""
+    """Give as many threads as the store can use.
+
+    While they work, a line names each store that does not answer.
+    """
     from ckpt.cli.watched import telling
     from ckpt.pipeline.workers import Workers
 

@@ -98,7 +98,11 @@ def _elided(
 def short_names(
     places: Sequence[str], columns: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> dict[str, str]:
-    """What to call places in a table: "tier 1" and so on where their names make it wider than the terminal. Then a line for each tells which it is."""
+    """Return names for places in a table.
+
+    They are "tier 1" and so on if the places make the table wider than the terminal. A line for
+    each then gives its place.
+    """
     console = _console(sys.stdout)
     widths = [max(map(len, cells)) + 2 for cells in zip(columns, *rows, strict=True)]
     if sum(widths) - 2 <= console.width or max(map(len, places), default=0) <= _LEAST_CUT:
@@ -123,14 +127,14 @@ def fail(error: Exception, *, as_json: bool) -> None:
 
 
 def fail_unexpected(error: Exception, *, as_json: bool) -> None:
-    """As ``fail``, for what should not have happened."""
+    """Show an error as ``fail`` does, for an error that is a bug of ckpt."""
     text = f"internal error: {type(error).__name__}: {error} (run with CKPT_DEBUG=1 for the traceback)"
     fail(CkptError(text), as_json=as_json)
 
 
 @contextmanager
 def progress(label: str) -> Generator[OnProgress | None]:
-    """A bar on standard error while the block runs; None where nobody watches."""
+    """Show a bar on standard error while the block runs. Gives None if it is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -157,7 +161,7 @@ def progress(label: str) -> Generator[OnProgress | None]:
 
 @contextmanager
 def steps(label: str) -> Generator[OnProgress]:
-    """As ``progress``, for things that are counted rather than measured in bytes."""
+    """Show progress as ``progress`` does, in items rather than bytes."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return

@@ -61,12 +61,17 @@ def restore(
 ) -> None:
     r"""Fetch and verify the newest checkpoint.
 
-    Prints where it is. Every byte is compared with its checksum. Of several tiers, nearest first, each part is taken from the nearest that has it intact, and a warning says what was
-    not; the nearest folder among them is filled. If the newest checkpoint is damaged everywhere, a warning says where and the one before is taken; with --step
-    there is no second choice. A fetch that was cut short goes on where it was. A checkpoint in a local folder alone is verified where it lies, unless
-    --to is given. The training script then needs no network: CheckpointManager("restored").
+    Prints its place. Every byte is compared with its checksum. With several tiers, nearest first,
+    each part comes from the nearest tier that has it intact, and a warning names parts that were
+    not intact. The nearest folder among the tiers is filled. If the newest checkpoint is damaged on
+    all tiers, a warning says so and the one before it is taken. With --step there is no second
+    choice. A fetch that was cut short continues where it stopped. A checkpoint in a single local
+    folder is verified in its place, unless --to is given. The training script then needs no
+    network: CheckpointManager("restored").
 
-    Exit code 0: it is there and intact. 4: all that was tried is damaged. 7: there is no checkpoint. 3: the store failed.
+    Exit code 0: it is there and intact. 4: all that was tried is damaged. 7: there is no
+    checkpoint.
+    3: the store failed.
 
     \b
     Examples:
@@ -200,12 +205,12 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
             sources[0].ask(partial(find, sources[0], step))  # says what there is instead
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
-        f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all tells what is wrong with each"
+        f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong with each"
     )
 
 
 def _attempts(store: StorageBackend) -> list[StepRef]:
-    """Those of a source, as far as it answers within ``--timeout``."""
+    """Return the attempts of a source that answers within ``--timeout``."""
     from ckpt.catalog.index import attempts
     from ckpt.cli.watched import Watched
 

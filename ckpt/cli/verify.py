@@ -43,11 +43,13 @@ def verify(
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
-    r"""Compare every byte with its checksums.
+    r"""Compare every byte with its checksum.
 
-    With --all-tiers, or --root more than once, on every tier: its newest step, or STEP, or with --all every step. For each part that is damaged it says which other tier has it intact.
+    With --all-tiers, or more than one --root, every tier is verified: its newest step, or STEP, or
+    with --all every step. For each damaged part the output names another tier that has it intact.
 
-    Exit code 0: intact. 4: something is damaged; a table says which bytes of which file. 7: there is no such checkpoint. 3: a tier cannot be reached, the others are intact.
+    Exit code 0: intact. 4: something is damaged; a table shows which bytes of which file. 7: there
+    is no such checkpoint. 3: a tier cannot be reached, and the others are intact.
 
     \b
     Examples:
@@ -139,7 +141,7 @@ def _fault_as_json(fault: Fault) -> dict[str, object]:
 
 @dataclass(slots=True)
 class _Tier:
-    """What one tier holds. ``error``: why it could not be asked, or has no such step."""
+    """The contents of one tier. ``error`` says why it has no such step or cannot be asked."""
 
     url: str
     backend: StorageBackend | None = None
@@ -255,7 +257,10 @@ def _intact_on(fault: Fault, ref: StepRef, tier: _Tier, tiers: list[_Tier]) -> l
 
 
 def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
-    """Whether files lie on both as the very same bytes: a tier may encode them, and then offsets tell nothing."""
+    """Return True if both tiers hold the files as the same bytes.
+
+    A tier may encode them, and then offsets are not comparable.
+    """
     from ckpt.catalog.index import read_packed
     from ckpt.errors import CkptError
 
@@ -268,7 +273,10 @@ def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
 
 
 def _meet(one: Fault, two: Fault, alike: bool) -> bool:
-    """Whether two faults may be about the same bytes. A manifest that cannot be read says nothing about any."""
+    """Return True if two faults may be about the same bytes.
+
+    A manifest that cannot be read gives no information about any bytes.
+    """
     if two.key.endswith("manifest.json"):
         return True
     if one.key != two.key:  # a rank's file has another name where it is encoded

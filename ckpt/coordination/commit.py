@@ -384,7 +384,7 @@ class CommitMachine:
             return Await(until)
         if self._go is not None:
             why = f": {self._spoiled.told}" if self._spoiled is not None else ""
-            return Conclude(Unknown(f"rank {self._go.by} was to put the manifest, and was not heard of{why}"))
+            return Conclude(Unknown(f"rank {self._go.by} had to put the manifest, and did not answer{why}"))
         if self._spoiled is not None:
             return Propose(self._spoiled)
         missing = tuple(sorted(self._missing))

@@ -349,7 +349,7 @@ def _vote_of(data: bytes) -> Vote:
     try:
         return decode_vote(data)
     except msgspec.MsgspecError as error:
-        return Failed(f"what it told cannot be read: {error}")
+        return Failed(f"its vote cannot be read: {error}")
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:

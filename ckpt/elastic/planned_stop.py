@@ -50,7 +50,7 @@ class alone_in:  # noqa: N801 - read as a word of the with statement
         manager, thread = self._manager, threading.get_ident()
         if (outer := manager._inside.get(thread)) is not None and not manager._closed:
             refused = ConfigError(
-                f"{self._name}() was called inside of {outer}() in the same thread, as by a signal handler: let manager.on_signals() hear the signal, or raise SystemExit in the handler"
+                f"{self._name}() was called inside of {outer}() in the same thread, as by a signal handler: let manager.on_signals() handle the signal, or raise SystemExit in the handler"
             )
             _log.error("ckpt: %s", refused)
             raise refused
@@ -249,11 +249,13 @@ def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
         raise ConfigError(f"grace_seconds={grace_seconds!r}: give a number of seconds above 0, such as 25")
     if _active is not None:
         raise ConfigError(
-            "signals are heard already: one on_signals() in a process, until that manager is closed"
+            "signals are already handled: one on_signals() in a process, until that manager is closed"
         )
     for signum in signals:
         if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
-            raise ConfigError(f"{signum!r} is no signal that can be heard: take signal.SIGTERM, for instance")
+            raise ConfigError(
+                f"{signum!r} is not a signal that can be handled: take signal.SIGTERM, for instance"
+            )
 
 
 def _let_go() -> None:

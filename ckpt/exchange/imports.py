@@ -143,7 +143,7 @@ def _check_apart(source: str, root: str) -> None:
     one = os.path.realpath(source).rstrip("/") + "/"
     two = os.path.realpath(root).rstrip("/") + "/" if scheme_of(root) == "file" else root
     if two.startswith(one):
-        raise ConfigError(f"{root} lies inside {source}: name a root beside it")
+        raise ConfigError(f"{root} is inside of {source}: name a root beside it")
 
 
 class _Shaper:
@@ -255,7 +255,7 @@ class _Shaper:
                 return [entries[each] for each in names]
         self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
         self._done.notes.append(
-            f"{name!r} names its parameters by number, and which they are in the model cannot be told: it loads only into an optimizer whose model is not in the state; "
+            f"{name!r} names its parameters by number, and which they are in the model cannot be determined: it loads only into an optimizer whose model is not in the state; "
             "give --param-names FILE, a name on each line, as model.named_parameters() has them"
         )
         return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]

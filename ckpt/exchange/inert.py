@@ -120,7 +120,7 @@ _KEYS: Final = (str, int, bytes, type(None), Inert)
 
 def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
     if type(args) is not tuple:
-        raise ValueError("arguments that are no tuple")
+        raise ValueError("arguments that are not a tuple")
     return Inert(call.name, args)
 
 

@@ -105,7 +105,9 @@ def check_names(names: dict[str, str]) -> None:
         if short in seen:
             raise ConfigError(f"{seen[short]!r} and {name!r} would both be {short!r}: choose another --strip")
         if not short or short == "__metadata__":
-            raise ConfigError(f"{name!r} would be {short!r}, which is no name there: choose another --strip")
+            raise ConfigError(
+                f"{name!r} would be {short!r}, which is not a name there: choose another --strip"
+            )
         seen[short] = name
 
 

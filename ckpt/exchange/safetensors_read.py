@@ -59,7 +59,7 @@ def _check_places(places: list[tuple[int, ...]], size: int) -> None:
     at = 0
     for start, end in sorted(places):
         if start != at or end < start:
-            raise ValueError(f"a tensor lies at {start} to {end}, after {at} bytes of others")
+            raise ValueError(f"a tensor is at {start} to {end}, after {at} bytes of others")
         at = end
     if at != size:
         raise ValueError(f"its tensors have {at} bytes, and {size} are there")

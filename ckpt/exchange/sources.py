@@ -157,7 +157,7 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
     except Exception as error:  # noqa: BLE001 - of the unpickler, the zip reader, or what broken bytes lead them to
         text = str(error)
         if isinstance(path, str) and (kind := what_is(path)):
-            raise ConfigError(f"{name} is no file of torch.save, but {kind}") from None
+            raise ConfigError(f"{name} is not a file of torch.save, but {kind}") from None
         if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
             found = re.search(r"GLOBAL ([\w.]+)", text)
             what = f"pickle of more than tensors ({found[1]})" if found else "pickle of more than tensors"
@@ -344,7 +344,7 @@ def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any)
         raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
     offsets = offsets or (0,) * whole.ndim
     if any(start + n > size for start, n, size in zip(offsets, piece.shape, whole.shape, strict=True)):
-        raise IntegrityError(f"a part of {name!r} lies outside of it")
+        raise IntegrityError(f"a part of {name!r} is outside of it")
     dtype = str(whole.dtype).removeprefix("torch.")
     region: Any = tuple(slice(start, start + n) for start, n in zip(offsets, piece.shape, strict=True))
     copyable(whole, dtype)[(*region, ...)].copy_(copyable(piece.detach(), dtype))
@@ -362,7 +362,7 @@ def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
         for part in path[:-1]:
             at = at.setdefault(part, {})
         if not isinstance(at, dict) or path[-1] in at:
-            raise ValueError(f"{name!r} lies where another value does")
+            raise ValueError(f"{name!r} is where another value is")
         at[path[-1]] = value
     if len({str(key) for key in root}) < len(root):
         raise ValueError("two values of one name")

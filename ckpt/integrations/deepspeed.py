@@ -276,7 +276,7 @@ class ZeroOptimizer(OptimizerStandIn):
             scheduler.load_state_dict(saved["state"])
         else:
             _log.warning(
-                "ckpt: the checkpoint has the state of a %s, the engine a %s: its learning rate schedule starts anew",
+                "ckpt: the checkpoint has the state of a %s, the engine a %s: its learning rate schedule starts again",
                 saved["kind"], type(scheduler).__name__,
             )  # fmt: skip
 

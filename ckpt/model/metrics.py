@@ -38,7 +38,7 @@ def metrics_of(metadata: msgspec.Raw) -> dict[str, float]:
 
 def _name(name: object) -> str:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"metrics: {name!r} is no name: give a string")
+        raise ConfigError(f"metrics: {name!r} is not a name: give a string")
     return name
 
 

@@ -316,7 +316,7 @@ def _chunks_of(
     solid = nbytes > 0
     starts = np.searchsorted(edges, place)
     on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
-    require(bool((on_edge | ~solid).all()), key, "a shard does not lie on the chunks of its file")
+    require(bool((on_edge | ~solid).all()), key, "a shard is not aligned with the chunks of its file")
     starts = np.where(solid, starts, 0)
     counts = solid.astype(np.int64)
     first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
@@ -330,7 +330,7 @@ def _chunks_of(
         fits = bool(lengths) and np.array_equal(
             np.array(lengths) * size, chunks[start : start + len(lengths)]
         )
-        require(fits, key, "a shard does not lie on the chunks of its file")
+        require(fits, key, "a shard is not aligned with the chunks of its file")
         counts[row] = len(lengths)
         left -= len(lengths)
     order = np.argsort(starts[solid], kind="stable")

@@ -45,7 +45,7 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
     files, encoded, known = list[File](), list[Encoding](), manifest.file_map()
     for rank, part in fragments.items():
         if (replace(part.file, chunks=()) if part.file else None) != known.get(rank):
-            raise ManifestCorrupt(key, f"the fragment of rank {rank} tells of another file")
+            raise ManifestCorrupt(key, f"the fragment of rank {rank} names another file")
     for file in manifest.files:
         own = fragments.get(file.rank)
         files.append(file if own is None or own.file is None else own.file)

@@ -240,7 +240,7 @@ def _check_shard(
     first = chunks.get(offset, 0)
     require(first <= chunk_bytes, key, f"tensor {tensor.name!r}: a chunk of {first} bytes")
     lengths = lengths_like(box.shape, first // itemsize, at_most=len(chunks))
-    astray = "a shard does not lie on the chunks of its file, or overlaps another there"
+    astray = "a shard is not aligned with the chunks of its file, or overlaps another there"
     for length in [0] if lengths is None else lengths:
         require(0 < chunks.get(offset, 0) == length * itemsize, key, f"tensor {tensor.name!r}: {astray}")
         chunks[offset] = 0

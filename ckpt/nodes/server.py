@@ -383,7 +383,7 @@ class NodeStore:
             _fill(connection, head)
             magic, outcome, size = _ANSWER.unpack(head)
             if magic != _MAGIC:
-                raise ConnectionError("who answers is none of ours")
+                raise ConnectionError("the process that answers is not of this job")
             if outcome == _NOT_THERE:
                 raise ObjectNotFound(key)
             if outcome != _OK:
@@ -395,7 +395,7 @@ class NodeStore:
 
     def _connect(self, peer: Peer) -> socket.socket:
         known = self._reached.get(peer.rank)
-        failure: OSError = ConnectionError("it told no address")
+        failure: OSError = ConnectionError("it has given no address")
         for address in (known,) if known else peer.addresses:
             try:
                 connection = socket.create_connection((address, peer.port), _CONNECT_SECONDS)

@@ -111,7 +111,7 @@ class NodeSurvey:
             refs = [ref for ref in attempts(backend) if self._step in (None, ref.step)]
             return {ref.folder: _step(backend, ref) for ref in refs[:_STEPS]}
         except CkptError as error:
-            _log.warning("ckpt: what lies on %s cannot be seen: %s", backend.url, error)
+            _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
             return {}
 
     # -- the leader's part --------------------------------------------------------------------------------------------------

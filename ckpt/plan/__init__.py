@@ -1,1 +1,1 @@
-"""Pure decisions: who writes what where (save), what to read for what is wanted (restore), how fragments become a manifest (merge)."""
+"""Pure decisions: which rank writes what (save), what is read (restore), and how fragments merge."""

@@ -20,9 +20,13 @@ _FARTHEST: Final = 2
 
 
 def nearest_copies(plan: RestorePlan, manifest: Manifest, distance: Mapping[int, int]) -> RestorePlan:
-    """``plan``, each chunk from the rank's file that is the least far. ``distance`` of ranks' files: 0 is here, 1 is nearer than all that it does not tell of.
+    """Return ``plan`` with each chunk read from the nearest rank's file that holds it.
 
-    Every place is read once, as in ``plan``; what has no nearer copy stays.
+    Every place is read once, as in ``plan``. A chunk without a nearer copy stays.
+
+    Args:
+        distance: The distance of ranks' files: 0 is this node, 1 is nearer than all ranks that are
+            not listed.
     """
     far = [read for read in plan.reads if distance.get(read.rank, _FARTHEST)]
     if not far:
@@ -52,9 +56,11 @@ def _nearer(
 
 
 def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:
-    """Who of ``replicas`` share the writing of one copy with ``rank``: all of them, or if nodes are told those of its node. Of a lone one, nobody.
+    """Return the ranks of ``replicas`` that share the writing of one copy with ``rank``.
 
-    Every replica decides alike. Where nodes hold unequal numbers of them each writes all of it: parts cut in different ways are no copies of each other.
+    They are all of them, or those of its node if nodes are given. A lone rank gets an empty tuple.
+    Every replica decides alike. If nodes hold unequal numbers of replicas, each node writes all of
+    it, since parts that are cut in different ways are no copies of each other.
     """
     if not node_of or rank not in replicas:
         return replicas
@@ -64,9 +70,10 @@ def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tup
 
 
 def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) -> Leaf:
-    """``leaf`` on a rank that leaves it to the first of ``ranks``: a name without elements, or if nodes are told, a spare on the lowest rank of each node.
+    """Return ``leaf`` for a rank that leaves it to the first of ``ranks``.
 
-    If no rank had any elements, the merge would refuse the tensor: the name makes a loss an error.
+    It is a name without elements. If nodes are given, it is a spare copy on the lowest rank of each
+    node. The name makes a loss an error: if no rank had any elements, the merge would abort.
     """
     lowest = min((other for other in ranks if node_of and node_of[other] == node_of[rank]), default=None)
     return replace(leaf, spare=True) if rank == lowest else replace(leaf, boxes=())

@@ -1,4 +1,4 @@
-"""What one rank holds of one tensor, without the data."""
+"""One tensor as one rank holds it, without the data."""
 
 from __future__ import annotations
 

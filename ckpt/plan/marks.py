@@ -1,6 +1,8 @@
-"""Digests of replicas: what ranks hold alike must be alike.
+"""Digests of replicas: ranks that hold the same boxes must hold the same bytes.
 
-A rank tells a digest of each tensor that others hold too. Thousands of ranks tell millions, nearly all of which are right: so they are compared as two numbers each, and one by one only if some differ.
+A rank reports a digest of each tensor that other ranks hold too. Thousands of ranks report millions
+of digests, and nearly all are right. So they are compared as two numbers each, and one by one only
+if some differ.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
 
 
 def _hashed(replicas: Mapping[str, str]) -> Ints:
-    """Of each digest what it is of, and itself."""
+    """Return each digest with the tensor and boxes that it belongs to."""
     parts = [mark.partition("=") for mark in replicas.values()]
     what = zip(replicas, [boxes for boxes, _, _ in parts], strict=True)
     digest = [digest for _, _, digest in parts]

@@ -11,7 +11,7 @@ from ckpt.plan.restore import ChunkRead
 
 
 def same_chunks(one: Manifest, two: Manifest) -> bool:
-    """Whether both hold the same bytes, however they are encoded."""
+    """Return True if both hold the same bytes, however they are encoded."""
     return [(file.rank, file.chunks) for file in one.files] == [
         (file.rank, file.chunks) for file in two.files
     ]
@@ -66,7 +66,7 @@ class Rebase:
 def _table(
     files: Mapping[int, File], encodings: Mapping[int, Encoding], rank: int
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Where the chunks of a rank's file begin, and their lengths there."""
+    """Return where the chunks of a rank's file begin, and their lengths in the file."""
     file = files.get(rank)
     if file is None:
         return (), ()

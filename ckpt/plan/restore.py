@@ -1,7 +1,8 @@
-"""Which chunks have to be read for what this rank wants, and where does each part of them go?
+"""The chunks that a rank must read for what it wants, and the places of their parts.
 
-For every wanted box: the stored shards that meet it; of each, the chunks that meet it; of each chunk, the common box. A chunk is read whole, because its checksum covers
-all of it. If the chunk lies whole in the wanted box and in one piece there, it can be read straight into place.
+For every wanted box, the plan finds the stored shards that meet it, the chunks of each shard that
+meet it, and the common box of each chunk. A chunk is read as a whole, since its checksum covers all
+of it. If the whole chunk is wanted and is contiguous in the target, it is read straight into place.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from ckpt.plan.leaf import Leaf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a part of a chunk goes: ``part`` (global coordinates) into piece ``piece`` of leaf ``leaf``."""
+    """The place of a part of a chunk.
+
+    ``part``, in global coordinates, goes into piece ``piece`` of leaf ``leaf``.
+    """
 
     leaf: int
     piece: int
@@ -51,7 +55,7 @@ class ChunkRead:
 
     @property
     def is_decoded(self) -> bool:
-        """Whether the bytes that are wanted are not those in the file."""
+        """Whether the wanted bytes are different from those in the file."""
         return self.encoded_nbytes is not None and not self.as_stored
 
 

@@ -1,9 +1,10 @@
-"""Which boxes does this rank write, and where do they lie in its image?
+"""The boxes that a rank writes, and their places in its image.
 
-1. *Share*: a leaf held by n replicas is written once. A large one is cut into n slabs, a small one goes to the replica with the least to do.
-   Every replica decides alike from the same leaves, so nothing is exchanged.
-2. *Order*: descending element size, then name; so every tensor is aligned and the image has no gaps, as safetensors asks.
-3. *Place*: a safetensors header padded to 4096 bytes, then the tensors.
+1. *Share*: a leaf that n replicas hold is written once. A large leaf is cut into n slabs, and a
+small one goes to the replica with the least work. Every replica decides alike from the same leaves,
+so nothing is exchanged. 2. *Order*: descending element size, then name. So every tensor is aligned
+and the image has no gaps, as safetensors requires. 3. *Place*: a safetensors header padded to 4096
+bytes, then the tensors.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ def _cut(box: Box, leaf: Leaf, part: int) -> Box | None:
 def _lightest(
     leaves: Sequence[Leaf], indices: Iterable[int], replicas: tuple[int, ...], rank: int
 ) -> list[int]:
-    """Largest first to whoever has least: within 4/3 of the best possible (Graham 1969), and the same on every replica."""
+    """Give the largest leaf to the replica with the least work, and so on.
+
+    The result is within 4/3 of the optimum (Graham 1969), and the same on every replica.
+    """
     loads = sorted((0, replica) for replica in replicas)  # a heap
     mine: list[int] = []
     for index in sorted(indices, key=lambda i: (-leaves[i].nbytes, leaves[i].name)):

@@ -1,7 +1,9 @@
-"""Several ranks want the same chunks -> who reads which of them for all. Pure decisions, the same on every rank that they concern.
+"""Several ranks want the same chunks: which rank reads which chunk for all of them.
 
-A chunk is known by its key, the number of its file and its place there, which is the same on every tier. Chunks that the same ranks want make a group; they are cut in the order of the files into as many
-runs of about the same bytes, one for each rank to read, and each run into parcels that travel as one.
+The decisions are pure, and the same on every rank that they concern. A chunk is identified by its
+key, the number of its file and its place in it, which is the same on every tier. Chunks that the
+same ranks want form a group. They are cut, in the order of the files, into as many runs of about
+equal size as there are ranks, and each run into parcels that travel as one message.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks, ascending, and what they tell each other. In a round each of them reads one parcel at most."""
+    """Ranks in ascending order, and what they send each other.
+
+    In a round each of them reads at most one parcel.
+    """
 
     ranks: tuple[int, ...]
     rounds: tuple[tuple[Parcel, ...], ...]
@@ -38,7 +43,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a rank reads for itself alone, and the groups it is in, in an order that no two ranks see differently."""
+    """What a rank reads for itself alone, and its groups.
+
+    All ranks see their common groups in the same order.
+    """
 
     alone: frozenset[int]
     groups: tuple[Group, ...]

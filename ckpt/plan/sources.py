@@ -1,4 +1,4 @@
-"""What one store could not give -> what the next is asked for. Pure decisions; who asks is the catalog."""
+"""What one store could not give, and what the next store is asked for. Pure decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 
 
 class Reach(Enum):
-    """How much of a store a failure speaks of: what it reaches is not asked for there again."""
+    """How much of a store a failure concerns: that much is not asked for there again."""
 
     CHUNK = "chunk"
     FILE = "file"
@@ -27,9 +27,10 @@ class Reach(Enum):
 
 
 def reach_of(error: Exception) -> Reach | None:
-    """None for what is not the store's: it shall be raised, and no other store will do.
+    """Return how much of the store an error concerns; None if it is no error of the store.
 
-    A later format is of that kind: a store that has an older one would hide that this ckpt must be upgraded.
+    Such an error is raised, since no other store helps. A later format is of that kind: a store
+    with an older step would hide that this ckpt must be upgraded.
     """
     match error:
         case FormatTooNew():
@@ -45,7 +46,11 @@ def reach_of(error: Exception) -> Reach | None:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether the data is bad or gone. A store that forbids or does not answer, or a later format, says nothing about the data: going back in history would hide it."""
+    """Return True if the data is bad or gone.
+
+    A store that refuses or does not answer, or a later format, gives no information about the data.
+    An older step would hide that.
+    """
     if isinstance(error, AccessDenied | TransientStorageError):
         return isinstance(error, LinkRefused)
     if isinstance(error, IntegrityError):
@@ -54,9 +59,13 @@ def is_damage(error: Exception) -> bool:
 
 
 def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
-    """Of what each store (URL, error; nearest first) said, the one error that tells why none has ``what``.
+    """Return the one error that says why no store has ``what``.
 
-    One that says nothing about the data goes first, for it keeps others from taking this for damage. That a store never had it is told only if none has anything else to say.
+    Args:
+        errors: The URL and the error of each store, nearest first.
+
+    An error without information about the data goes first, so that it is not taken for damage. That
+    a store never had the data is reported only if there is no other error.
     """
     if unsaid := next((error for _, error in errors if not is_damage(error)), None):
         return unsaid
@@ -68,7 +77,7 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
 
 
 def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
-    """The rest of ``plan``, in file order."""
+    """Return the rest of ``plan``, in file order."""
     if not reads:
         return plan
     places = {(read.rank, read.offset) for read in reads}

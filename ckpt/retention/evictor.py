@@ -61,7 +61,7 @@ class Evictor:
         try:
             found = self._inventory.look()
         except StorageError as error:  # whether the store takes the save is the save's to find out
-            _log.warning("ckpt: what lies on %s cannot be seen: %s", self._tier.url, error)
+            _log.warning("ckpt: the contents of %s cannot be listed: %s", self._tier.url, error)
             return
         needed, how = staged, ""
         if self._tier.tier.codec != NO_CODEC and not stored:
@@ -181,7 +181,7 @@ class Evictor:
         waiting = self._waiting() & {held.ref for held in found}
         held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
         return (
-            f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and what lies there cannot go: the newest has no other copy, farther tiers wait for "
+            f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and nothing there can be removed: the newest has no other copy, farther tiers wait for "
             f"these steps: {held}. Give it room for two checkpoints, and one for each step that may wait (backlog)"
         )
 

@@ -81,7 +81,7 @@ class Fence:
             if _is_interrupted(optimizer):
                 kind = type(optimizer).__name__
                 refused = StagingError(
-                    f"a signal handler that interrupts {kind}.step() cannot save: let manager.on_signals() hear the signal"
+                    f"a signal handler that interrupts {kind}.step() cannot save: let manager.on_signals() handle the signal"
                 )
                 # the loop that was interrupted may handle it as another error
                 _log.error("ckpt: %s", refused)

@@ -83,7 +83,7 @@ def _as_tier(given: object) -> Tier:
     if isinstance(given, Tier):
         return given
     raise ConfigError(  # its type alone: a dict may hold secrets
-        f"a {type(given).__name__} is no place for checkpoints: give a folder, a URL, a Tier, or a list of these"
+        f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, or a list of these"
     )
 
 
@@ -165,7 +165,7 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
     inner, outer = (one, two) if here.startswith(there) else (two, one)
     if here.startswith(there) or there.startswith(here):
         raise ConfigError(
-            f"the tier {inner.url} lies inside of the tier {outer.url}: give each a root of its own, such as two folders side by side"
+            f"the tier {inner.url} is inside of the tier {outer.url}: give each a root of its own, such as two folders side by side"
         )
 
 

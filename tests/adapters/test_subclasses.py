@@ -1,4 +1,4 @@
-"""Tensor subclasses: those that share plain storage are tensors, and those whose elements lie in other tensors are refused by name."""
+"""Tensor subclasses: those that share plain storage are tensors, and those whose elements are in other tensors are refused by name."""
 
 from __future__ import annotations
 

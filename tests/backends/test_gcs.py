@@ -177,7 +177,7 @@ def test_a_reply_lost_in_the_middle_never_passes_for_whole(backend):
     backend.request = real
     upload.write(part, view[part : 2 * part])
     upload.write(2 * part, view[2 * part :])
-    with pytest.raises(TransientStorageError, match="sent anew"):
+    with pytest.raises(TransientStorageError, match="sent again"):
         upload.finish()
 
 

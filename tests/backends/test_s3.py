@@ -398,7 +398,7 @@ def test_obstore_that_is_given_up_leaves_no_parts_to_pay_for(obstore):
     assert uploads_of(obstore)
     upload.abort()
     assert not uploads_of(obstore)
-    with pytest.raises(TransientStorageError, match="begin anew"):
+    with pytest.raises(TransientStorageError, match="start again"):
         upload.write(32 << 20, memoryview(payload(8 << 20)))
 
 
@@ -517,6 +517,6 @@ def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
         send(upload, data)
     rclone.call("key", "abort_multipart_upload", UploadId=upload._id)
     go_on = upload.finish if when == "the end" else lambda: upload.write(part, data[part : 2 * part])
-    with pytest.raises(TransientStorageError, match="sent anew"):
+    with pytest.raises(TransientStorageError, match="sent again"):
         go_on()
     upload.abort()

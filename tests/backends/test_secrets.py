@@ -129,7 +129,7 @@ def test_an_option_that_is_refused_is_told_by_its_name(url, name):
     ],
 )
 def test_what_is_no_tier_is_told_by_its_type(given):
-    with pytest.raises(ConfigError, match="is no place for checkpoints") as caught:
+    with pytest.raises(ConfigError, match="is not a place for checkpoints") as caught:
         CheckpointManager(given)
     assert HUNTER not in said(caught.value)
 

@@ -144,7 +144,7 @@ def test_a_fragment_that_contradicts_the_file_table_is_found(
     changed = msgspec.structs.replace(written.manifest, files=(msgspec.structs.replace(file, chunks=chunks),))
     backend.put(written.ref.manifest, [pack(changed)])
     told = [fault.what for fault in check(backend, written.ref, workers).faults]
-    assert told == ["its data file is not the one that the manifest tells of", "its bytes were changed"]
+    assert told == ["its data file is not the one that the manifest names", "its bytes were changed"]
 
 
 def test_a_store_that_stutters_is_asked_again(backend: StorageBackend, workers: Workers) -> None:

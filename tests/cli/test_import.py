@@ -248,7 +248,7 @@ def test_names_can_be_given(cli: Cli) -> None:
     optimizer.step()
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, "c.pt")
     assert (
-        "cannot be told" in cli("import", "c.pt", "runs", "--step", 1).err
+        "cannot be determined" in cli("import", "c.pt", "runs", "--step", 1).err
     )  # a bias has not the shape of a weight
     Path("names.txt").write_text("\n".join(name for name, _ in named))
     ran = cli("import", "c.pt", "runs", "--step", 2, "--param-names", "names.txt", "--json")
@@ -315,7 +315,7 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
         (["cut.safetensors", "runs", "--step", 101], 4, "not a whole safetensors file"),
         (["c.pt", "runs", "--step", 101, "--plain", "nope"], 2, "--plain nope"),
         (["c.pt", "runs", "--step", 101, "--param-names", "nope"], 2, "cannot be read"),
-        (["empty", "empty/runs", "--step", 101], 2, "lies inside"),
+        (["empty", "empty/runs", "--step", 101], 2, "is inside of"),
         (["s3://bucket/c.pt", "runs", "--step", 101], 2, "is a URL"),
         (["c.pt", "c.pt/runs", "--step", 1], 2, ""),
         (["set.pt", "runs", "--step", 101, "--format", "dcp"], 2, "give --format torch"),
@@ -360,7 +360,7 @@ def test_what_is_no_torch_file_is_called_by_its_name(cli: Cli, content: bytes, t
     Path("model.pt").write_bytes(content)
     ran = cli("import", "model.pt", "runs", "--step", 1)
     assert ran.code == 2
-    assert "is no file of torch.save, but" in ran.err
+    assert "is not a file of torch.save, but" in ran.err
     assert told in ran.err
 
 

@@ -194,7 +194,7 @@ def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() 
     first, second = _numbers(FORM[3])[0], _numbers(FORM[3])[0] + 4
     with pytest.raises(ManifestCorrupt, match="less than nothing"):
         merge([(of_form(tensors[:1], [[0, second, 0]]), record_ref(PLAIN[0]))])
-    with pytest.raises(ManifestCorrupt, match="does not lie on the chunks"):
+    with pytest.raises(ManifestCorrupt, match="is not aligned with the chunks"):
         merge([(of_form(tensors, [[0, first, 1], [1, second, 1]]), record_ref(PLAIN[0]))])
 
 

@@ -117,9 +117,9 @@ RULES: dict[str, tuple[Break, str]] = {
     "no boxes": (shards(lambda s: ()), "40 of 40 elements are in no box"),
     "a box larger than its file": (tensor(shape=(10, 1 << 40), shards=(Shard(0, 4096, (0, 0), (10, 1 << 40)),)), "more bytes than"),
     "a shard of a rank without file": (shard(rank=7), "rank 7 has no file"),
-    "a shard beside the chunks": (shard(offset=4097), "does not lie on the chunks"),
-    "a shard before the file": (shard(offset=-64), "does not lie on the chunks"),
-    "a shard after the file": (shard(offset=HUGE), "does not lie on the chunks"),
+    "a shard beside the chunks": (shard(offset=4097), "is not aligned with the chunks"),
+    "a shard before the file": (shard(offset=-64), "is not aligned with the chunks"),
+    "a shard after the file": (shard(offset=HUGE), "is not aligned with the chunks"),
     "a shard on another's chunks": (lambda m: replace(m, tensors=(*m.tensors, replace(m.tensors[WEIGHT], name="x"))), "overlaps another there"),
     "a tensor of more bytes than elements": (tensor(dtype="complex128", shape=(1 << 60,), shards=()), "impossible shape"),
     "a tie to nothing": (edit(tied={"head": "nobody"}), "which is not stored"),
@@ -177,7 +177,7 @@ def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_t
     began = time.process_time()
     with pytest.raises(ManifestCorrupt, match="overlaps another there"):
         check_fragment(hostile, key="k")
-    with pytest.raises(ManifestCorrupt, match="a shard does not lie on the chunks"):
+    with pytest.raises(ManifestCorrupt, match="a shard is not aligned with the chunks"):
         fragment_of(pack_fragment(hostile), key="k")
     assert time.process_time() - began < 0.5
     check_fragment(replace(hostile, tensors=tensors[:1]), key="k")
