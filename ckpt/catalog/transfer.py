@@ -12,34 +12,46 @@ Memory: spans and shared parts are fresh memory that is let go as soon as nobody
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.otherwise import clear_unnamed, encoded_otherwise
+from msgspec.structs import replace
+
+from ckpt.catalog.index import own_objects, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import OnChunk, OnRepair, TieredReader
-from ckpt.catalog.verify import (
-    Meter,
-    OnProgress,
-    fault_of,
-    size_faults,
-    verify_files,
-)
+from ckpt.catalog.verify import Meter, OnProgress, fault_of, size_faults, verify_files
+from ckpt.codec.byte_planes import Encoder, widths_of
+from ckpt.config import NO_CODEC, parse_codec
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
 from ckpt.errors import FormatTooNew, IntegrityError, ObjectExists, ObjectNotFound, StorageError
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Encoding, File, FragmentRef, Manifest, stored_size
-from ckpt.pipeline.reader import BytesSink, runs_of
+from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
+from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.model.manifest import (
+    ENCODED_FORMAT,
+    FORMAT,
+    REFERENCE_FORMAT,
+    Encoding,
+    File,
+    Fragment,
+    FragmentRef,
+    Manifest,
+    stored_size,
+)
+from ckpt.model.packed import Part, pack_fragment, read_fragment, read_part
+from ckpt.pipeline.encoded import write_encoded
+from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.plan.coalesce import Run
-from ckpt.plan.restore import chunks_of
-from ckpt.storage.api import StorageBackend, Upload, fresh_memory, read_object
+from ckpt.pipeline.writer import write_image
+from ckpt.plan.merge import merge
+from ckpt.plan.rebase import same_chunks
+from ckpt.plan.restore import ChunkRead, chunks_of
+from ckpt.storage.api import StorageBackend, read_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +64,91 @@ class FetchReport:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class FileCopy:
+    """A data file at the destination, and the position of the farthest source that was needed for it."""
+
+    file: File
+    encoding: Encoding | None
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recoding:
+    """Files of the same chunks for a tier with another codec. ``parts``: the fragments at the source, by rank."""
+
+    encoder: Encoder | None
+    parts: Mapping[int, Fragment]
+
+    def name(self, rank: int) -> str:
+        """Of a rank's file there."""
+        return data_name(rank, encoded=self.encoder is not None)
+
+    def fragment(self, rank: int, encoding: Encoding | None) -> bytes:
+        """The fragment of a rank there."""
+        part = self.parts[rank]
+        by_reference = part.format == REFERENCE_FORMAT
+        told = replace(
+            part,
+            format=part.format if by_reference else ENCODED_FORMAT if encoding else FORMAT,
+            file=replace(part.file, name=self.name(rank)) if part.file else None,
+            encoded=(encoding,) if encoding else (),
+        )
+        return pack(pack_fragment(told) if by_reference else told)
+
+
+def fetch_nearest(
+    sources: Sequence[StorageBackend],
+    ref: StepRef,
+    destination: StorageBackend,
+    *,
+    workers: Workers,
+    on_progress: OnProgress | None = None,
+    on_repair: OnRepair = lambda _: None,
+) -> FetchReport:
+    """Every part from the nearest of ``sources`` that has it intact.
+
+    Raw bytes can be had from any of them; encoded ones only from one that encodes them alike. So if the step cannot be
+    had as it lies at the nearest, it is taken as it lies at the next whose manifest is another one.
+
+    Raises:
+        IntegrityError: As ``fetch_step``: what the first try met.
+        StorageError: As ``fetch_step``.
+    """
+    first: IntegrityError | None = None
+    tried: set[bytes] = set()
+    for position, source in enumerate(sources):
+        if position and (not (packed := _manifest(source, ref)) or packed in tried):
+            continue
+        others = [*sources[:position], *sources[position + 1 :]]
+        try:
+            report = fetch_step(
+                source, ref, destination,
+                workers=workers, on_progress=on_progress, on_repair=on_repair, others=others,
+            )  # fmt: skip
+        except FormatTooNew:
+            if first is None:
+                raise
+            continue
+        except IntegrityError as error:
+            first = first or error
+            tried.add(_manifest(source, ref))
+            continue
+        if first is not None:  # what the tries before have brought
+            _clear_unnamed(destination, ref, read_packed(destination, ref)[0], RetryPolicy())
+        return report
+    assert first is not None
+    raise first
+
+
+def _manifest(source: StorageBackend, ref: StepRef) -> bytes:
+    """Empty if there is none that can be read."""
+    try:
+        return read_packed(source, ref)[1]
+    except (IntegrityError, StorageError):
+        return b""
+
+
 def fetch_step(
     source: StorageBackend,
     ref: StepRef,
@@ -62,15 +159,17 @@ def fetch_step(
     retry: RetryPolicy | None = None,
     others: Sequence[StorageBackend] = (),
     on_repair: OnRepair = lambda _: None,
+    codec: str | None = None,
 ) -> FetchReport:
     """Make a committed step of ``source`` one of ``destination``.
 
     On an error, what is finished stays for the next try, and the step is not listed at the destination (unless it was before).
-    A destination where the step is encoded otherwise is left alone if it is intact; else it gets the step as it lies at the source.
+    A destination where the step is encoded otherwise is left alone if it is intact.
 
     Args:
         others: Where to look for what the source has not intact, nearest first.
         on_repair: Told when one of them is.
+        codec: That of the destination. None: files are copied as they lie at the source.
 
     Raises:
         ChecksumMismatch, ManifestCorrupt, FormatTooNew: All sources are damaged. Any ``IntegrityError`` is about the sources.
@@ -83,28 +182,39 @@ def fetch_step(
     with _about_the_source():
         found = origin.whole(lambda found: origin.filled(found, None))
     manifest, packed = found.manifest, found.packed
-    old = encoded_otherwise(destination, ref, manifest, packed, retry)
-    if old is None:
-        _make_way(destination, ref, packed, retry)
-    elif not _wrong(destination, ref, old, workers, retry):
+    old = _encoded_otherwise(destination, ref, manifest, packed, retry)
+    listed = old is None and _make_way(destination, ref, packed, retry)
+    if old is not None and not _wrong(destination, ref, old, workers, retry):
         return FetchReport(
             ref=ref, nbytes=old.stored_bytes, copied_bytes=0, seconds=time.perf_counter() - start
         )
-    missing, encodings = _missing(destination, ref, manifest, workers, retry), manifest.encodings()
+    recoding = None if codec is None or listed else _recoding(origin, manifest, codec)
+    kept = _kept(origin, manifest, destination, recoding, workers, retry)
+    missing, encodings = [file for file in manifest.files if file.rank not in kept], manifest.encodings()
     if not others:
         for fault in size_faults(source, ref, missing, workers=workers, retry=retry, encodings=encodings):
             raise fault.error()
-    copied = sum(stored_size(file, encodings.get(file.rank)) for file in missing)
-    meter = Meter(manifest.stored_bytes, on_progress)
-    meter.add(manifest.stored_bytes - copied)
-    copy_files(origin, missing, destination, encodings=encodings, workers=workers, retry=retry, meter=meter)
+    meter = Meter(manifest.nbytes if recoding else manifest.stored_bytes, on_progress)
+    meter.add(
+        meter.total
+        - sum(file.size if recoding else stored_size(file, encodings.get(file.rank)) for file in missing)
+    )
+    copies = copy_files(
+        origin, missing, destination, encodings=encodings, workers=workers, retry=retry, meter=meter, recoding=recoding
+    )  # fmt: skip
     if old is not None:  # not before all of the data is there
         retry.call(partial(destination.delete, ref.manifest))
-    copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
+    if recoding is None:
+        copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
+    else:
+        told = {copy.file.rank: copy.encoding for copy in copies} | kept
+        manifest = _put_fragments(ref, recoding, told, destination, workers, retry)
+        packed = pack(manifest)
     look = partial(_look, destination, ref, manifest, workers, retry)
     commit_copy(destination, ref, packed, retry, look=look)
     if old is not None:
-        clear_unnamed(destination, ref, manifest, retry)
+        _clear_unnamed(destination, ref, manifest, retry)
+    copied = sum(stored_size(copy.file, copy.encoding) for copy in copies)
     return FetchReport(
         ref=ref, nbytes=manifest.stored_bytes, copied_bytes=copied, seconds=time.perf_counter() - start
     )
@@ -119,18 +229,50 @@ def copy_files(
     workers: Workers,
     retry: RetryPolicy,
     meter: Meter,
+    recoding: Recoding | None = None,
     on_chunk: OnChunk = lambda *_: None,
-) -> int:
-    """Copy data files, all of each or nothing; returns the position of the farthest source that was needed. Raises as ``fetch_step`` does."""
-    copies = [
-        _FileCopy(origin, destination, file, encodings.get(file.rank), retry, on_chunk) for file in files
-    ]
-    try:
-        found = workers.run_all(partial(copy.take, run, meter) for copy in copies for run in copy.runs)
-    finally:
-        for copy in copies:
-            copy.stop()
-    return max(found, default=0)
+) -> list[FileCopy]:
+    """Copy data files, all of each or nothing: as they lie at the sources, or as ``recoding`` has it. Raises as ``fetch_step`` does."""
+    failed: list[BaseException] = []
+
+    def copy(file: File) -> FileCopy:
+        encoding, positions, lengths = encodings.get(file.rank), [0], list[int]()
+        chunks = chunks_of(file, encoding, as_stored=recoding is None)
+
+        def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
+            if failed:
+                raise StorageError(file.name, "another file could not be copied")
+            with _about_the_source():
+                positions.append(origin.fetch(reads, sink, on_chunk))
+
+        image, name, write = StoredImage(chunks, read), file.name, partial[object](write_image)
+        if recoding is not None:
+            name, encoding = recoding.name(file.rank), None
+            if recoding.encoder is not None:
+                widths = widths_of(image.lengths, recoding.parts[file.rank].tensors)
+                write = partial(write_encoded, widths=widths, lengths=lengths, encoder=recoding.encoder)
+        try:
+            write(
+                image, image.lengths, backend=destination, key=origin.ref.key(name),
+                workers=workers, retry=retry, on_bytes=meter.add, known=file.chunks,
+            )  # fmt: skip
+        except BaseException as error:
+            failed.append(error)
+            raise
+        if lengths and recoding and recoding.encoder:
+            encoding = Encoding(file.rank, recoding.encoder.name, tuple(lengths))
+        return FileCopy(replace(file, name=name), encoding, max(positions))
+
+    if not files:
+        return []
+    with workers.beside(
+        "copy", min(len(files), workers.count)
+    ) as group:  # whose threads wait for the workers
+        try:
+            return list(group.stream(partial(copy, file) for file in files))
+        except BaseException as error:  # noqa: BLE001 - the first is raised
+            failed.append(error)  # those under way end
+            raise failed[0] from None
 
 
 def copy_fragments(
@@ -187,7 +329,7 @@ def _look(
 
 
 def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> bool:
-    """Return whether the manifest is there. A damaged copy of the manifest is removed first: it would keep the good one out. An intact one that differs, or of a later format, is not ours to judge."""
+    """Whether the manifest is there. A damaged copy of it is removed: it would keep the good one out. An intact one that differs, or of a later format, is not ours to judge."""
     try:
         there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
         if there == packed:
@@ -205,22 +347,107 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
     )
 
 
-def _missing(
-    destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
-) -> list[File]:
-    wrong = _wrong(destination, ref, manifest, workers, retry)
-    return [file for file in manifest.files if ref.key(file.name) in wrong]
+def _encoded_otherwise(
+    destination: StorageBackend, ref: StepRef, manifest: Manifest, packed: bytes, retry: RetryPolicy
+) -> Manifest | None:
+    """The manifest of a destination that has the same chunks, encoded otherwise; None if it has not."""
+    try:
+        there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
+        old = None if there == packed else read_manifest(destination, ref, retry=retry)
+    except (ObjectNotFound, IntegrityError):
+        return None
+    return old if old is not None and old.encoded != manifest.encoded and same_chunks(old, manifest) else None
+
+
+def _clear_unnamed(destination: StorageBackend, ref: StepRef, manifest: Manifest, retry: RetryPolicy) -> None:
+    """Remove what lies beside the files of a step that was just committed: those of another encoding."""
+    names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
+    named = {ref.manifest, *map(ref.key, names)}
+    for info in own_objects(destination, ref):
+        if info.key not in named:
+            retry.call(partial(destination.delete, info.key))
+
+
+def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
+    """How the files are written for a codec; None if they lie so at the source."""
+    name, _ = parse_codec(codec)
+    encodings = manifest.encodings()
+    if all((encodings[f.rank].codec if f.rank in encodings else NO_CODEC) == name for f in manifest.files):
+        return None
+    files = manifest.file_map()
+    with _about_the_source():
+        parts = {
+            named.rank: read_fragment(
+                origin.fragment(manifest, named, files.get(named.rank)), key=origin.ref.key(named.name)
+            )
+            for named in manifest.fragments
+        }
+    return Recoding(None if name == NO_CODEC else Encoder(codec), parts)
+
+
+def _kept(
+    origin: TieredReader,
+    manifest: Manifest,
+    destination: StorageBackend,
+    recoding: Recoding | None,
+    workers: Workers,
+    retry: RetryPolicy,
+) -> dict[int, Encoding | None]:
+    """Ranks whose files are there already, every byte of them, with their encodings. Those that are recoded are as the fragment beside them says."""
+    files = {file.rank: (file, manifest.encodings().get(file.rank)) for file in manifest.files}
+    if recoding is not None:
+        found: dict[int, tuple[File, Encoding | None]] = {}
+        for rank, (file, _) in files.items():
+            key = origin.ref.key(fragment_name(rank))
+            try:
+                data = retry.call(partial(read_object, destination, key, limit=MAX_RECORD_BYTES))
+                encoding = next(iter(read_fragment(data, key=key).encoded), None)
+            except (ObjectNotFound, IntegrityError):
+                continue
+            if data == recoding.fragment(rank, encoding):
+                found[rank] = replace(file, name=recoding.name(rank)), encoding
+        files = found
+    encodings = {rank: encoding for rank, (_, encoding) in files.items() if encoding}
+    every = [file for file, _ in files.values()]
+    faults, _ = verify_files(
+        destination, origin.ref, every, workers=workers, on_progress=None, retry=retry, encodings=encodings
+    )
+    wrong = {fault.key for fault in faults}
+    return {
+        file.rank: encoding for file, encoding in files.values() if origin.ref.key(file.name) not in wrong
+    }
 
 
 def _wrong(
     destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
-) -> set[str]:
-    """Keys of data files that are not there as they should be."""
+) -> bool:
+    """Whether a data file is not there as it should be."""
     faults, _ = verify_files(
         destination, ref, manifest.files,
         workers=workers, on_progress=None, retry=retry, encodings=manifest.encodings(),
     )  # fmt: skip
-    return {fault.key for fault in faults}
+    return bool(faults)
+
+
+def _put_fragments(
+    ref: StepRef,
+    recoding: Recoding,
+    encodings: Mapping[int, Encoding | None],
+    destination: StorageBackend,
+    workers: Workers,
+    retry: RetryPolicy,
+) -> Manifest:
+    """Put the fragments of files that were recoded; returns the manifest that says the same."""
+    merged: list[tuple[Part, FragmentRef]] = []
+    puts: list[Callable[[], object]] = []
+    for rank in sorted(recoding.parts):
+        name, data = fragment_name(rank), recoding.fragment(rank, encodings.get(rank))
+        puts.append(partial(retry.call, partial(destination.put, ref.key(name), [data])))
+        merged.append(
+            (read_part(data, key=ref.key(name)), FragmentRef(name, rank, len(data), checksum(data)))
+        )
+    workers.run_all(puts)
+    return merge(merged)
 
 
 def _copy_fragment(
@@ -259,124 +486,3 @@ def _about_the_source() -> Generator[None]:
         yield
     except StorageError as error:
         raise fault_of(error).error() from error
-
-
-@dataclass(slots=True)
-class _Part:
-    """A part of an upload that more than one span has bytes of."""
-
-    memory: memoryview
-    filled: int = 0
-
-
-class _FileCopy:
-    """One data file on its way. Threads: ``take`` from workers; ``stop`` from the owner, once, also while some still run.
-
-    Whoever brings the last bytes finishes the upload; after ``stop``, whoever leaves last aborts it.
-    """
-
-    def __init__(
-        self,
-        origin: TieredReader,
-        destination: StorageBackend,
-        file: File,
-        encoding: Encoding | None,
-        retry: RetryPolicy,
-        on_chunk: OnChunk,
-    ) -> None:
-        key = origin.ref.key(file.name)
-        self.runs = runs_of(chunks_of(file, encoding, as_stored=True))
-        self._origin, self._destination, self._key = origin, destination, key
-        self._size = stored_size(file, encoding)
-        self._retry, self._on_chunk = retry, on_chunk
-        self._lock = threading.Lock()
-        parallel = destination.capabilities.parallel_parts
-        self._turn: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
-        self._upload: Upload | None = None
-        self._parts: dict[int, _Part] = {}
-        self._left, self._inside, self._over = len(self.runs), 0, False
-
-    def take(self, run: Run, meter: Meter) -> int:
-        """Copy one run; returns the position of the source that had it, raises what is wrong with it."""
-        upload = self._enter()
-        if upload is None:
-            return 0
-        try:
-            data = fresh_memory(run.nbytes)
-            with _about_the_source():
-                position = self._origin.fetch(run.reads, BytesSink(data, run.offset), self._on_chunk)
-            self._hand_over(upload, run.offset, data)
-            if self._is_last():
-                try:
-                    self._retry.call(upload.finish)
-                except BaseException:
-                    upload.abort()
-                    raise
-        finally:
-            self._leave(upload)
-        meter.add(run.nbytes)
-        return position
-
-    def stop(self) -> None:
-        """No more spans. What is not finished is aborted, by the last one inside if there is any."""
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-            abandoned = self._upload if not self._inside else None
-        if abandoned:
-            abandoned.abort()
-
-    def _enter(self) -> Upload | None:
-        with self._lock:
-            if self._over:
-                return None
-            if self._upload is None:
-                self._upload = self._retry.call(partial(self._destination.upload, self._key, self._size))
-            self._inside += 1
-            return self._upload
-
-    def _is_last(self) -> bool:
-        """Whether this was the last span; then ``finish`` follows, and there is nothing left to abort."""
-        with self._lock:
-            self._left -= 1
-            if self._left or self._over:
-                return False
-            self._over, self._upload = True, None
-            return True
-
-    def _leave(self, upload: Upload) -> None:
-        with self._lock:
-            self._inside -= 1
-            abandoned = self._over and not self._inside and self._upload is not None
-            if abandoned:
-                self._upload = None
-        if abandoned:
-            upload.abort()
-
-    def _hand_over(self, upload: Upload, offset: int, data: memoryview) -> None:
-        """Whole parts straight from the span's memory; the bytes at its ragged ends go where the neighbours' go too."""
-        size, end = upload.part_bytes, offset + data.nbytes
-        for start in range(offset - offset % size, end, size):
-            stop = min(start + size, self._size)
-            low, high = max(offset, start), min(end, stop)
-            piece = data[low - offset : high - offset]
-            if (low, high) == (start, stop):
-                self._write(upload, start, piece)
-            elif part := self._join(start, stop, low, piece):
-                self._write(upload, start, part)
-
-    def _join(self, start: int, stop: int, low: int, piece: memoryview) -> memoryview | None:
-        """The part, once all pieces of it are there."""
-        with self._lock:
-            part = self._parts.get(start) or self._parts.setdefault(start, _Part(fresh_memory(stop - start)))
-        part.memory[low - start : low - start + piece.nbytes] = piece
-        with self._lock:
-            part.filled += piece.nbytes
-            if part.filled < stop - start:
-                return None
-            return self._parts.pop(start).memory
-
-    def _write(self, upload: Upload, offset: int, data: memoryview) -> None:
-        with self._turn:
-            self._retry.call(partial(upload.write, offset, data))

@@ -224,7 +224,7 @@ def _try(
     workers: Workers,
     bar: OnProgress | None,
 ) -> _Found | IntegrityError:
-    from ckpt.catalog.fetch import fetch_nearest
+    from ckpt.catalog.transfer import fetch_nearest
     from ckpt.catalog.verify import verify_step
     from ckpt.cli import output
     from ckpt.errors import FormatTooNew, IntegrityError

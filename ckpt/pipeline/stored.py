@@ -1,71 +1,74 @@
-"""An image that lies on a tier, to be written to the next one: its memory may be gone."""
+"""An image that lies on a tier, to be written to another one: its memory may be gone."""
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, Self
 
-from ckpt.codec.byte_planes import decode
 from ckpt.errors import CkptError
-from ckpt.model.checksum import verify
-from ckpt.model.manifest import Chunk
+from ckpt.pipeline.reader import BytesSink, ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
+from ckpt.plan.restore import ChunkRead
 from ckpt.storage.api import StorageBackend, fresh_memory
 
-_KEPT_CHUNKS: Final = 4
-_RUN_BYTES: Final = 16 << 20
+_LOCKS: Final = 16
+
+Read = Callable[[Sequence[ChunkRead], Sink], object]
+"""Reads chunks that follow each other, and raises if one of them is not intact. Threads: any."""
 
 
 class StoredImage:
-    """A `Source` whose chunks are read when they are asked for, and verified before anybody sees a byte of them. The last few stay in memory: parts that are written need not
-    begin where chunks do.
+    """A `Source` whose chunks are read when they are asked for, and verified before their bytes are used. A chunk of which a part is asked for stays in memory until all of it has been: parts
+    that are written need not begin where chunks do.
 
     Threads: any.
 
     Args:
-        chunks: The chunk table of the image.
-        lengths: Bytes of each chunk, as it lies there: one that is shorter than it was is encoded.
+        chunks: All chunks of the file (see ``plan.restore.chunks_of``).
     """
 
     path = None
 
-    def __init__(
-        self,
-        backend: StorageBackend,
-        key: str,
-        chunks: Sequence[Chunk],
-        lengths: Sequence[int],
-        retry: RetryPolicy,
-    ) -> None:
-        self._backend, self._key, self._retry, self._chunks = backend, key, retry, chunks
-        self._starts = list(accumulate((chunk.nbytes for chunk in chunks), initial=0))
-        self._places = list(accumulate(lengths, initial=0))
+    def __init__(self, chunks: Sequence[ChunkRead], read: Read) -> None:
+        self._chunks, self._read = chunks, read
+        self.lengths = [chunk.box.shape[0] for chunk in chunks]
+        self._starts = list(accumulate(self.lengths, initial=0))
         self.size = self.capacity = self._starts[-1]
-        self._lock = threading.Lock()
-        self._one_of_them = [threading.Lock() for _ in range(_KEPT_CHUNKS)]
-        self._kept: dict[int, memoryview] = {}
+        self._one_of_them = [threading.Lock() for _ in range(_LOCKS)]
+        self._kept: dict[int, tuple[memoryview, int]] = {}
+        """Chunks, and how many of their bytes have not been asked for."""
+
+    @classmethod
+    def of(cls, backend: StorageBackend, key: str, chunks: Sequence[ChunkRead], retry: RetryPolicy) -> Self:
+        """The image in a file of one store."""
+        reader = ChunkReader(backend, retry)
+        size = chunks[-1].offset + chunks[-1].stored_nbytes
+
+        def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
+            for run in runs_of(reads):
+                for _, error in reader.read(run, key, size, sink):
+                    raise error
+
+        return cls(chunks, read)
 
     def view(self, start: int, end: int) -> memoryview:
         """Those bytes. Raises ``ChecksumMismatch`` if they are not what was staged."""
-        first = bisect_right(self._starts, start) - 1
-        if self._starts[first + 1] >= end:
-            return self._chunk(first)[start - self._starts[first] : end - self._starts[first]]
+        starts = self._starts
+        first, last = bisect_right(starts, start) - 1, bisect_right(starts, end) - 1
+        if end <= starts[first + 1]:
+            return self._part(first, start, end)
         memory = fresh_memory(end - start)
-        done, index = start, first
-        while done < end:
-            begin, after = self._starts[index], index + 1
-            if done == begin:  # chunks that are wanted whole come by requests as large as ever
-                far = min(end, begin + _RUN_BYTES)
-                after = max(after, bisect_right(self._starts, far) - 1)
-            stop = min(end, self._starts[after])
-            if after - index > 1:
-                self._read_run(index, after, memory[done - start : stop - start])
-            else:
-                memory[done - start : stop - start] = self._chunk(index)[done - begin : stop - begin]
-            done, index = stop, after
+        if start > starts[first]:
+            memory[: starts[first + 1] - start] = self._part(first, start, starts[first + 1])
+            first += 1
+        if first < last:
+            whole = memory[starts[first] - start : starts[last] - start]
+            self._read(self._chunks[first:last], BytesSink(whole, starts[first]))
+        if end > starts[last]:
+            memory[starts[last] - start :] = self._part(last, starts[last], end)
         return memory
 
     def written(self, start: int, end: int) -> None:
@@ -77,35 +80,13 @@ class StoredImage:
     def lost(self, error: CkptError) -> None:
         """Each chunk has memory of its own."""
 
-    def _chunk(self, index: int) -> memoryview:
-        with self._one_of_them[index % len(self._one_of_them)]:  # two parts of a chunk are asked for at once
-            found = self._kept.get(index)
+    def _part(self, index: int, start: int, end: int) -> memoryview:
+        begin = self._starts[index]
+        with self._one_of_them[index % _LOCKS]:  # two parts of a chunk are asked for at once
+            found, left = self._kept.pop(index, (None, self.lengths[index]))
             if found is None:
-                found = self._read(index)
-                with self._lock:
-                    self._kept[index] = found
-                    while len(self._kept) > _KEPT_CHUNKS:
-                        del self._kept[next(iter(self._kept))]
-            return found
-
-    def _read(self, index: int) -> memoryview:
-        raw = fresh_memory(self._chunks[index].nbytes)
-        self._read_run(index, index + 1, raw)
-        return raw
-
-    def _read_run(self, first: int, end: int, out: memoryview) -> None:
-        """Chunks ``first`` to ``end`` by one request, to ``out``, which is of their size."""
-        place = self._places[first]
-        nbytes = self._places[end] - place
-        data = out if nbytes == out.nbytes else fresh_memory(nbytes)
-        self._retry.call(lambda: self._backend.read_into(self._key, place, data))
-        for index in range(first, end):
-            chunk, offset = self._chunks[index], self._places[index]
-            piece = data[offset - place : self._places[index + 1] - place]
-            memory = out[self._starts[index] - self._starts[first] :][: chunk.nbytes]
-            if piece.nbytes < chunk.nbytes:
-                decode(piece, memory, key=self._key, offset=offset, digest=chunk.checksum)
-                continue
-            verify(piece, chunk.checksum, key=self._key, offset=offset)
-            if data is not out:
-                memory[:] = piece
+                found = fresh_memory(self.lengths[index])
+                self._read(self._chunks[index : index + 1], BytesSink(found, begin))
+            if (left := left - (end - start)) > 0:
+                self._kept[index] = found, left
+        return found[start - begin : end - begin]

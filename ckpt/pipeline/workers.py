@@ -62,13 +62,18 @@ class Workers:
 
     def __init__(self, name: str, count: int, *, nice: int = 0, cpus: Iterable[int] | None = None) -> None:
         self.name, self.count = name, count
-        self._settle = partial(_settle, name, nice, frozenset(cpus) if cpus is not None else None)
+        self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
+        self._settle = partial(_settle, name, nice, self._cpus)
         self._queue: _Queue = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
         weakref.finalize(self, self._queue.put, None)  # ends the threads of a group that was not closed
+
+    def beside(self, name: str, count: int) -> Workers:
+        """Another group of the same priority, for work that waits for this one's."""
+        return Workers(name, count, nice=self._nice, cpus=self._cpus)
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue ``work``; its result or error is in the future.

@@ -155,11 +155,12 @@ class ReadThrough:
         cache, began, size = self._tiers[position], time.perf_counter(), self._size(file)
         word = _LOST
         try:
-            source = copy_files(
+            (copied,) = copy_files(
                 self.origin, [file], cache.backend, encodings=self._encodings,
                 workers=self._workers, retry=self._retry, meter=Meter(size, None), on_chunk=taster.taste,
             )  # fmt: skip
             self.origin.mended(position, file)
+            source = copied.position
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
             word = str(source).encode()
             self._copy_fragment(position, file)

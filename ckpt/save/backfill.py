@@ -177,6 +177,7 @@ class Backfill:
                     workers=workers,
                     retry=self._retry,
                     others=others,
+                    codec=far.tier.codec,
                 )
         except CkptError as error:
             _log.warning("ckpt: step %d of the job before is not taken to %s: %s", held.ref.step, far.url, error)  # fmt: skip

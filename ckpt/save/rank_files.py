@@ -21,6 +21,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
+from ckpt.plan.restore import chunks_of
 from ckpt.plan.save import SavePlan
 from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
@@ -79,9 +80,8 @@ class RankFiles:
 
     def stored(self, job: SaveJob, retry: RetryPolicy) -> StoredImage:
         """The image of a job that was written here, the last that was not stored already."""
-        key = job.ref.key(self._data_name)
-        lengths = self._streamed.lengths if self._streamed else job.plan.chunks
-        return StoredImage(self._backend, key, job.known, lengths, retry)
+        file = File(self._data_name, self._rank, job.plan.size, job.known)
+        return StoredImage.of(self._backend, job.ref.key(file.name), chunks_of(file, self._streamed), retry)
 
     def write(
         self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.catalog import transfer
-from ckpt.catalog.index import is_committed
+from ckpt.catalog.index import is_committed, read_manifest
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import verify_step
 from ckpt.errors import (
     AccessDenied,
+    ChecksumMismatch,
     CkptError,
     IntegrityError,
     ObjectExists,
@@ -21,12 +21,15 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, data_name
+from ckpt.model.manifest import REFERENCE_FROM
+from ckpt.pipeline import stored
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.rebase import same_chunks
 from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.registry import open_backend
-from ckpt.storage.testing.faulty import FaultyBackend, LoseReply, Raise, Rule
+from ckpt.storage.testing.faulty import FaultyBackend, LoseReply, Raise, Rule, flip_byte
 from tests.checkpoints import Arrays, Written, write_checkpoint
 
 SMALL: Arrays = {
@@ -219,6 +222,76 @@ def test_a_fetch_that_was_cut_short_goes_on_where_it_was(source: StorageBackend,
     assert objects(store) == objects(source)
 
 
+@pytest.fixture(params=[3, REFERENCE_FROM])
+def floats(request: pytest.FixtureRequest, source: StorageBackend) -> Written:
+    arrays = {"w": (np.random.default_rng(1).standard_normal((64, 2000)) * 0.02).astype(np.float32)}
+    return write_checkpoint(source, 7, arrays, world_size=request.param, chunk_bytes=8000)
+
+
+def test_a_step_is_encoded_for_its_destination_and_decoded_again(
+    source: StorageBackend, destination: StorageBackend, workers: Workers, floats: Written
+) -> None:
+    told: list[tuple[int, int]] = []
+    report = fetch_step(
+        source, floats.ref, destination,
+        workers=workers, codec="zstd", on_progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    nbytes = floats.manifest.nbytes
+    assert told[-1] == (nbytes, nbytes)
+    assert report.nbytes == report.copied_bytes < nbytes * 0.95
+    assert report.nbytes == sum(len(data) for key, data in objects(destination).items() if "encoded" in key)
+    manifest = read_manifest(destination, floats.ref)
+    assert manifest.codecs == ("zstd",)
+    assert same_chunks(manifest, read_manifest(source, floats.ref))
+    assert verify_step(destination, floats.ref, workers=workers).intact
+    again = fetch_step(source, floats.ref, destination, workers=workers, codec="zstd")
+    assert (again.copied_bytes, again.nbytes) == (0, report.nbytes)
+    back, alike = memory(), memory()
+    fetch_step(destination, floats.ref, back, workers=workers, codec="none")
+    assert objects(back) == objects(source)
+    fetch_step(destination, floats.ref, alike, workers=workers, codec="zstd:3")
+    assert objects(alike) == objects(destination)
+
+
+def test_a_fetch_for_another_codec_goes_on_where_it_was(
+    source: StorageBackend, workers: Workers, floats: Written
+) -> None:
+    whole, store = memory(), memory()
+    fetch_step(source, floats.ref, whole, workers=workers, codec="zstd")
+    rules = [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))]
+    with pytest.raises(OutOfSpace):
+        fetch_step(source, floats.ref, FaultyBackend(store, rules), workers=workers, codec="zstd")
+    assert not is_committed(store, floats.ref)
+    key = floats.ref.key(data_name(1, encoded=True))
+    flip_byte(store, key, 4096 + 500)
+    report = fetch_step(source, floats.ref, store, workers=workers, codec="zstd")
+    assert report.copied_bytes == len(objects(whole)[key])
+    assert objects(store) == objects(whole)
+    flip_byte(store, key, 4096 + 500)
+    report = fetch_step(source, floats.ref, store, workers=workers, codec="zstd")
+    assert report.copied_bytes == len(objects(whole)[key])
+    assert objects(store) == objects(whole)
+
+
+def test_damage_at_the_source_is_not_encoded(
+    source: StorageBackend, destination: StorageBackend, workers: Workers, floats: Written
+) -> None:
+    flip_byte(source, floats.ref.key(data_name(1)), 4096 + 500)
+    with pytest.raises(ChecksumMismatch):
+        fetch_step(source, floats.ref, destination, workers=workers, codec="zstd")
+    assert not is_committed(destination, floats.ref)
+    assert floats.ref.key(data_name(1, encoded=True)) not in objects(destination)
+
+
+def test_a_step_that_is_there_already_keeps_its_encoding(
+    source: StorageBackend, destination: StorageBackend, workers: Workers, floats: Written
+) -> None:
+    fetch_step(source, floats.ref, destination, workers=workers)
+    before = objects(destination)
+    assert fetch_step(source, floats.ref, destination, workers=workers, codec="zstd").copied_bytes == 0
+    assert objects(destination) == before
+
+
 def test_files_already_there_are_not_trusted_for_their_size(
     source: StorageBackend, destination: StorageBackend, workers: Workers
 ) -> None:
@@ -347,7 +420,7 @@ def test_memory_does_not_grow_with_the_file(source: StorageBackend, monkeypatch:
         alive[1] = max(alive)
         return memoryview(Memory(nbytes))
 
-    monkeypatch.setattr(transfer, "fresh_memory", counted)
+    monkeypatch.setattr(stored, "fresh_memory", counted)
     monkeypatch.setattr("ckpt.pipeline.reader.RUN_BYTES", 1024)
     written = write_checkpoint(source, 1, {"w": np.arange(40_000.0)}, chunk_bytes=512)
 

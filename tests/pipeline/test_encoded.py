@@ -10,9 +10,10 @@ import pytest
 from ckpt.codec.byte_planes import Encoder
 from ckpt.errors import ChecksumMismatch, OutOfSpace, StagingError, TransientStorageError
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Chunk
+from ckpt.model.manifest import Chunk, Encoding, File
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.stored import StoredImage
+from ckpt.plan.restore import chunks_of
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
@@ -46,8 +47,10 @@ def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda
     return chunks, lengths
 
 
-def image_of(backend, lengths, retry) -> StoredImage:
-    return StoredImage(backend, "step/rank", TABLE, lengths, retry)
+def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
+    file = File("rank", 0, sum(chunk.nbytes for chunk in table), table)
+    chunks = chunks_of(file, Encoding(0, "zstd", tuple(lengths)))
+    return StoredImage.of(backend, "step/rank", chunks, retry)
 
 
 class OneByOne:
@@ -191,7 +194,7 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
     )  # fmt: skip
     copier.join()
     assert [chunk.nbytes for chunk in table] == chunks
-    stored = StoredImage(memory, "step/rank", table, lengths, retry)
+    stored = image_of(memory, lengths, retry, table)
     assert stored.view(0, len(image)) == image
 
 
@@ -220,7 +223,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(memory, workers
         read_into(key, offset, out)
 
     memory.read_into = counted
-    stored = StoredImage(memory, "step/rank", table, lengths, retry)
+    stored = image_of(memory, lengths, retry, table)
     for start in range(0, len(image), 8 * MIB):
         end = min(start + 8 * MIB, len(image))
         assert stored.view(start, end) == image[start:end]
@@ -228,7 +231,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(memory, workers
     assert max(asked) <= 16 * MIB
     assert sum(asked) <= 1.1 * sum(lengths)
     asked.clear()
-    assert StoredImage(memory, "step/rank", table, lengths, retry).view(1, len(image)) == image[1:]
+    assert image_of(memory, lengths, retry, table).view(1, len(image)) == image[1:]
     assert len(asked) == 4
     at = edges[40] + 7 if not encoded else list(itertools.accumulate(lengths, initial=0))[40] + 7
     data = bytearray(read_object(memory, "step/rank", limit=len(image)))

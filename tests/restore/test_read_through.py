@@ -74,10 +74,10 @@ class Node:
                 retry=IMPATIENT,
             )
             cache.look(plan)
-            if together is not None:
-                together.wait(30)  # none mends a file before all have looked at it
             left = cache.fill(plan, sink)
             given = origin.read(left, sink, workers=workers)
+            if together is not None:
+                together.wait(30)  # a file is mended when all have read it
             cache.mend()
         return sink.arrays[0], cache, left, given
 

@@ -13,6 +13,7 @@ import torch
 
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed, read_manifest
 from ckpt.errors import AccessDenied, TransientStorageError
 from ckpt.retention.pruner import Pruner
 from ckpt.save.backfill import Backfill
@@ -73,6 +74,29 @@ def test_only_what_the_far_tier_takes_and_would_keep(near, far, tmp_path):
     go_on(near, Tier(str(far), every=50, keep_last=2, keep_every=100), Tier(str(some), every=300), step=320)
     assert whole(far) == [100, 200, 250, 300]
     assert whole(some) == [300]
+
+
+@pytest.mark.parametrize("codecs", [("none", "zstd"), ("zstd", "none"), ("zstd", "zstd:3")])
+def test_a_far_tier_gets_what_was_left_with_its_own_codec(near, far, tmp_path, codecs):
+    tiers = [Tier(str(near), codec=codecs[0]), Tier(str(far), codec=codecs[1])]
+    with CheckpointManager(tiers[0]) as manager:
+        manager.restore(state(0))
+        manager.save(state(1), 1)
+    go_on(*tiers, step=2)
+    for folder in (near, far):
+        shutil.move(folder, tmp_path / "away")
+        backend = open_backend(str(tmp_path / "away"))
+        manifests = [read_manifest(backend, ref) for ref in committed(backend)]
+        codec = codecs[0 if folder == near else 1].partition(":")[0]
+        assert [manifest.codecs for manifest in manifests] == [() if codec == "none" else ("zstd",)] * 2
+        assert len({file.name for manifest in manifests for file in manifest.files}) == 1
+        assert whole(tmp_path / "away") == [1, 2]
+        with CheckpointManager(tmp_path / "away") as manager:
+            for step in (1, 2):
+                found = state(0)
+                manager.restore(found, step)
+                assert found["x"].unique().tolist() == [step]
+        shutil.rmtree(tmp_path / "away")
 
 
 def test_nothing_without_a_restore_nor_before_the_first_commit(near, far):
