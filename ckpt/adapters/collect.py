@@ -21,9 +21,8 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.layout import PLAIN, check_initialized
 from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.memory import Memory
+from ckpt.adapters.memory import Memory, OptimizerItems, Structure
 from ckpt.adapters.modules import (
-    Entry,
     Parameters,
     Part,
     asked,
@@ -31,7 +30,6 @@ from ckpt.adapters.modules import (
     is_capturable,
     items_of,
     methods_beyond_step,
-    part_groups,
     state_name,
     unwrapped,
 )
@@ -119,7 +117,8 @@ def _owned(optimizers: Sequence[Optimizer], holds: Callable[[Optimizer], bool]) 
     eager: set[int] = set()
     for optimizer in optimizers:
         found = late if holds(optimizer) else eager
-        found.update(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+        for group in optimizer.param_groups:
+            found.update(map(id, group["params"]))
     return late - eager
 
 
@@ -205,6 +204,7 @@ class _Walk:
         self._owned = _owned(optimizers, holds)
         self._seen: dict[int, str] = {}
         self._at: At = {}
+        self._unread: list[Segment] = []  # segments of the last walk that are not in these two yet
         self._made_anew = False  # inside an object that a restore may give new tensors
         self._alone = False  # inside a PerRank value: never shared
 
@@ -274,6 +274,7 @@ class _Walk:
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
         """``name``, or that of an earlier tensor which is this one. All that were seen are kept: no identity comes twice."""
         check_initialized(name, tensor)
+        self._read()
         stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
         if stored is None:
             stored = name
@@ -344,19 +345,40 @@ class _Walk:
         make: Callable[[], Iterator[Held]],
     ) -> None:
         """Register tensors together: as in the last walk if they are the same, else as ``make`` names them."""
+        if not self._take_again(path, key, tensors):
+            self._take(path, self._build(key, tensors, make()))
+
+    def _take_again(self, path: str, key: Sequence[object], tensors: Sequence[Source]) -> bool:
+        """Register the segment of the last walk, and return True, if it is still the same."""
         segment = self._memory.segments.get(path)
-        fresh = segment is None or not (
-            segment.closed
-            and self._seen.keys().isdisjoint(segment.seen)
-            and self._at.keys().isdisjoint(segment.at)
-            and segment.still(key, tensors)
-        )
-        if segment is None or fresh:
-            segment = self._memory.segments[path] = self._build(key, tensors, make())
-        self._seen.update(segment.seen)
-        self._at.update(segment.at)
+        if segment is None or not segment.closed or not segment.still(key, tensors):
+            return False
+        before = self._segments_before()
+        if before is None or before != segment.apart_from:  # segments are equal to none but themselves
+            self._read()
+            if not (self._seen.keys().isdisjoint(segment.seen) and self._at.keys().isdisjoint(segment.at)):
+                return False
+            segment.apart_from = before
+        self._take(path, segment)
+        return True
+
+    def _segments_before(self) -> list[Segment] | None:
+        """All that was registered so far, if that is segments only."""
+        found = [part for part in self.out.parts if isinstance(part, Segment)]
+        return found if len(found) == len(self.out.parts) else None
+
+    def _take(self, path: str, segment: Segment) -> None:
+        self._memory.segments[path] = segment
+        self._unread.append(segment)
         self.out.tied.update(segment.tied)
         self.out.parts.append(segment)
+
+    def _read(self) -> None:
+        """Bring ``_seen`` and ``_at`` up to date. A walk that finds the segments of the last one in the same order does not need them."""
+        for segment in self._unread:
+            self._seen.update(segment.seen)
+            self._at.update(segment.at)
+        self._unread.clear()
 
     def _build(self, key: Sequence[object], tensors: Sequence[Source], candidates: Iterator[Held]) -> Segment:
         held: list[Held] = []
@@ -369,6 +391,7 @@ class _Walk:
                 held.append(item)
             else:
                 tied[item.name] = stored
+        self._read()  # also where there is no candidate
         for address in at.keys() & self._at.keys():  # other views of the same memory: keep both in sight
             at[address] = [*self._at[address], *at[address]]
         return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
@@ -378,25 +401,17 @@ class _Walk:
             raise UnsupportedValue(path, "module in a PerRank", "give it a name of its own on each rank")
         if (items := self._parameters.of(module)) is None:
             raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
-        values: dict[str, Node] = {}
-        tensors: list[Source] = []
-        held: list[Entry] = []
-        for entry in items.entries:
-            if isinstance(entry.value, Source):
-                held.append(entry)
-                tensors.append(entry.value)
-            else:
-                values[entry.fqn] = encode(entry.value, f"{path}/{entry.fqn}", self.other)
-        late = [id(tensor) in self._owned for tensor in tensors]
+        values = {entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.other) for entry in items.others}
+        late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
             made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
-            for entry, tensor, is_late in zip(held, tensors, late, strict=True):
+            for entry, tensor, is_late in zip(items.held, items.tensors, late, strict=True):
                 name = f"{path}/{entry.fqn}"
                 source = made.setdefault((id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor))
                 yield Held(name, source, is_late, entry.replicas, entry.left)
 
-        self._segment(path, (items, *late), tensors, named)
+        self._segment(path, (items, *late), items.tensors, named)
         return {"$": "module", "values": values}
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
@@ -407,37 +422,31 @@ class _Walk:
         late = self._holds(optimizer)
         self.out.optimizers.append(optimizer)
         keeper = keeper_of(path, optimizer)
-        groups = part_groups(optimizer, self._parameters)
-        state: dict[str, Node] = {}
-        owners: list[tuple[Part, object, Source]] = []
-        tensors: list[Source] = []
-        for group, group_parts in zip(optimizer.param_groups, groups, strict=True):
-            for parameter, parts in zip(group["params"], group_parts, strict=True):
-                for key, value in keeper.state.get(parameter, {}).items():
-                    for part in parts:
-                        if part.piece is not None and not part.keeps(value):  # of thousands, at every save
-                            continue
-                        if isinstance(value, Source):
-                            owners.append((part, key, parameter))
-                            tensors.append(value)
-                        else:
-                            full = state_name(path, part.path, key)
-                            state[full] = encode(value, full, self.other)
-
-        def named() -> Iterator[Held]:
-            for (part, key, parameter), tensor in zip(owners, tensors, strict=True):
-                name = state_name(path, part.path, key)
-                alone = keeper.own is not None or part.piece is not None  # not every rank has it
-                replicas = () if alone else self._parameters.holders_of(parameter)
-                yield Held(name, part.of(name, tensor), late, replicas)
-
-        key = [late, *self._parameters.items, *((part, key) for part, key, _ in owners)]
-        self._segment(path, key, tensors, named)
-        names = [[part.path for parts in group for part in parts] for group in groups]
-        node: Node = {"$": "optimizer", "groups": self._groups(optimizer, names, path), "state": state}
+        now = Structure(optimizer.param_groups, keeper.state)
+        items = self._memory.optimizers.get(path)
+        if (
+            items is None
+            or not items.is_of(keeper, self._parameters, now)
+            or not self._take_again(path, (late, items), items.tensors)
+        ):  # also when a tensor has another shape, which may belong to another part of a parameter
+            items = OptimizerItems(path, optimizer, keeper, self._parameters, now)
+            self._memory.optimizers[path] = items
+            candidates = self._named(path, items, late, is_partial=keeper.own is not None)
+            self._take(path, self._build((late, items), items.tensors, candidates))
+        state = {name: encode(now.values[index], name, self.other) for index, name in items.others}
+        groups = self._groups(optimizer, items.names, path)
+        node: Node = {"$": "optimizer", "groups": groups, "state": state}
         if isinstance(optimizer, OptimizerStandIn):
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
         return node
+
+    def _named(self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool) -> Iterator[Held]:
+        """The tensors of an optimizer's state. ``is_partial``: this rank keeps only a part of the state."""
+        for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
+            name = state_name(path, part.path, key)
+            alone = is_partial or part.piece is not None  # not every rank has it
+            replicas = () if alone else self._parameters.holders_of(parameter)
+            yield Held(name, part.of(name, tensor), late, replicas)
 
     def _tell(self, optimizer: Optimizer) -> None:
         methods, kind = methods_beyond_step(optimizer), type(optimizer)

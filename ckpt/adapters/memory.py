@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import is_, methodcaller
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ckpt.adapters.modules import ModuleItems, items_of, raw_state
+from ckpt.adapters.local_shards import Source
+from ckpt.adapters.modules import (
+    ModuleItems,
+    Parameters,
+    Part,
+    check_owners,
+    items_of,
+    part_groups,
+    raw_state,
+    state_name,
+)
 from ckpt.adapters.segments import Segment, Table
 from ckpt.adapters.stand_in import ModuleStandIn
+from ckpt.adapters.zero import Keeper
+
+_values: Final = methodcaller("values")
 
 
 class Memory:
@@ -22,7 +39,8 @@ class Memory:
         self.segments: dict[str, Segment] = {}
         self.told: set[type] = set()
         self.tables: dict[str, Table] = {}
-        self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...], ModuleItems]] = {}
+        self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...] | None, ModuleItems]] = {}
+        self.optimizers: dict[str, OptimizerItems] = {}
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
         """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
@@ -31,8 +49,15 @@ class Memory:
         raw = raw_state(path, module)
         keys, values = tuple(raw), tuple(raw.values())
         known = self.modules.get(path)
-        if known is None or known[0] is not module or known[1] != keys or not _same_tensors(known[2], values):
-            known = self.modules[path] = (module, keys, values, items_of(path, module))
+        if (
+            known is None
+            or known[0] is not module
+            or known[1] != keys
+            or known[2] is None
+            or not all(map(is_, known[2], values))
+        ):
+            tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
+            known = self.modules[path] = (module, keys, tensors, items_of(path, module))
         return known[3]
 
     def forget(self) -> None:
@@ -40,7 +65,82 @@ class Memory:
         self.segments.clear()
         self.tables.clear()
         self.modules.clear()
+        self.optimizers.clear()
 
 
-def _same_tensors(known: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    return all(one is two and isinstance(one, torch.Tensor) for one, two in zip(known, now, strict=True))
+class Structure:
+    """The parameters of an optimizer and the values of its state, in the order in which they stand there.
+
+    It is made and compared in a few passes at the speed of C, since there may be thousands.
+    """
+
+    __slots__ = ("kinds", "objects", "sizes", "values")
+
+    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[Any, Any]]) -> None:
+        parameters = [group["params"] for group in groups]
+        entries = list(state.values())
+        self.objects = [*chain.from_iterable(parameters), *state, *chain.from_iterable(entries)]
+        self.sizes = [*map(len, parameters), -1, *map(len, entries)]
+        self.values: list[Any] = list(chain.from_iterable(map(_values, entries)))
+        self.kinds = list(map(type, self.values))
+
+    def is_as(self, known: Structure, sources: Iterable[int]) -> bool:
+        """Return whether all is the same, but for the values of state other than those at the indices ``sources``."""
+        if self.sizes != known.sizes or self.kinds != known.kinds:
+            return False
+        mine, theirs = self.values, known.values
+        return all(map(is_, self.objects, known.objects)) and all(
+            map(is_, map(mine.__getitem__, sources), map(theirs.__getitem__, sources))
+        )
+
+
+class OptimizerItems:
+    """What the tensors of an optimizer are called.
+
+    Attributes:
+        names: For each parameter group the paths of its parameters.
+        owners: For each tensor the parameter that it belongs to, or what that one consists of, and its key.
+        tensors: The tensors of its state, each as often as it has a name.
+        others: Indices and names of the values of its state that are no tensors.
+    """
+
+    __slots__ = ("_alone", "_items", "_known", "_own", "_sources", "names", "others", "owners", "tensors")
+
+    def __init__(
+        self, path: str, optimizer: Optimizer, keeper: Keeper, parameters: Parameters, now: Structure
+    ) -> None:
+        check_owners(path, optimizer)
+        self._known, self._own = now, keeper.own
+        self._items, self._alone = parameters.items, dict(parameters.alone)
+        self._sources = [index for index, value in enumerate(now.values) if isinstance(value, Source)]
+        self.names: list[list[str]] = []
+        self.owners: list[tuple[Part, object, Source]] = []
+        self.tensors: list[Source] = []
+        self.others: list[tuple[int, str]] = []
+        index_of, first = dict[int, int](), 0
+        for parameter, entry in keeper.state.items():
+            index_of[id(parameter)] = first
+            first += len(entry)
+        groups = part_groups(optimizer, parameters)
+        for group, group_parts in zip(optimizer.param_groups, groups, strict=True):
+            self.names.append([part.path for parts in group_parts for part in parts])
+            for parameter, parts in zip(group["params"], group_parts, strict=True):
+                entry = keeper.state.get(parameter, {})
+                for index, (key, value) in enumerate(entry.items(), index_of.get(id(parameter), 0)):
+                    for part in parts:
+                        if part.piece is not None and not part.keeps(value):
+                            continue
+                        if isinstance(value, Source):
+                            self.owners.append((part, key, parameter))
+                            self.tensors.append(value)
+                        else:
+                            self.others.append((index, state_name(path, part.path, key)))
+
+    def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure) -> bool:
+        """Return whether it is still so: all tensors are the same objects, and values that are no tensors stand where they stood."""
+        return (
+            self._items == parameters.items
+            and self._alone == parameters.alone
+            and self._own == keeper.own
+            and now.is_as(self._known, self._sources)
+        )

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -40,6 +41,9 @@ from ckpt.model.values import join
 
 AnyPiece = Piece | DeclaredPart
 PLACELESS: Final = "~param/"
+OWN_STATE: Final = (
+    "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
+)
 _WRAPPERS: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -139,11 +143,10 @@ def _own_methods(kind: type) -> tuple[str, ...]:
 def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
     """Raises ``UnsupportedValue`` for an optimizer whose state is not all in ``state`` and ``param_groups``. ``others``: the optimizers in the same state."""
     kind = type(optimizer).__qualname__
-    way = "put an object into the state whose state_dict() and load_state_dict() call the optimizer's own"
     if is_zero(optimizer):
         return
     if type(optimizer).state_dict is not Optimizer.state_dict:
-        raise UnsupportedValue(path, f"{kind}, an optimizer with a state_dict() of its own", way)
+        raise UnsupportedValue(path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE)
     for name, held in vars(optimizer).items():
         inside = held if isinstance(held, list | tuple) else [held]
         alone = [
@@ -159,9 +162,16 @@ def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer]
                 f"{kind}, which holds another optimizer ({type(alone[0]).__qualname__}) with state of its own",
                 f"put that one into the state as well, under a name of its own: .{name}",
             )
+
+
+def check_owners(path: str, optimizer: Optimizer) -> None:
+    """Raises ``UnsupportedValue`` for an optimizer with state that belongs to none of its parameters."""
+    if is_zero(optimizer):
+        return
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(id(key) not in known for key in optimizer.state):
-        raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", way)
+        kind = type(optimizer).__qualname__
+        raise UnsupportedValue(path, f"{kind} with state that belongs to no parameter", OWN_STATE)
 
 
 @contextmanager
@@ -226,11 +236,24 @@ class ModuleItems:
     Attributes:
         parts: Identity of each parameter -> its canonical path, or what it consists of.
         holders: Identity of each parameter -> the ranks known to have one of its name, whatever they hold of it.
+        held: The entries that are tensors.
+        tensors: The tensors of these.
+        others: The entries that are no tensors.
     """
 
     entries: tuple[Entry, ...]
     parts: Mapping[int, tuple[Part, ...]]
     holders: Mapping[int, tuple[int, ...]]
+    held: tuple[Entry, ...] = field(init=False)
+    tensors: tuple[Source, ...] = field(init=False)
+    others: tuple[Entry, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = tuple(entry for entry in self.entries if isinstance(entry.value, Source))
+        others = tuple(entry for entry in self.entries if not isinstance(entry.value, Source))
+        object.__setattr__(self, "held", held)
+        object.__setattr__(self, "tensors", tuple(entry.value for entry in held))
+        object.__setattr__(self, "others", others)
 
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
@@ -298,22 +321,24 @@ class Parameters:
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
         self._items = {id(module): items for module, items in modules}
         self.items = tuple(self._items.values())
-        self._alone: dict[int, str] = {}
+        self.alone: dict[int, str] = {}
 
     def look_for(self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Find the parameters of ``optimizers`` that no module holds among ``tensors``, which stand in the state by themselves: each as
         itself, or as another tensor of the same memory, as ``state_dict()`` gives it.
         """
         held = set[int]().union(*(items.parts for items in self.items))  # of thousands, at every save
+        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+        if all(held.issuperset(map(id, parameters)) for parameters in groups):
+            return
         at: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for parameters in (group["params"] for optimizer in optimizers for group in optimizer.param_groups):
-            for parameter in parameters:
-                if id(parameter) not in held and isinstance(parameter, torch.Tensor):
-                    at[place_of(parameter)].append(parameter)
+        for parameter in chain.from_iterable(groups):
+            if id(parameter) not in held and isinstance(parameter, torch.Tensor):
+                at[place_of(parameter)].append(parameter)
         for path, tensor in tensors if at else ():
             for parameter in at.get(place_of(tensor), ()):
                 if tensor is parameter or (place_of(tensor) and same_view(tensor, parameter)):
-                    self._alone.setdefault(id(parameter), path)
+                    self.alone.setdefault(id(parameter), path)
 
     def in_module(self, parameter: Source) -> bool:
         """Whether a module of the state holds it."""
@@ -328,7 +353,7 @@ class Parameters:
         for items in self._items.values():
             if found := items.parts.get(id(parameter)):
                 return found
-        return (Part(self._alone.get(id(parameter)) or placeless(group, position)),)
+        return (Part(self.alone.get(id(parameter)) or placeless(group, position)),)
 
     def holders_of(self, parameter: Source) -> tuple[int, ...]:
         """Ranks known to have a parameter of its name; none if no module of the state holds it."""

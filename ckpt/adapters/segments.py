@@ -10,9 +10,9 @@ therefore keeps what it knows of its tensors as values that are made when the se
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from operator import is_
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, eq, is_
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -51,9 +51,10 @@ class Segment:
         seen: Identity of each tensor -> the name that its bytes are stored under.
         at: Where they lie.
         closed: Whether no tie leads to another segment; only then may it be used again.
+        apart_from: The segments before it with which it was found to share no tensor and no memory; None if that is not known.
     """
 
-    __slots__ = ("_facts", "_key", "_tensors", "at", "closed", "forms", "held", "seen", "tied")
+    __slots__ = ("_facts", "_key", "_tensors", "apart_from", "at", "closed", "forms", "held", "seen", "tied")
 
     def __init__(
         self,
@@ -67,8 +68,9 @@ class Segment:
     ) -> None:
         self.held, self.tied, self.seen, self.at = tuple(held), dict(tied), dict(seen), at
         self.closed = {item.name for item in held}.issuperset(tied.values())
+        self.apart_from: list[Segment] | None = None
         self._key, self._tensors = tuple(key), tuple(tensors)
-        self._facts = tuple(map(facts, self._tensors))
+        self._facts = Facts(self._tensors)
         self.forms = tuple(form_of(item.tensor) for item in self.held)
 
     def still(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
@@ -77,7 +79,7 @@ class Segment:
             len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
             and self._key == tuple(key)
-            and all(fact == facts(tensor) for fact, tensor in zip(self._facts, tensors, strict=True))
+            and self._facts.still(tensors)
         )
 
 
@@ -104,25 +106,116 @@ class Table:
         )
 
 
-def facts(tensor: Source) -> tuple[Any, ...]:
-    """What must not change for views of a tensor's memory to stay good; equal to nothing for a kind that cannot be told."""
-    if type(tensor) in PLAIN:
-        return _view(tensor)  # type: ignore[arg-type]
-    if type(tensor) is LocalShards:
-        return tuple(map(facts, tensor.tensors))
-    if type(inner := getattr(tensor, "_local_tensor", None)) is torch.Tensor:  # a DTensor
-        return (*_view(inner), tensor._spec)  # type: ignore[union-attr]
-    return (object(),)
+class Facts:
+    """What must not change for views of the memory of some tensors to stay good.
+
+    It is kept as values, and each kind of fact is compared of all tensors in one pass at the speed of C, since there may be
+    thousands of tensors. No pass keeps what it reads: thousands of tuples would set off the garbage collector.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_conj",
+        "_dtypes",
+        "_guards",
+        "_kinds",
+        "_layouts",
+        "_neg",
+        "_sizes",
+        "_strides",
+    )
+
+    def __init__(self, tensors: Sequence[Source]) -> None:
+        self._kinds: list[type] | None = None
+        kinds = list(map(type, tensors))
+        memories, self._layouts = _memories(tensors, kinds)
+        if not PLAIN.issuperset(map(type, memories)):
+            return
+        try:
+            self._addresses = list(map(torch.Tensor.data_ptr, memories))
+            self._sizes = list(map(torch.Tensor.size, memories))
+            self._strides = list(map(torch.Tensor.stride, memories))
+            self._dtypes = list(map(_dtype, memories))
+            self._neg = list(map(torch.Tensor.is_neg, memories))
+            self._conj = list(map(torch.Tensor.is_conj, memories))
+            self._guards = _guards_of(memories)
+        except RuntimeError:  # a sparse or nested one has no strides
+            return
+        self._kinds = kinds
+
+    def still(self, tensors: Sequence[Source]) -> bool:
+        """Return whether they are true of ``tensors`` now. They never are if one is of a kind that cannot be compared."""
+        kinds = list(map(type, tensors))
+        if self._kinds != kinds:
+            return False
+        memories, layouts = _memories(tensors, kinds)
+        try:
+            return (
+                len(memories) == len(self._addresses)
+                and (memories is tensors or PLAIN.issuperset(map(type, memories)))
+                and layouts == self._layouts
+                and (self._guards(*memories) or self._are_alike(memories))
+                and all(map(eq, map(torch.Tensor.data_ptr, memories), self._addresses))
+            )
+        except RuntimeError:
+            return False
+
+    def _are_alike(self, memories: Sequence[torch.Tensor]) -> bool:
+        alike = (
+            all(map(eq, map(torch.Tensor.size, memories), self._sizes))
+            and all(map(eq, map(torch.Tensor.stride, memories), self._strides))
+            and all(map(is_, map(_dtype, memories), self._dtypes))
+            and all(map(is_, map(torch.Tensor.is_neg, memories), self._neg))
+            and all(map(is_, map(torch.Tensor.is_conj, memories), self._conj))
+        )
+        if (
+            alike
+        ):  # the guards also look at what does not matter here, such as whether a tensor requires a gradient
+            self._guards = _guards_of(memories)
+        return alike
 
 
-def _view(memory: torch.Tensor) -> tuple[Any, ...]:
-    """Which elements of which memory it is, and whether it is a lazy view, which has other values than the memory."""
+def _guards_of(memories: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Torch's own comparison of types, dtypes, shapes, strides and lazy views of many tensors in one call, as ``torch.compile`` uses it.
+
+    It answers False where it cannot tell: for a tensor that comes twice, and where this version of torch does not have it.
+    """
+    core: Any = torch._C
     try:
-        dtype = memory.dtype
-        is_conj = dtype.is_complex and memory.is_conj()
-        return (memory.data_ptr(), memory.shape, memory.stride(), dtype, is_conj, memory.is_neg())
-    except RuntimeError:  # a sparse or nested one has no strides
-        return (object(),)
+        guards = core._dynamo.guards.TensorGuards(
+            *memories, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+    except (AttributeError, TypeError, RuntimeError):
+        return _cannot_tell
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+def _cannot_tell(*_: torch.Tensor) -> bool:
+    return False
+
+
+def _memories(tensors: Sequence[Source], kinds: Sequence[type]) -> tuple[Sequence[torch.Tensor], list[Any]]:
+    """The memory behind ``tensors``, as far as it is known how to ask them for it, and how those that are no plain tensors are cut."""
+    if PLAIN.issuperset(kinds):
+        return tensors, []  # type: ignore[return-value]
+    memories: list[torch.Tensor] = []
+    layouts: list[Any] = []
+    for tensor in tensors:
+        if isinstance(tensor, LocalShards):
+            memories += tensor.tensors
+            layouts.append((tensor.shape, tensor.boxes, tensor.dtype, tensor.replicas))
+        elif isinstance(tensor, DTensor):
+            memories.append(tensor._local_tensor)
+            layouts.append(_layout(tensor))
+        else:
+            memories.append(tensor)
+    return memories, layouts
+
+
+_layout: Final = attrgetter("_spec.mesh", "_spec.placements", "_spec.tensor_meta")
+"""The layout of a DTensor as values: the spec itself may be changed in place."""
+_dtype: Final = attrgetter("dtype")
 
 
 def place_of(tensor: Source) -> int:

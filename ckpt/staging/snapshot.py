@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import Final
 
@@ -118,7 +119,7 @@ class Snapshot:
         self.foreground = False
         self.held_seconds: list[float] = []
         self._eager = [copy for batch in batches for copy in batch.eager]
-        self._late = [copy for batch in batches for copy in batch.late]
+        self._late = [batch.late for batch in batches if batch.late]  # put together by the thread that copies
         self._checks = [check for batch in batches for check in batch.checks]
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
         self._settling = threading.Lock()
@@ -250,7 +251,7 @@ class Snapshot:
         launched: list[tuple[list[Copy], Events, int]] = []
         if self._device:
             self._device.begin()
-        waiting = list(groups(sorted(self._late, key=attrgetter("end"))))
+        waiting = list(groups(sorted(chain.from_iterable(self._late), key=attrgetter("end"))))
         ends = [group[0].start for group in waiting[1:]]
         for group, end in zip(waiting, [*ends, self.window.size], strict=False):
             if not self.window.whole:
@@ -303,7 +304,8 @@ class Snapshot:
                 copy._replace(source=copy.elements.detach().to("cpu", copy=True), part=None, address=0)
                 for copy in self._eager
             ]
-        self._late += self._eager
+        if self._eager:
+            self._late.append(tuple(self._eager))
         self._eager = []
 
     def _digest(self, *, late: bool) -> Callable[[], None]:

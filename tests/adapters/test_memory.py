@@ -1,0 +1,384 @@
+"""A walk that remembers the last one finds what a first walk finds, whatever has changed in between."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ckpt.adapters import segments
+from ckpt.adapters.collect import Collected, collect
+from ckpt.adapters.memory import Memory
+from ckpt.adapters.prepare import PlanCache
+from ckpt.adapters.segments import Segment
+from tests.adapters.ranks import rank_of
+
+State = dict[str, Any]
+
+
+@pytest.fixture(params=[True, False], ids=["guards", "passes"], autouse=True)
+def with_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without the comparison in torch, which another version of torch may not have."""
+    assert segments._guards_of([torch.ones(2)]) is not segments._cannot_tell
+    if not request.param:
+        monkeypatch.setattr(segments, "_guards_of", lambda _: segments._cannot_tell)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+
+class Extra(nn.Linear):
+    more = 0
+
+    def get_extra_state(self) -> object:
+        return {"more": self.more}
+
+    def set_extra_state(self, state: object) -> None:
+        del state
+
+
+def trained() -> State:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.AdamW(
+        [{"params": [*net.one.parameters(), *net.two.parameters()]}, {"params": net.three.parameters()}]
+    )
+    state = {"model": net, "optimizer": optimizer, "step": 3}
+    step(state)
+    return state
+
+
+def step(state: State) -> None:
+    for parameter in state["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
+
+
+def first_state(state: State) -> dict[str, Any]:
+    found: dict[str, Any] = next(iter(state["optimizer"].state.values()))
+    return found
+
+
+def same_form_by_data(state: State) -> None:
+    state["model"].one.weight.data = torch.randn(6, 6)
+
+
+def transposed_by_data(state: State) -> None:
+    state["model"].one.weight.data = state["model"].one.weight.data.t()
+
+
+def another_dtype_by_data(state: State) -> None:
+    memory = state["model"].one.weight.data.view(torch.bfloat16).as_strided((6, 6), (6, 1))
+    state["model"].one.weight.data = memory
+
+
+def negated_by_data(state: State) -> None:
+    lazy = torch.complex(torch.zeros(6, 6), torch.ones(6, 6)).conj().imag
+    state["model"].one.weight.data = lazy
+    assert lazy.is_neg()
+
+
+def moment_of_another_form(state: State) -> None:
+    first_state(state)["exp_avg"].resize_(9)
+
+
+def frozen(state: State) -> None:
+    state["model"].one.weight.requires_grad_(False)
+
+
+def another_parameter(state: State) -> None:
+    state["model"].one.weight = nn.Parameter(torch.randn(6, 6))
+
+
+def another_parameter_of_the_optimizer(state: State) -> None:
+    state["optimizer"].param_groups[0]["params"][0] = nn.Parameter(torch.randn(6, 6))
+    del state["optimizer"].state[state["model"].one.weight]
+
+
+def swapped_parameters(state: State) -> None:
+    net = state["model"]
+    net.one.weight, net.two.weight = net.two.weight, net.one.weight
+
+
+def swapped_contents(state: State) -> None:
+    one, two = state["model"].one.weight, state["model"].two.weight
+    one.data, two.data = two.data, one.data
+
+
+def reversed_group(state: State) -> None:
+    state["optimizer"].param_groups[0]["params"].reverse()
+
+
+def reversed_groups(state: State) -> None:
+    state["optimizer"].param_groups.reverse()
+
+
+def moved_between_groups(state: State) -> None:
+    first, second = state["optimizer"].param_groups
+    second["params"].append(first["params"].pop())
+
+
+def another_lr(state: State) -> None:
+    state["optimizer"].param_groups[1]["lr"] = 0.25
+
+
+def lr_that_is_a_tensor(state: State) -> None:
+    state["optimizer"].param_groups[0]["lr"] = torch.tensor(0.25)
+
+
+def capturable(state: State) -> None:
+    state["optimizer"].param_groups[0]["capturable"] = True
+
+
+def another_group(state: State) -> None:
+    state["model"].more = nn.Linear(2, 2)
+    state["optimizer"].add_param_group({"params": list(state["model"].more.parameters()), "lr": 0.5})
+
+
+def loaded(state: State) -> None:
+    state["optimizer"].load_state_dict(copy.deepcopy(state["optimizer"].state_dict()))
+
+
+def state_in_another_order(state: State) -> None:
+    held = state["optimizer"].state
+    items = list(held.items())
+    held.clear()
+    held.update(reversed(items))
+
+
+def key_added(state: State) -> None:
+    first_state(state)["more"] = torch.ones(3)
+
+
+def key_removed(state: State) -> None:
+    del first_state(state)["exp_avg_sq"]
+
+
+def key_renamed(state: State) -> None:
+    held = first_state(state)
+    held["other"] = held.pop("exp_avg_sq")
+
+
+def swapped_keys(state: State) -> None:
+    held = first_state(state)
+    held["exp_avg"], held["exp_avg_sq"] = held["exp_avg_sq"], held["exp_avg"]
+
+
+def counter_that_is_a_number(state: State) -> None:
+    first_state(state)["step"] = 7
+
+
+def counters_that_count(state: State) -> None:
+    for count, held in enumerate(state["optimizer"].state.values()):
+        held["step"] = count
+
+
+def state_cleared(state: State) -> None:
+    state["optimizer"].state.clear()
+
+
+def another_optimizer(state: State) -> None:
+    state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
+    step(state)
+
+
+def optimizer_with_methods_of_its_own(state: State) -> None:
+    class Own(torch.optim.AdamW):
+        def train(self) -> None: ...
+
+    held = state["optimizer"]
+    state["optimizer"] = Own(state["model"].parameters())
+    state["optimizer"].param_groups, state["optimizer"].state = held.param_groups, held.state
+
+
+def optimizer_for_a_part(state: State) -> None:
+    state["optimizer"].param_groups.pop()
+    for parameter in state["model"].three.parameters():
+        del state["optimizer"].state[parameter]
+
+
+def module_added(state: State) -> None:
+    state["model"].more = nn.Linear(2, 2)
+
+
+def module_removed(state: State) -> None:
+    del state["model"].norm
+
+
+def buffer_again(state: State) -> None:
+    state["model"].norm.register_buffer("running_mean", torch.ones(6))
+
+
+def buffer_not_persistent(state: State) -> None:
+    norm = state["model"].norm
+    norm.register_buffer("running_mean", norm.running_mean, persistent=False)
+
+
+def tied(state: State) -> None:
+    state["model"].two.weight = state["model"].one.weight
+
+
+def tied_by_memory(state: State) -> None:
+    state["model"].norm.running_mean = state["model"].one.bias.detach()
+
+
+def tied_to_the_optimizer(state: State) -> None:
+    first_state(state)["exp_avg"] = state["model"].norm.running_mean
+
+
+def moment_that_is_a_buffer_too(state: State) -> None:
+    state["model"].register_buffer("kept", first_state(state)["exp_avg"])
+
+
+def memory_of_a_moment_that_is_a_buffer_too(state: State) -> None:
+    state["model"].register_buffer("kept", first_state(state)["exp_avg"].detach())
+
+
+def hook_that_adds(state: State) -> None:
+    def add(module: nn.Module, held: dict[str, Any], prefix: str, _: object) -> None:
+        held[f"{prefix}added"] = module.one.weight
+
+    state["model"].register_state_dict_post_hook(add)
+
+
+def hook_that_removes(state: State) -> None:
+    def remove(_: nn.Module, held: dict[str, Any], prefix: str, __: object) -> None:
+        del held[f"{prefix}one.weight"]
+
+    state["model"].register_state_dict_post_hook(remove)
+
+
+def extra_state(state: State) -> None:
+    state["model"].more = Extra(2, 2)
+
+
+def tensor_before(state: State) -> None:
+    rest = dict(state)
+    state.clear()
+    state |= {"a": rest["model"].one.weight, **rest}
+
+
+def optimizer_first(state: State) -> None:
+    state["model"] = state.pop("model")
+
+
+CHANGES: list[Callable[[State], None]] = [
+    same_form_by_data, transposed_by_data, another_dtype_by_data, negated_by_data, moment_of_another_form, frozen, another_parameter,
+    another_parameter_of_the_optimizer, swapped_parameters, swapped_contents, reversed_group, reversed_groups, moved_between_groups,
+    another_lr, lr_that_is_a_tensor, capturable, another_group, loaded, state_in_another_order, key_added, key_removed, key_renamed,
+    swapped_keys, counter_that_is_a_number, counters_that_count, state_cleared, another_optimizer, optimizer_with_methods_of_its_own,
+    optimizer_for_a_part, module_added, module_removed, buffer_again, buffer_not_persistent, tied, tied_by_memory,
+    tied_to_the_optimizer, moment_that_is_a_buffer_too, memory_of_a_moment_that_is_a_buffer_too, hook_that_adds, hook_that_removes, extra_state, tensor_before, optimizer_first,
+]  # fmt: skip
+
+
+def found(walk: Collected) -> list[tuple[Any, ...]]:
+    """Names and memory of what a walk found, as it is saved: for a segment what the segment has kept of it."""
+    rows: list[tuple[Any, ...]] = []
+    for part in walk.parts:
+        if isinstance(part, Segment):
+            for held, form in zip(part.held, part.forms, strict=True):
+                memory = [
+                    (each.data_ptr(), each.dtype, each.shape, each.stride(), each.is_neg())
+                    for each in form.held
+                ]
+                rows.append((held.name, id(held.tensor), held.late, held.replicas, form.signature, memory))
+        else:
+            rows.append((part.name, id(part.tensor), part.late, part.replicas))
+    return rows
+
+
+def assert_finds_what_is_there(state: State, memory: Memory, plans: PlanCache) -> None:
+    known, fresh = collect(state, rank=0, memory=memory), collect(state, rank=0)
+    assert found(known) == found(fresh)
+    assert (known.tree, known.tied) == (fresh.tree, fresh.tied)
+    assert list(map(id, known.optimizers)) == list(map(id, fresh.optimizers))
+    assert plans.prepare(known).leaves == PlanCache(0, 1 << 20).prepare(fresh).leaves
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_has_changed_since_the_last_walk_is_found(change: Callable[[State], None]) -> None:
+    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    for _ in range(2):
+        assert_finds_what_is_there(state, memory, plans)
+    change(state)
+    for _ in range(3):
+        assert_finds_what_is_there(state, memory, plans)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_is_as_it_was_before_the_change_is_found(change: Callable[[State], None]) -> None:
+    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    other = trained()
+    change(other)
+    for held in (state, other, state, other):
+        assert_finds_what_is_there(held, memory, plans)
+
+
+def test_nothing_is_named_again_while_nothing_changes() -> None:
+    state, memory = trained(), Memory()
+    first = collect(state, rank=0, memory=memory)
+    step(state)
+    state["optimizer"].param_groups[0]["lr"] = 0.5
+    state["model"].one.weight.requires_grad_(False)
+    again = collect(state, rank=0, memory=memory)
+    assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
+
+
+def test_tied_weights_do_not_keep_segments_from_being_used_again() -> None:
+    state, memory = trained(), Memory()
+    tied(state)
+    first, again = (collect(state, rank=0, memory=memory) for _ in range(2))
+    assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
+
+
+def replaced_spec(tensor: DTensor) -> None:
+    tensor._spec = DTensor.from_local(tensor._local_tensor, tensor.device_mesh, [Replicate()])._spec
+
+
+def changed_spec(tensor: DTensor) -> None:
+    tensor._spec.placements = (Replicate(),)
+
+
+def replaced_local_tensor(tensor: DTensor) -> None:
+    tensor._local_tensor = torch.randn(tensor._local_tensor.shape)
+
+
+@pytest.mark.parametrize("change", [replaced_spec, changed_spec, replaced_local_tensor])
+def test_a_dtensor_with_another_layout_or_memory_is_found(change: Callable[[DTensor], None]) -> None:
+    with rank_of(0, 1):
+        net = nn.Linear(4, 4)
+        mesh = init_device_mesh("cpu", (1,))
+        tensor = distribute_tensor(net.weight.detach(), mesh, [Shard(0)])
+        net.weight = nn.Parameter(tensor)
+        state, memory, plans = {"model": net}, Memory(), PlanCache(0, 1 << 20)
+        for _ in range(2):
+            assert_finds_what_is_there(state, memory, plans)
+        held = net.weight
+        assert isinstance(held, DTensor)
+        change(held)
+        for _ in range(2):
+            assert_finds_what_is_there(state, memory, plans)
+
+
+@pytest.mark.parametrize("shared", [lambda tensor: tensor, lambda tensor: tensor.detach()])
+def test_what_an_earlier_module_shares_from_now_on_is_found(shared: Callable[[torch.Tensor], Any]) -> None:
+    """The second module itself is as it was."""
+    state: State = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
+    memory, plans = Memory(), PlanCache(0, 1 << 20)
+    for _ in range(2):
+        assert_finds_what_is_there(state, memory, plans)
+    state["first"].register_buffer("kept", shared(state["second"].weight))
+    for _ in range(2):
+        assert_finds_what_is_there(state, memory, plans)
+    assert collect(state, rank=0, memory=memory).tied == {"second/weight": "first/kept"}
