@@ -61,7 +61,8 @@ def test_a_dead_store_is_told_and_then_given_up(
     ran = cli(*words, *([] if DEAD in words else [DEAD]), "--timeout", "0.5")
     assert ran.code == 3, ran.err
     assert WAITED in ran.err
-    assert GIVEN_UP in ran.err
+    # a refused connection may be reported by the last try itself, just before the time is over
+    assert GIVEN_UP in ran.err or (dead == "refused" and "Could not connect" in ran.err)
 
 
 @pytest.mark.parametrize("call", ["ls", "verify", "restore"])

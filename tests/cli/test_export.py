@@ -234,7 +234,7 @@ def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> Non
         (["nowhere", "x.pt"], 7, "empty, or does not exist"),
         (["{saved}", "x.pt", "--step", 7], 7, "step 7 is not there"),
         (["{saved}", "there.pt"], 2, "is there already"),
-        (["{saved}", "x"], 2, "Give --format"),
+        (["{saved}", "x"], 2, "give --format"),
         (["{saved}", "s3://bucket/x.pt"], 2, "is a URL"),
         (["{saved}", "x.pt", "--name", "nothing*"], 7, "has no 'nothing*'"),
         (["{saved}", "x.safetensors", "--max-shard-size", "1GB"], 2, "is one file"),

@@ -227,7 +227,7 @@ def test_without_any_memory_it_says_so(cli: Cli, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("ckpt_backends.shm.stores", list)
     ran = cli("ls", "--root", "memory", "--json")
     assert ran.code == 7
-    assert "no checkpoint in memory: nothing of this user" in ran.json["message"]
+    assert "no checkpoint in memory: this user has nothing" in ran.json["message"]
 
 
 def test_of_dev_shm_only_what_is_this_users_memory_is_looked_at(
