@@ -1,4 +1,4 @@
-"""The facade: the one place where all rooms meet."""
+"""The facade: ``CheckpointManager``, where all packages meet."""
 
 from __future__ import annotations
 
@@ -55,23 +55,27 @@ _READERS: Final = 4  # a restore has the machine to itself: more threads than a 
 
 
 class CheckpointManager:
-    """Saves a training state while training goes on, and restores the newest one that is intact.
+    """Saves a training state while training goes on, and restores the newest intact state.
 
-    Under ``torch.distributed`` every rank builds one after ``init_process_group``, and calls ``save_async``, ``restore`` and ``close`` alike. No process group is used for it:
-    ranks talk through the job's store.
-
-    Threads: all methods from the training thread. A signal handler that interrupts one of them cannot save, restore or close.
+    Under ``torch.distributed`` every rank builds one after ``init_process_group``, and all ranks
+    call ``save_async``, ``restore`` and ``close`` alike. It uses no process group: ranks exchange
+    messages through the job's store.
 
     Args:
         tiers: A folder or URL, a `Tier`, or several of these, nearest first.
-        config: How to save: see `SaveConfig`; single fields may be given as keywords (``on_busy="skip"``).
-        metadata: JSON values kept in every manifest.
-        observers: Called with `ckpt.events`, also from background threads; must not block.
-        coordinator: How ranks talk; found by itself.
+        config: How to save (`SaveConfig`). Fields may also be given as keywords:
+            ``on_busy="skip"``.
+        metadata: JSON values that every manifest keeps.
+        observers: Called with `ckpt.events`, also from background threads. They must not block.
+        coordinator: How ranks exchange messages; found automatically.
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
         CommitTimeout: There is a local tier, and some rank did not come within 300 s.
+
+    Thread safety:
+        Call all methods from the training thread. A signal handler that interrupts one of them
+        cannot save, restore or close.
     """
 
     def __init__(
@@ -162,7 +166,10 @@ class CheckpointManager:
         self._background.reserve(nbytes, None if growth else warm, devices=prepared.devices)
 
     def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
-        """After a restore: what is wrong with the state is the first save's to say; who restores to evaluate saves nothing."""
+        """Prepare for saves after a restore, and only log errors.
+
+        The first save raises what is wrong with the state. A job that only evaluates saves nothing.
+        """
         if not any(isinstance(value, Optimizer) for _, value in walk_objects(state)):
             return
         try:
@@ -177,16 +184,25 @@ class CheckpointManager:
     ) -> PendingSave:
         """Save ``state`` as ``step`` in the background.
 
-        On return everything in ``state`` may be changed, but for the tensors of optimizers in it: those may be changed by the optimizers' own
-        ``step()``, which waits for the copy by itself (see ``fence`` and ``overlap="off"`` for any other change).
+        On return, everything in ``state`` may be changed except for tensors of its optimizers. The
+        optimizers' own ``step()`` may change those, since it waits for the copy. For any other
+        change see ``fence`` and ``overlap="off"``.
 
         Args:
-            state: Nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects with ``state_dict``, plain values, `PerRank`.
-            step: Defaults to ``state["step"]`` if that is an int, else to one more than the last.
-            metrics: Numbers by name, such as ``{"loss": 1.2}``, which ``Tier(keep_best=...)`` goes by. Those of rank 0 count.
+            state: A nested dict of tensors, DTensors, modules, optimizers, NumPy arrays, objects
+                with ``state_dict``, plain values and `PerRank`.
+            step: Defaults to ``state["step"]`` if that is an int, and otherwise to the last step
+                plus one.
+            metrics: Numbers by name, such as ``{"loss": 1.2}``, for ``Tier(keep_best=...)``. Those
+                of rank 0 count.
+
+        Returns:
+            The handle of the save.
 
         Raises:
-            CkptError: The state cannot be saved, or an earlier save has failed and its error was not raised yet. If a tier has that earlier step, this save has begun all the same.
+            CkptError: The state cannot be saved, or an earlier save has failed and its error was
+                not raised yet. If some tier has that earlier step, this save has begun all the
+                same.
         """
         pending = self._begin(state, step, metrics)
         if pending.step != self._background.saver.last_step:  # the caller leaves after that one
@@ -233,13 +249,19 @@ class CheckpointManager:
         metrics: Metrics | None = None,
         timeout: float | None = None,
     ) -> PendingSave:
-        """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result`` raise."""
+        """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result``
+        raise.
+        """
         pending = self._begin(state, step, metrics).result(timeout)
         self._raise_unheard()
         return pending
 
     def fence(self) -> None:
-        """Return when every tensor of the saves under way may be changed by anybody. Raises an unheard error of an earlier save."""
+        """Return when any code may change any tensor of the saves under way.
+
+        Raises:
+            CkptError: An earlier save has failed and its error was not raised yet.
+        """
         self._check_open()
         self._fence.wait()
         for pending in self._pending:
@@ -258,25 +280,43 @@ class CheckpointManager:
         only: str | Sequence[str] | None = None, rename: Rename | None = None, cast: bool = False,
         strict: bool = True, read_through: bool = True, replicas: Replicas = "read",
     ) -> RestoreReport | None:  # fmt: skip
-        """Fill ``state`` with ``step``, or with the newest step that is intact; None if there is none at all.
+        """Fill ``state`` with ``step``, or with the newest intact step.
 
-        Each chunk comes from the nearest tier that has it intact. A step of which some chunk is intact nowhere is skipped for the one before. Both leave a log line and an entry in the report. All ranks
-        restore the same step or none.
+        Each chunk comes from the nearest tier that has it intact. If a chunk of a step is intact on
+        no tier, the step is skipped for the one before. Both leave a log line and an entry in the
+        report. All ranks restore the same step or none.
 
         Args:
-            state: As it was saved: nested dict of tensors, modules, optimizers, ...
-            step: This one or none.
-            only: Names (with all below them), or patterns such as ``"model/*"`` (``*`` takes slashes and dots too): what none of them fits keeps what it has, and need not be in ``state``.
-            rename: Names in the state -> names in the checkpoint: a dict such as ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. An optimizer's state follows its parameters.
-            cast: Whether floats of one dtype may become floats of another on the way, and integers wider ones. Else a dtype that differs is an error.
-            strict: Whether what one side has the other must have too. If not, the report tells what is ``missing`` in the checkpoint, and so kept what it had, and what is ``unexpected``.
-            read_through: Whether what comes from farther tiers is first put into the nearest folder, once for all ranks of a node, so that the next restore is local. Not with ``only``, which reads nothing else.
-            replicas: Whether ranks that want the same bytes each read them, or one does and broadcasts them over gloo (``"broadcast"``: for a store that is slower than the network).
+            state: The state in the form in which it was saved.
+            step: The only step to restore; None for the newest.
+            only: Names (with all names below them), or patterns such as ``"model/*"`` (``*``
+                matches slashes and dots too). Other names keep their values, and need not be in
+                ``state``.
+            rename: Names in the state -> names in the checkpoint: a dict such as
+                ``{"model/encoder.*": "model/backbone.*"}`` (see `Renaming`), or a function. An
+                optimizer's state follows its parameters.
+            cast: Whether floats may change their dtype, and integers may become wider. Otherwise
+                another dtype is an error.
+            strict: Whether state and checkpoint must have the same names. Otherwise the report
+                lists names that are ``missing`` in the checkpoint, which keep their values, and
+                ``unexpected`` ones.
+            read_through: Whether data of farther tiers is put into the nearest folder, once for all
+                ranks of a node, so that the next restore is local. Not with ``only``.
+            replicas: ``"read"``: ranks that want the same bytes each read them. ``"broadcast"``:
+                one rank reads and broadcasts them over gloo, for a store that is slower than the
+                network.
+
+        Returns:
+            The report, or None if there is no checkpoint at all.
 
         Raises:
-            RestoreError: State and checkpoint do not fit (nothing was changed), or no step is intact (the message says if tensors were overwritten).
-            StorageError, CommitTimeout, FormatTooNew: The tiers cannot be listed; ranks did not come, or not back; the step is of a later ckpt.
-            ConfigError: ``only`` or a rule of ``rename`` fits nothing, or an argument is none of these.
+            RestoreError: State and checkpoint do not fit, and nothing was changed; or no step is
+                intact, and the message says whether tensors were overwritten.
+            StorageError: The tiers cannot be listed.
+            CommitTimeout: Some ranks did not come in time.
+            FormatTooNew: A later version of ckpt wrote the step.
+            ConfigError: ``only`` or a rule of ``rename`` matches nothing, or an argument is
+                invalid.
         """
         self._check_open()
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
@@ -310,10 +350,15 @@ class CheckpointManager:
     # -- the end ------------------------------------------------------------------------------------------------------------
 
     def on_signals(self, *signals: int, grace_seconds: float = 25.0, reraise: bool = True) -> StopSignals:
-        """Hear SIGTERM and SIGUSR1 (or ``signals``) from now on: ``requested(step)`` of what is returned says, on all ranks alike, after which step to save once more and leave.
+        """Handle SIGTERM and SIGUSR1 (or ``signals``) from now on. All ranks call this.
 
-        ``close`` then ends the process as the signal would have (with ``reraise=False`` it only returns), at the latest after ``grace_seconds``. That last save goes to every tier and waits for a slot.
-        All ranks call this. Raises ``ConfigError`` outside of the main thread. See `ckpt.elastic.planned_stop.StopSignals`.
+        ``requested(step)`` of the returned object is True on all ranks after the same step. Save
+        that step and leave the loop. The save goes to every tier and waits for a slot. ``close``
+        then ends the process as the signal would have (with ``reraise=False`` it only returns), at
+        the latest after ``grace_seconds``. See `ckpt.elastic.planned_stop.StopSignals`.
+
+        Raises:
+            ConfigError: The call is not in the main thread.
         """
         self._check_open()
         heard = signals or STOP_SIGNALS
@@ -321,17 +366,19 @@ class CheckpointManager:
         return self._stop
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish every save, free memory and threads. A second call does nothing.
+        """Finish every save, and free memory and threads. A second call does nothing.
 
-        If it takes more than two seconds, one log line for each tier says what is waited for. While an exception ends the process,
-        ``timeout`` is ``exit_seconds`` if it is not given, and what is given up is logged, not raised (`ckpt.elastic.handled`).
+        If it takes more than two seconds, one log line for each tier says what it waits for. While
+        an exception ends the process, ``timeout`` defaults to ``exit_seconds``, and saves that are
+        given up are logged and not raised (`ckpt.elastic.handled`).
 
         Args:
-            timeout: How many seconds to wait. What is not finished then is given up; threads that wait for a store end by themselves.
+            timeout: How many seconds to wait. Saves that are not finished then are given up.
+                Threads that wait for a store end by themselves.
 
         Raises:
-            StepsMissing: A tier does not have steps that were to go there, and no call has told so.
-            CkptError: A save has failed on all tiers, and no call has told so: the first such error.
+            StepsMissing: A tier lacks steps that were to go there, and no call has raised that yet.
+            CkptError: A save has failed on all tiers, and no call has raised its error yet.
         """
         check_timeout(timeout)
         self.close_after(ending_error(but=self._earlier), timeout)

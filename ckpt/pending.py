@@ -1,4 +1,4 @@
-"""The handle of a save under way."""
+"""The handle of a save that is under way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class PendingSave:
 
     @property
     def stall_seconds(self) -> float:
-        """What the save has cost the training thread so far: the call, and the wait of the optimizer's step for the copy."""
+        """What the save has cost the training thread: the call, and the wait of the optimizer's
+        step.
+        """
         return self.call_seconds + sum(self._held)
 
     @property
@@ -129,7 +131,7 @@ class PendingSave:
             return self._changed.wait_for(over, timeout)
 
     def done(self) -> bool:
-        """Whether it is over on all tiers; ``result`` tells how."""
+        """Return True if the save is over on all tiers; ``result`` says how it ended."""
         return self._finished
 
     def __repr__(self) -> str:
@@ -159,7 +161,7 @@ class PendingSave:
             return True if self._left else first
 
     def finish(self, error: CkptError | None, *, heard: bool = False) -> None:
-        """End it. ``heard``: the error need not be raised by a later call."""
+        """End the save. ``heard``: no later call needs to raise the error."""
         with self._changed:
             self._heard = heard
             self._error = error
@@ -181,7 +183,7 @@ class PendingSave:
 
     @property
     def unheard(self) -> CkptError | None:
-        """The error, if nobody has been told."""
+        """The error, if no call has raised it."""
         return None if self._heard or not self.done() else self._error
 
 
@@ -203,7 +205,10 @@ def wait_and_tell(done: Future[Any], saves: Sequence[PendingSave], timeout: floa
 
 
 def missing_at_the_end(saves: Sequence[PendingSave], timeout: float | None) -> StepsMissing | None:
-    """One error for all of ``saves`` that some tier lacks and no call has told of. Those that are under way count as given up."""
+    """Return one error for all of ``saves`` that some tier lacks and no call has raised.
+
+    Saves that are under way count as given up.
+    """
     told: list[tuple[PendingSave, str, str]] = []
     for save in saves:
         if not save.done() or save.unheard:

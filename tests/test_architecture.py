@@ -55,8 +55,24 @@ def test_the_storeys_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def docstring_of(node: ast.AST) -> ast.Expr | None:
+    body: list[ast.stmt] = getattr(node, "body", [])
+    first = body[0] if isinstance(body, list) and body else None
+    is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return first if is_text and isinstance(first.value.value, str) else None  # type: ignore[union-attr]
+
+
+def code_lines(path: Path) -> int:
+    """Lines of a file; docstrings are free, so that no one shortens them for the sake of the bound."""
+    text = path.read_text()
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [docstring_of(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    free = sum((node.end_lineno or 0) - node.lineno + 1 for node in docstrings if node)
+    return len(text.splitlines()) - free
+
+
 def test_no_file_is_longer_than_500_lines() -> None:
-    lengths = {name_of(path): len(path.read_text().splitlines()) for path in sources()}
+    lengths = {name_of(path): code_lines(path) for path in sources()}
     assert lengths
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 

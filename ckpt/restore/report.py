@@ -1,4 +1,4 @@
-"""What a restore tells."""
+"""The report of a restore."""
 
 from __future__ import annotations
 

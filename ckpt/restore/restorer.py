@@ -147,7 +147,7 @@ class Restorer:
         skipped: list[tuple[int, str]],
         neighbours: NodeSurvey,
     ) -> tuple[StepRef, _Landed] | None:
-        """The first proposal that lands. Appends to ``skipped`` those before it."""
+        """Return the first proposal that lands, and append those before it to ``skipped``."""
         proposals = self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
         while (proposal := self._together.next(proposals, _Proposal)) is not None:
             skipped += proposal.passed
@@ -225,11 +225,12 @@ class Restorer:
     # -- every rank's part --------------------------------------------------------------------------------------------------
 
     def _land(self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey) -> _Landed:
-        """Match on all ranks, and only then read on all.
+        """Match on all ranks, and only then read on all ranks.
 
         Raises:
-            Damaged: Some rank met damage that no tier mends; all shall take the next best.
-            RestoreError: It does not fit somewhere. Nothing was changed anywhere, if it was found while matching.
+            Damaged: Some rank met damage that no tier can repair. All ranks take the step before.
+            RestoreError: The state does not fit on some rank. If that was found while matching,
+                nothing was changed on any rank.
         """
         ref = _ref(proposal)
         sources = neighbours.sources(
@@ -302,7 +303,11 @@ class Restorer:
 
 
 class _Taking:
-    """What one rank reads of a step. Threads: one at a time."""
+    """What one rank reads of a step.
+
+    Thread safety:
+        One thread at a time.
+    """
 
     def __init__(self, fit: _Fit, origin: TieredReader, workers: Workers) -> None:
         self._fit, self._origin, self._workers = fit, origin, workers
@@ -327,13 +332,13 @@ class _Taking:
 
     @property
     def from_most(self) -> str:
-        """Where most of it came from."""
+        """The tier from which most bytes came."""
         most = max(self._nbytes, key=lambda at: (self._nbytes[at], -at))
         return self._origin.sources[most].url
 
 
 def _as_pattern(pattern: str) -> str:
-    """As no name of the state is, nor anything that is below another."""
+    """Return a pattern in a form that equals no name of the state, and is below none."""
     return _PATTERN + pattern.replace("/", _PATTERN)
 
 

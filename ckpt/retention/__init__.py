@@ -1,1 +1,1 @@
-"""What a tier keeps: the inventory of a tier, the retention policy, pruning and quotas."""
+"""Retention: the inventory of a tier, the policy, pruning, eviction, quotas and claims."""

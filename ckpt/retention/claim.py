@@ -1,7 +1,7 @@
-"""What a job may remove from a root, and whether it still may.
+"""Claims: what a job may remove from a root, and whether it still may.
 
-Jobs that share a root cannot know of each other whether they live: a process on another machine, or in
-another container, cannot be seen. So a job removes only what it can answer for, and it looks at
+Jobs that share a root cannot know of each other whether they live: a process on another machine, or
+in another container, cannot be seen. So a job removes only what it can answer for, and it reads
 ``writer.json`` again before each removal.
 """
 
@@ -21,24 +21,26 @@ _TRIAL: Final = re.compile(r"t\d+$")
 
 
 class Claim:
-    """One job's hold on one root.
+    """One job's claim on one root.
 
-    A job that saves takes the root with ``take``. A job that only restores has the use of a root
-    (``use``) that belongs to nobody, or to a job that is known to have ended.
+    A job that saves takes the root with ``take``. A job that only restores may use a root (``use``)
+    that has no owner, or whose owner is known to have ended.
 
-    A checkpoint may be removed by the job that saved it, by a job that found it when it took the root,
-    and by the job that brought it there. A checkpoint that another job commits afterwards stays: that
-    job may be alive. The remains of a save may be removed at once if the job that has taken the root
-    knows that their job has ended. Other remains stay for a day (``retention.prune``).
-
-    Threads: any.
+    A checkpoint may be removed by the job that saved it, by a job that found it when it took the
+    root, and by the job that copied it there. A checkpoint that another job commits afterwards
+    stays, since that job may be alive. The remains of a save may be removed at once if the job that
+    has taken the root knows that their job has ended. Other remains stay for a day
+    (``retention.prune``).
 
     Args:
-        found_by_leader: For a rank that never takes the root itself, though its job saves: the checkpoints that were there when
-            the leader took it, None while it has not.
+        found_by_leader: For a rank that never takes the root itself, though its job saves: returns
+            the checkpoints that the leader found when it took the root, None before that.
 
     Attributes:
         claimed: Whether ``writer.json`` may name this job.
+
+    Thread safety:
+        Any thread may use it.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Claim:
         return confirm(self._backend, self._me)
 
     def confirm_removal(self) -> None:
-        """Asked before each removal.
+        """Confirm the claim. Call this before each removal.
 
         Raises:
             RootInUse: Another job has taken the root over since ``take`` or ``use``.
@@ -118,11 +120,11 @@ class Claim:
         self._brought.add(ref)
 
     def brings(self, ref: StepRef) -> bool:
-        """Whether this job puts ``ref``, a step of another job, into the root."""
+        """Declare that this job copies ``ref``, a step of another job, into the root."""
         return ref in self._brought
 
     def may_remove(self, ref: StepRef) -> bool:
-        """Whether a checkpoint is this job's to remove."""
+        """Return True if this job may remove a checkpoint."""
         if self._there is None and self._found_by_leader is None:  # it has the use of a root that is no job's
             return True
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
@@ -132,9 +134,10 @@ class Claim:
         return ref in (self._found or ())
 
     def is_dead(self, ref: StepRef) -> bool:
-        """Whether no process can complete the save that was begun as ``ref``.
+        """Return True if no process can complete the save that was begun as ``ref``.
 
-        That is so if its job is known to have ended, and this job has taken the root or is taking it now.
+        That is so if its job is known to have ended, and this job has taken the root or takes it
+        now.
         """
         return ref not in self._brought and job_of(ref) in self._ended
 
@@ -145,5 +148,5 @@ class Claim:
 
 
 def job_of(ref: StepRef) -> str:
-    """The attempt, without the count of tries at a step."""
+    """Return the attempt of a step, without the count of tries at it."""
     return _TRIAL.sub("", ref.attempt)

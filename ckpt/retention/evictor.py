@@ -1,4 +1,4 @@
-"""What goes where there is no room: remains, then the oldest steps, the newest only if it lies elsewhere too."""
+"""Eviction on a tier without room: first remains, then the oldest steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ _log = logging.getLogger("ckpt")
 
 
 class Evictor:
-    """One tier's. Several at once on one tier, of ranks or threads, may take off more than is needed, never what must stay: each looks by itself, what farther tiers wait for waits on every rank
-    until all have it there, and who comes second finds a step gone.
+    """Evicts steps of one tier.
 
-    Threads: one at a time.
+    The newest step is evicted only if another tier has it. Several evictors of one tier, of ranks
+    or threads, may evict more than is needed, but never a step that must stay. Each lists the tier
+    by itself, a step that farther tiers wait for waits on every rank until all of them have it, and
+    the second evictor finds a step gone.
 
     Args:
-        claim: The job's hold on the root.
-        waiting: Steps that a farther tier still reads from here.
-        elsewhere: Whether another durable tier has a step. Asked only where nothing else can go.
+        claim: The job's claim on the root.
+        waiting: Returns the steps that a farther tier still reads from here.
+        elsewhere: Returns True if another durable tier has a step. It is called only if nothing
+            else can be evicted.
+
+    Thread safety:
+        One thread at a time.
     """
 
     def __init__(
@@ -45,13 +51,15 @@ class Evictor:
         self._rule = Retention.of(tier.tier)
 
     def make_room(self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False) -> None:
-        """See that ``ref``, of ``staged`` bytes before any codec, fits into the capacity. Not where the store cannot be looked at: it will tell by itself.
+        """Make room so that ``ref``, of ``staged`` bytes before any codec, fits into the capacity.
 
-        With a codec it is reckoned by what the newest step here takes; before there is one, as it was staged, but no more than the capacity.
+        Nothing happens if the store cannot be listed; the save then raises the store's error. With
+        a codec the size is estimated from the newest step on the tier. Without such a step it is
+        the staged size, but no more than the capacity.
 
         Args:
-            restored: What the job goes on from; stays until there is a newer step of its own.
-            stored: The size is that of files as they will lie there.
+            restored: The step that the job goes on from; it stays until the job has a newer step.
+            stored: The size is that of the files on the tier.
 
         Raises:
             OutOfSpace: It cannot fit.
@@ -148,7 +156,10 @@ class Evictor:
                 yield held
 
     def _counts(self, ref: StepRef, restored: int | None) -> bool:
-        """Whether a restarted job may want it: of what others have saved, nothing after the step that was restored."""
+        """Return True if a restarted job may want the step.
+
+        Of other jobs' steps, none after the restored step counts.
+        """
         return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
 
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
@@ -187,7 +198,10 @@ class Evictor:
 
 
 def _ratio(found: list[StoredStep]) -> float | None:
-    """Bytes that lie there for each that was staged, of the newest step that a codec has shrunk; None if there is none."""
+    """Return the stored bytes per staged byte of the newest step that a codec has shrunk.
+
+    Returns None if there is no such step.
+    """
     encoded = (
         held
         for held in found

@@ -1,6 +1,7 @@
-"""What lies on a tier: which steps are whole, how big they are, and since when.
+"""The inventory of a tier: which steps are whole, how big they are, and since when.
 
-The index asks for manifests only. Whoever removes steps must know more: a manifest whose files are gone is no reason to give up an older step that is whole.
+The index reads manifests only. A process that removes steps must know more: a manifest without its
+files is no reason to remove an older step that is whole.
 """
 
 from __future__ import annotations
@@ -36,19 +37,26 @@ State = Literal["whole", "broken", "begun", "newer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredStep:
-    """One attempt at a step, as it lies there.
+    """One attempt at a step on the tier.
 
     Attributes:
-        objects: Files of ours in its folder.
-        unfinished: Writes to such files that were cut off, or are under way. Looked for only where the state is "begun" or "broken".
-        state: "whole" has a manifest and all files it names (where other nodes have theirs: all that belong to the fragments here), of which the bytes were not looked at; "broken" has a manifest that is damaged or names files that are gone; "begun" has none; "newer" has one that only a later ckpt can read.
-        metrics: As they were saved.
-        staged_bytes: Of its data files before any codec, as the manifest says; 0 if there is none.
-        is_part: Whether it has begun here and may be a checkpoint all the same: where nodes have their own tiers, another node may
-            have put the manifest. The fragment of a data file is here, so a rank of this node had its part durable. What lies beside it
-            may be a copy that a restore was making when it was killed.
+        objects: Our files in its folder.
+        unfinished: Writes to such files that were cut off or are under way. They are listed only if
+            the state is "begun" or "broken".
+        state: "whole" has a manifest and all files that it names (if other nodes have theirs: all
+            that belong to the fragments here); their bytes were not read. "broken" has a damaged
+            manifest, or a manifest that names missing files. "begun" has no manifest. "newer" has a
+            manifest that only a later ckpt can read.
+        metrics: The metrics that were saved.
+        staged_bytes: The size of its data files before any codec, as the manifest says; 0 without
+            one.
+        is_part: Whether it is "begun" here and may be a checkpoint all the same: if nodes have
+            their own tiers, another node may have put the manifest. The fragment of a data file is
+            here, so a rank of this node had its part durable. Other files may be a copy that a
+            restore was making when it was killed.
         is_cut: Whether its removal was begun. No process makes it a checkpoint again.
-        touched: When the youngest of its files was put; None if neither the store nor a fragment tells.
+        touched: When the youngest of its files was put; None if neither the store nor a fragment
+            says.
     """
 
     ref: StepRef
@@ -68,12 +76,16 @@ class StoredStep:
 
 
 class Inventory:
-    """A tier's steps. Remembers the whole ones, which never change: each look costs a listing of the root, and one request for every step that is known.
+    """The steps of a tier.
 
-    Threads: one at a time.
+    It remembers whole steps, which never change. Each look costs a listing of the root, and one
+    request for every known step.
 
     Args:
-        part: Whether the rest of each step may lie on other nodes.
+        part: Whether other nodes may have the rest of each step.
+
+    Thread safety:
+        One thread at a time.
     """
 
     def __init__(self, backend: StorageBackend, *, part: bool = False) -> None:
@@ -82,7 +94,7 @@ class Inventory:
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
-        """Of the whole ones that were seen last."""
+        """The metrics of the whole steps of the last look."""
         return [held.metrics for held in self._known.values()]
 
     def look(self, *, begun: bool = False) -> list[StoredStep]:
@@ -135,7 +147,7 @@ class Inventory:
         return there and bool(files or not self._part)
 
     def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
-        """The data files that belong here. A rank's fragment and its file lie on one node."""
+        """Return the data files that belong here. A rank's fragment and its file are on one node."""
         if not self._part:
             return outline.files
         here = {info.key.rpartition("/")[2] for info in objects}
@@ -176,14 +188,14 @@ class Inventory:
 
 
 def _has_any_rank(objects: Sequence[ObjectInfo]) -> bool:
-    """Whether the data file and the fragment of some rank are here."""
+    """Return True if the data file and the fragment of some rank are here."""
     names = {info.key.rpartition("/")[2] for info in objects}
     data = {name.partition(".")[0] for name in names if name.endswith((".safetensors", ".encoded"))}
     return any(f"{name}.json" in names for name in data)
 
 
 class _NamedFile(msgspec.Struct, array_like=True):
-    """The beginning of a ``File``, or of a ``FragmentRef``."""
+    """The first fields of a ``File`` or of a ``FragmentRef``."""
 
     name: str
     rank: int
@@ -191,7 +203,10 @@ class _NamedFile(msgspec.Struct, array_like=True):
 
 
 class _Outline(msgspec.Struct):
-    """Of a manifest, what costs little to read: a manifest may hold a million tensors, and training goes on beside."""
+    """The fields of a manifest that are cheap to read.
+
+    A manifest may hold a million tensors, and training goes on meanwhile.
+    """
 
     files: tuple[_NamedFile, ...]
     metadata: msgspec.Raw

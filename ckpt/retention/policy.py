@@ -18,11 +18,11 @@ Metrics = Mapping[StepRef, Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What a tier keeps. Without ``keep_last``: everything.
+    """What a tier keeps. Without ``keep_last`` it keeps everything.
 
     Attributes:
         keep_last: This many of the newest steps.
-        keep_every: Beside them, every step that is a multiple of this.
+        keep_every: Beside them, every step that is a multiple of this number.
         keep_best: Beside them, the steps with the best metric.
     """
 
@@ -45,7 +45,7 @@ class Retention:
 
     @classmethod
     def of(cls, tier: Tier) -> Retention:
-        """As the tier says."""
+        """Return the policy of a tier."""
         return cls(keep_last=tier.keep_last, keep_every=tier.keep_every, keep_best=tier.best)
 
     @property
@@ -56,11 +56,15 @@ class Retention:
 def reasons(
     committed: Collection[StepRef], rule: Retention, metrics: Metrics, *, own: str = ""
 ) -> dict[StepRef, tuple[str, ...]]:
-    """Why each of ``committed`` is kept; without a reason it need not be. All attempts at a step stay or go together.
+    """Return why each of ``committed`` is kept; a step without a reason need not be kept.
+
+    All attempts at a step stay or go together.
 
     Args:
-        metrics: As they were saved; may lack steps and names. What is not finite is nobody's best.
-        own: The running attempt. Its newest step stays whatever others there are: after a rollback the steps given up may have higher numbers.
+        metrics: The metrics of the steps. Steps and names may be missing, and infinite values and
+            NaN are never the best.
+        own: The running attempt. Its newest step always stays: after a rollback the abandoned steps
+            may have higher numbers.
     """
     numbers = sorted({ref.step for ref in committed}, reverse=True)
     last = set(numbers if rule.keep_last is None else numbers[: rule.keep_last])
@@ -77,7 +81,10 @@ def reasons(
 
 
 def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) -> str:
-    """What to say if the rule goes by a metric that no step has, though they have others; else nothing."""
+    """Return a sentence if the rule names a metric that no step has, though they have others.
+
+    Otherwise it is empty.
+    """
     names = sorted({name for told in metrics for name in told})
     if rule.keep_best is None or not names or rule.keep_best.metric in names:
         return ""
@@ -100,13 +107,13 @@ def first_to_go(
 
 
 def newest(committed: Collection[StepRef], *, own: str = "") -> StepRef | None:
-    """The one that a restarted job would want: the newest of the running attempt, else of all."""
+    """Return the step that a restarted job wants: the newest of the running attempt, else of all."""
     mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
     return max(mine or committed, default=None)
 
 
 def _best(committed: Collection[StepRef], rule: Best, metrics: Metrics) -> list[int]:
-    """Of equal ones the newest."""
+    """Return the best steps; of equal ones the newest."""
     values = [(metrics.get(ref, {}).get(rule.metric, math.nan), ref.step) for ref in committed]
     sign = -1 if rule.mode == "max" else 1
     ranked = sorted((sign * value, -step) for value, step in values if math.isfinite(value))

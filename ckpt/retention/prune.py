@@ -35,7 +35,11 @@ FOREIGN: Final = "another job's, committed after this one had taken the root"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be. ``state`` tells a checkpoint ("whole") from the remains of a save that failed ("begun") and from a checkpoint that has lost files ("broken")."""
+    """What was removed, or would be removed.
+
+    ``state`` is "whole" for a checkpoint, "begun" for the remains of a failed save, and "broken"
+    for a checkpoint that has lost files.
+    """
 
     ref: StepRef
     nbytes: int
@@ -65,15 +69,16 @@ def judge(
     protected: Callable[[], frozenset[StepRef]] = frozenset,
     claim: Claim | None = None,
 ) -> list[Judged]:
-    """What becomes of each of ``found``, in their order.
+    """Return what happens to each of ``found``, in their order.
 
     Args:
-        own: The running attempt: its newest step stays whatever the numbers of others.
-        alive: Whether it is known to run: then what is uncommitted of it stays until it is old, also where the store tells no dates.
-        grace_seconds: Age from which what is not whole counts as remains.
-        undated: Whether what has no date at all counts as such too.
-        protected: Those that stay whatever the rule; asked after the steps were listed.
-        claim: The job's hold on the root. It is left out where a person decides.
+        own: The running attempt. Its newest step stays, whatever numbers others have.
+        alive: Whether the attempt is known to run. Its uncommitted files then stay until they are
+            old, even if the store gives no dates.
+        grace_seconds: The age from which an incomplete step counts as remains.
+        undated: Whether files without a date count as remains too.
+        protected: Returns the steps that always stay; called after the steps were listed.
+        claim: The job's claim on the root; None if a person decides.
     """
     metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
     why = reasons(metrics, rule, metrics, own=own)
@@ -237,10 +242,10 @@ def sweep(
     """Remove what earlier jobs have left in a store of which each job uses only its own steps.
 
     Args:
-        restored: The step that this job goes on from, while it has no step of its own. It stays, and so does the newest
-            checkpoint of all.
-        part: Whether the rest of each step may lie on other nodes. Then the newest part of a step stays too, since another
-            node may list that step.
+        restored: The step that this job goes on from, while it has no step of its own. It stays,
+            and so does the newest checkpoint of all.
+        part: Whether other nodes may have the rest of each step. Then the newest part of a step
+            stays too, since another node may list that step.
 
     Raises:
         RootInUse: The root belongs to another job, which is not known to have ended.
@@ -264,7 +269,10 @@ def sweep(
 
 
 def _is_abandoned(held: StoredStep) -> bool:
-    """Whether the mark of a process that is long gone is in the way: no process takes a day from it to the manifest."""
+    """Return True if the claim marker of a process that is long gone is in the way.
+
+    No process needs a day from its marker to its manifest.
+    """
     ours = 0 if held.state == "begun" else None  # a refused save is cleared away by several
     dates = [
         info.modified
