@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors.text import CleanLog
 
 if TYPE_CHECKING:
-    from ckpt.adapters.declared import declare_part
-    from ckpt.adapters.local_shards import LocalShards
-    from ckpt.adapters.per_rank import PerRank, RngState
+    from ckpt.adapters.tensors.declared import declare_part
+    from ckpt.adapters.tensors.local_shards import LocalShards
+    from ckpt.adapters.tensors.per_rank import PerRank, RngState
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
     from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004 - as gzip and others have one
@@ -29,14 +29,14 @@ logging.getLogger("ckpt").addFilter(CleanLog())
 _HOMES = {
     "CheckpointManager": "ckpt.manager",
     "CkptError": "ckpt.errors",
-    "LocalShards": "ckpt.adapters.local_shards",
+    "LocalShards": "ckpt.adapters.tensors.local_shards",
     "PendingSave": "ckpt.pending",
-    "PerRank": "ckpt.adapters.per_rank",
+    "PerRank": "ckpt.adapters.tensors.per_rank",
     "RestoreReport": "ckpt.restore.report",
-    "RngState": "ckpt.adapters.per_rank",
+    "RngState": "ckpt.adapters.tensors.per_rank",
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",
-    "declare_part": "ckpt.adapters.declared",
+    "declare_part": "ckpt.adapters.tensors.declared",
     "open": "ckpt.exchange.opened",
 }
 _ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's

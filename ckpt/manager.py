@@ -16,12 +16,12 @@ from typing import Any, Final, Self, Unpack
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import Collected, collect, walk_objects
-from ckpt.adapters.memory import Memory
-from ckpt.adapters.prepare import PlanCache, Prepared
-from ckpt.adapters.renaming import Rename
-from ckpt.adapters.selection import Selection
+from ckpt.adapters.match.renaming import Rename
+from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
+from ckpt.adapters.walk.collect import Collected, collect, walk_objects
+from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.prepare import PlanCache, Prepared
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator

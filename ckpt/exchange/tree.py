@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckpt.adapters.remake import torch_value
+from ckpt.adapters.match.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, below, decode, following, join, parse, unescape

@@ -31,9 +31,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.modules import Entry, ModuleItems, Part, entries
-from ckpt.adapters.stand_in import ModuleStandIn, OptimizerStandIn
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.walk.modules import Entry, ModuleItems, Part, entries
+from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.zero_layout import Partition, Piece, partitions_of, span_of_shard
 

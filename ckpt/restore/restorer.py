@@ -19,11 +19,11 @@ from typing import Any, Final, Literal, get_args
 
 import msgspec
 
-from ckpt.adapters.broadcast import Broadcast, can_broadcast
-from ckpt.adapters.load import match
-from ckpt.adapters.matching import Matched
-from ckpt.adapters.selection import ALL, Selection
-from ckpt.adapters.sink import TensorSink
+from ckpt.adapters.match.broadcast import Broadcast, can_broadcast
+from ckpt.adapters.match.load import match
+from ckpt.adapters.match.matching import Matched
+from ckpt.adapters.match.selection import ALL, Selection
+from ckpt.adapters.match.sink import TensorSink
 from ckpt.catalog.candidates import candidates
 from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
 from ckpt.coordination.api import Coordinator

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import distribute_tensor
 
 from ckpt import LocalShards
-from ckpt.adapters.layout import leaf_of, memories
-from ckpt.adapters.local_shards import Source
+from ckpt.adapters.tensors.layout import leaf_of, memories
+from ckpt.adapters.tensors.local_shards import Source
 from ckpt.model.box import Box
 from ckpt.model.manifest import Manifest
 from tests.adapters.ranks import mesh_of, mesh_shapes, placements, rank_of

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckpt.adapters.layout import leaf_of, memories
+from ckpt.adapters.tensors.layout import leaf_of, memories
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.cuts import Cut, cut_boxes

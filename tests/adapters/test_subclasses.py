@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt import CheckpointManager, LocalShards
-from ckpt.adapters.collect import collect
-from ckpt.adapters.prepare import PlanCache
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import UnsupportedValue
 from tests.adapters.ranks import mesh_of, rank_of
 from tests.adapters.saving import assert_same, bits, new_root, restored, round_trip, saved

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from ckpt.adapters.collect import collect
-from ckpt.adapters.load import match
-from ckpt.adapters.prepare import PlanCache
-from ckpt.adapters.selection import Selection
-from ckpt.adapters.sink import TensorSink
+from ckpt.adapters.match.load import match
+from ckpt.adapters.match.selection import Selection
+from ckpt.adapters.match.sink import TensorSink
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.manifest import Manifest
 from ckpt.model.validate import check_fragment, check_manifest

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager
-from ckpt.adapters import sink
+from ckpt.adapters.match import sink
 from ckpt.errors import CkptError
 from ckpt.staging import copies
 from ckpt.staging.copies import Late

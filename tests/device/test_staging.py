@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, PerRank, RngState
-from ckpt.adapters import prepare
+from ckpt.adapters.walk import prepare
 from ckpt.staging import copies
 from ckpt.staging.copies import Copy, Late, copy_now
 from ckpt.staging.device import background, is_ordered, on, side_stream

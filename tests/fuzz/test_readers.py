@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import CheckpointManager, PerRank
-from ckpt.adapters.load import match
+from ckpt.adapters.match.load import match
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from ckpt import CheckpointManager
-from ckpt.adapters.collect import Memory, collect
+from ckpt.adapters.walk.collect import Memory, collect
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.deepspeed import zero_state
 from tests.adapters.saving import manifest_of, new_root, restored, saved

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt import CheckpointManager, LocalShards
-from ckpt.adapters.collect import collect
-from ckpt.adapters.modules import methods_beyond_step
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.modules import methods_beyond_step
 from ckpt.errors import UnsupportedValue
 from tests.adapters.saving import assert_same
 from tests.overlap.jobs import WIDTH, forward_backward, train, trained

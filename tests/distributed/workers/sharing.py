@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import ckpt.adapters.broadcast as broadcast
+import ckpt.adapters.match.broadcast as broadcast
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, PerRank, Tier
-from ckpt.adapters.sink import TensorSink
+from ckpt.adapters.match.sink import TensorSink
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 
 WIDTH = 256

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ckpt.adapters.remake import torch_value
+from ckpt.adapters.match.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, below, decode, join, parse

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ckpt.adapters.layout import leaf_of
-from ckpt.adapters.sink import TensorSink
+from ckpt.adapters.match.sink import TensorSink
+from ckpt.adapters.tensors.layout import leaf_of
 from ckpt.errors import RestoreError
 from ckpt.model.box import Box, split_rows
 from ckpt.plan.restore import ChunkRead, Target

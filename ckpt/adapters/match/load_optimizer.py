@@ -14,13 +14,13 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.local_shards import Source
-from ckpt.adapters.matching import Matching
-from ckpt.adapters.materialise import is_meta
-from ckpt.adapters.modules import PLACELESS, Part, fits, new_state, part_groups, placeless, state_name
-from ckpt.adapters.saved import ABSENT, SavedParameter
-from ckpt.adapters.stand_in import OptimizerStandIn
-from ckpt.adapters.zero import keeper_of
+from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.materialise import is_meta
+from ckpt.adapters.match.saved import ABSENT, SavedParameter
+from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.walk.modules import PLACELESS, Part, fits, new_state, part_groups, placeless, state_name
+from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import Node, below, unescape

@@ -17,8 +17,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt.adapters.layout import PLAIN, form_of, is_plain
-from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.layout import PLAIN, form_of, is_plain
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
 
 
 class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs four times as much

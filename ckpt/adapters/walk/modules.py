@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ckpt.adapters.declared import DeclaredPart, declared
-from ckpt.adapters.layout import holders_of, mesh_ranks
-from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.segments import place_of, same_view
-from ckpt.adapters.sharded import (
+from ckpt.adapters.tensors.declared import DeclaredPart, declared
+from ckpt.adapters.tensors.layout import holders_of, mesh_ranks
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.sharded import (
     Piece,
     flat_parameters,
     gathered,
@@ -32,9 +31,10 @@ from ckpt.adapters.sharded import (
     is_fsdp1,
     over_tensor_parallel,
 )
-from ckpt.adapters.stand_in import ModuleStandIn
-from ckpt.adapters.units import units_of
-from ckpt.adapters.zero import is_zero
+from ckpt.adapters.tensors.units import units_of
+from ckpt.adapters.tensors.zero import is_zero
+from ckpt.adapters.walk.segments import place_of, same_view
+from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.errors import CkptError, RestoreError, UnsupportedValue
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import join

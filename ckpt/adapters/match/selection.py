@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Final
 
-from ckpt.adapters.renaming import SAME, Rename, Renaming
+from ckpt.adapters.match.renaming import SAME, Rename, Renaming
 from ckpt.errors import ConfigError
 
 _MAGIC: Final = re.compile(r"[*?\[]")

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ckpt import CheckpointManager, PerRank
-from ckpt.adapters.collect import collect
-from ckpt.adapters.memory import Memory
-from ckpt.adapters.segments import Held, Segment
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.errors import UnsupportedValue
 from ckpt.model.dtype import DTYPES
 from tests.adapters.saving import (

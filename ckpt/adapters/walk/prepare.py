@@ -14,11 +14,11 @@ from typing import Final, NamedTuple, Self
 
 import torch
 
-from ckpt.adapters.collect import Collected
-from ckpt.adapters.layout import Form, check_storage, form_of, leaf_of, local
-from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.segments import Held, Segment
-from ckpt.adapters.zero import keeper_of
+from ckpt.adapters.tensors.layout import Form, check_storage, form_of, leaf_of, local
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.walk.collect import Collected
+from ckpt.adapters.walk.segments import Held, Segment
 from ckpt.config import CheckMode, Copies, SaveConfig
 from ckpt.errors import UnsupportedValue
 from ckpt.plan.copies import left, writers

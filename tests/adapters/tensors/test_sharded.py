@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from ckpt.adapters.collect import Collected, collect
-from ckpt.adapters.layout import leaf_of, memories
-from ckpt.adapters.memory import Memory
-from ckpt.adapters.prepare import PlanCache
+from ckpt.adapters.tensors.layout import leaf_of, memories
+from ckpt.adapters.walk.collect import Collected, collect
+from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box, tiling_fault
 from tests.adapters.ranks import rank_of

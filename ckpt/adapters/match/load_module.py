@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ckpt.adapters.local_shards import LocalShards
-from ckpt.adapters.matching import Matching
-from ckpt.adapters.modules import Part, items_of
-from ckpt.adapters.saved import ABSENT, is_mapping, kind, tag
+from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.saved import ABSENT, is_mapping, kind, tag
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.adapters.walk.modules import Part, items_of
 from ckpt.errors import KindMismatch
 from ckpt.model.values import Node
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.adapters.sharded import groups_of
+from ckpt.adapters.tensors.sharded import groups_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

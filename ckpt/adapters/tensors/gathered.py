@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.adapters.sharded import handles
+from ckpt.adapters.tensors.sharded import handles
 
 _log = logging.getLogger("ckpt")
 

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from ckpt.adapters.layout import memories
-from ckpt.adapters.local_shards import Source
+from ckpt.adapters.tensors.layout import memories
+from ckpt.adapters.tensors.local_shards import Source
 from ckpt.errors import RestoreError
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead

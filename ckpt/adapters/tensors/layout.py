@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.nn.parameter import is_lazy
 
-from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.cuts import Cut, cut_boxes, local_regions

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.adapters.collect import collect
-from ckpt.adapters.layout import leaf_of
-from ckpt.adapters.prepare import PlanCache
+from ckpt.adapters.tensors.layout import leaf_of
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.config import Copies
 from ckpt.errors import TensorIncomplete
 from tests.adapters.ranks import rank_of

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckpt.adapters.layout import local
-from ckpt.adapters.modules import canonical
+from ckpt.adapters.tensors.layout import local
+from ckpt.adapters.walk.modules import canonical
 from ckpt.errors import RestoreError
 
 _WAY = "materialise the module first, with to_empty(device=...), and build its optimizer after that"

@@ -9,14 +9,14 @@ from typing import Final
 
 import torch
 
-from ckpt.adapters.layout import leaf_of
-from ckpt.adapters.local_shards import Source
-from ckpt.adapters.materialise import RealTensors
-from ckpt.adapters.modules import Parameters
-from ckpt.adapters.remake import Remaker
-from ckpt.adapters.saved import Saved, kind, tag
-from ckpt.adapters.selection import Selection
-from ckpt.adapters.targets import memory_of
+from ckpt.adapters.match.materialise import RealTensors
+from ckpt.adapters.match.remake import Remaker
+from ckpt.adapters.match.saved import Saved, kind, tag
+from ckpt.adapters.match.selection import Selection
+from ckpt.adapters.match.targets import memory_of
+from ckpt.adapters.tensors.layout import leaf_of
+from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.walk.modules import Parameters
 from ckpt.errors import DtypeMismatch, EntryMissing, KindMismatch, RestoreError, ShapeMismatch
 from ckpt.model.casts import converts
 from ckpt.model.values import Node

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ckpt.adapters.local_shards import LocalShards
+from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.errors import ConfigError
 from ckpt.model.box import Box
 

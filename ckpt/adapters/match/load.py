@@ -15,19 +15,19 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.collect import declares_state, find_parameters, is_stateful, look_again, walk_objects
-from ckpt.adapters.gathered import forget_copies, release
-from ckpt.adapters.load_module import match_module
-from ckpt.adapters.load_optimizer import match_optimizer
-from ckpt.adapters.local_shards import LocalShards
-from ckpt.adapters.matching import Matched, Matching
-from ckpt.adapters.modules import asked, unwrapped
-from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
-from ckpt.adapters.selection import ALL, Selection
-from ckpt.adapters.sharded import as_source
-from ckpt.adapters.stand_in import StandIn
-from ckpt.adapters.targets import has_live, has_sharded, holds_names
+from ckpt.adapters.match.load_module import match_module
+from ckpt.adapters.match.load_optimizer import match_optimizer
+from ckpt.adapters.match.matching import Matched, Matching
+from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
+from ckpt.adapters.match.selection import ALL, Selection
+from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
+from ckpt.adapters.tensors.gathered import forget_copies, release
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.adapters.tensors.per_rank import PerRank
+from ckpt.adapters.tensors.sharded import as_source
+from ckpt.adapters.walk.collect import declares_state, find_parameters, is_stateful, look_again, walk_objects
+from ckpt.adapters.walk.modules import asked, unwrapped
+from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckpt.adapters.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.errors import UnsupportedValue
 
 _WRAPPED = "_fsdp_wrapped_module"

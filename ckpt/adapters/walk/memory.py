@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.local_shards import Source
-from ckpt.adapters.modules import (
+from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.tensors.zero import Keeper
+from ckpt.adapters.walk.modules import (
     ModuleItems,
     Parameters,
     Part,
@@ -22,9 +23,8 @@ from ckpt.adapters.modules import (
     raw_state,
     state_name,
 )
-from ckpt.adapters.segments import Segment, Table
-from ckpt.adapters.stand_in import ModuleStandIn
-from ckpt.adapters.zero import Keeper
+from ckpt.adapters.walk.segments import Segment, Table
+from ckpt.adapters.walk.stand_in import ModuleStandIn
 
 _values: Final = methodcaller("values")
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckpt.adapters import segments
-from ckpt.adapters.collect import Collected, collect
-from ckpt.adapters.memory import Memory
-from ckpt.adapters.prepare import PlanCache
-from ckpt.adapters.segments import Segment
+from ckpt.adapters.walk import segments
+from ckpt.adapters.walk.collect import Collected, collect
+from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.prepare import PlanCache
+from ckpt.adapters.walk.segments import Segment
 from tests.adapters.ranks import rank_of
 
 State = dict[str, Any]

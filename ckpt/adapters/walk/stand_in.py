@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from ckpt.adapters.local_shards import Source
-    from ckpt.adapters.modules import ModuleItems
+    from ckpt.adapters.tensors.local_shards import Source
+    from ckpt.adapters.walk.modules import ModuleItems
 
 
 class StandIn(ABC):

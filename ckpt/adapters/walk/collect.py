@@ -19,10 +19,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckpt.adapters.layout import PLAIN, check_initialized
-from ckpt.adapters.local_shards import LocalShards, Source
-from ckpt.adapters.memory import Memory, OptimizerItems, Structure
-from ckpt.adapters.modules import (
+from ckpt.adapters.tensors.layout import PLAIN, check_initialized
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.tensors.per_rank import PerRank
+from ckpt.adapters.tensors.sharded import as_source
+from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.walk.memory import Memory, OptimizerItems, Structure
+from ckpt.adapters.walk.modules import (
     Parameters,
     Part,
     asked,
@@ -33,11 +36,8 @@ from ckpt.adapters.modules import (
     state_name,
     unwrapped,
 )
-from ckpt.adapters.per_rank import PerRank
-from ckpt.adapters.segments import At, Held, Segment, Table, place_of, same_view
-from ckpt.adapters.sharded import as_source
-from ckpt.adapters.stand_in import OptimizerStandIn, StandIn
-from ckpt.adapters.zero import keeper_of
+from ckpt.adapters.walk.segments import At, Held, Segment, Table, place_of, same_view
+from ckpt.adapters.walk.stand_in import OptimizerStandIn, StandIn
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt import CheckpointManager, LocalShards, PerRank
-from ckpt.adapters.collect import collect
-from ckpt.adapters.memory import Memory
-from ckpt.adapters.prepare import PlanCache
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import (
     ConfigError,
     RestoreError,
