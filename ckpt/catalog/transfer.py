@@ -1,13 +1,12 @@
 """Copy a checkpoint, or files of it, to another store, proving every byte on the way.
 
-1. Files that the destination already has, whole and right, are kept: a fetch that was cut short goes on where it was.
-2. Data files: workers read spans of whole chunks, each from the nearest source that has it intact, and hand the bytes to uploads. A part of an upload that spans share is
-   put together from their pieces. Nothing is visible until all of a file is right.
-3. Fragments, then the manifest, byte for byte and last: as always, the step exists if and only if it does. Between the two the mark (``coordination.claim_marker``) and one more look at all of
-   them, as for any save that is finished from outside of its job.
+1. Files that the destination already has, whole and right, are kept: a copy that was cut short goes on where it was.
+2. Data files are written as a save writes them, from images whose chunks are read when they are asked for, each from the nearest source that has it intact. Nothing of a file is visible until
+   all of it is right. A destination with another codec gets the same chunks, encoded for it.
+3. Fragments, then the manifest, last: the step exists if and only if the manifest does. They are copied byte for byte, or, for another codec, say how the files are encoded. Before the manifest
+   come the claim marker (``coordination.claim_marker``) and one more look at all files, as for any save that is finished from outside of its job.
 
-Memory: spans and shared parts are fresh memory that is let go as soon as nobody needs it. A store whose uploads keep what they are given until
-``finish`` (the contract allows it) holds the files under way; one that does not holds 16 MiB and at most two parts per worker.
+Memory: for each worker a part, and the chunks at its ends. A store whose uploads keep what they are given until ``finish`` (the contract allows it) holds the files under way.
 """
 
 from __future__ import annotations
@@ -265,9 +264,8 @@ def copy_files(
 
     if not files:
         return []
-    with workers.beside(
-        "copy", min(len(files), workers.count)
-    ) as group:  # whose threads wait for the workers
+    # the threads of this group wait for the workers
+    with workers.beside("copy", min(len(files), workers.count)) as group:
         try:
             return list(group.stream(partial(copy, file) for file in files))
         except BaseException as error:  # noqa: BLE001 - the first is raised

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from ckpt.errors import CkptError, StagingError
 from ckpt.model.checksum import checksum
@@ -94,15 +94,7 @@ def write_image(
         if backend.capabilities.parallel_parts:
             workers.run_all(job.in_turn() if source.capacity < source.size else job.hashed_late())
         else:
-            hashing = workers.submit(job.hash, 0, 0, len(job.table))
-            try:
-                for offset in range(0, source.size, upload.part_bytes):
-                    job.write(offset)
-            except BaseException:
-                if not hashing.cancel():  # the image is only lent: nobody reads it once this has raised
-                    wait([hashing])
-                raise
-            hashing.result()
+            job.one_by_one(workers, ahead=bool(known))
         retry.call(upload.finish)
     except BaseException:
         upload.abort()
@@ -209,11 +201,29 @@ class _Job:
                 yield partial(self.hash, start, index, last)
             index, start = last, end
 
-    def write(self, offset: int) -> None:
+    def one_by_one(self, workers: Workers, *, ahead: bool) -> None:
+        """Parts in file order, while a worker hashes the chunks. ``ahead``: there are none to hash, and a worker gets the next part while one is written."""
+        size, step = self._source.size, self._upload.part_bytes
+        beside: list[Future[Any]] = [workers.submit(self.hash, 0, 0, len(self.table))]
+        try:
+            part: memoryview | None = None
+            for offset in range(0, size, step):
+                after = offset + step
+                if ahead and after < size:
+                    beside.append(workers.submit(self._source.view, after, min(size, after + step)))
+                self.write(offset, part)
+                part = beside.pop().result() if len(beside) > 1 else None
+        except BaseException:
+            wait([each for each in beside if not each.cancel()])  # the image is only lent
+            raise
+        beside[0].result()
+
+    def write(self, offset: int, part: memoryview | None = None) -> None:
+        """``part``: the bytes, if they were got before."""
         end = min(self._source.size, offset + self._upload.part_bytes)
         with losing(self._source.lost):
-            part = self._source.view(offset, end)
-            self._retry.call(lambda: self._upload.write(offset, part))
+            data = self._source.view(offset, end) if part is None else part
+            self._retry.call(lambda: self._upload.write(offset, data))
         self._source.written(offset, end)
         self._on_bytes(end - offset)
 

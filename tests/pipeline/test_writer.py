@@ -116,6 +116,39 @@ def test_a_store_that_takes_one_part_at_a_time_is_written_by_one_thread(memory, 
     assert backend.threads == {threading.get_ident()}
 
 
+def test_the_next_part_is_got_while_one_is_written_one_at_a_time(memory, workers, retry):
+    """Where parts are read from another store, both stores are busy."""
+    image = memoryview(np.random.default_rng(3).bytes(5000))
+    got = {start: threading.Event() for start in range(0, 6000, 1000)}
+    got[5000].set()  # there is none after the last
+
+    class Far(Whole):
+        def view(self, start: int, end: int) -> memoryview:
+            got[start].set()
+            return super().view(start, end)
+
+    class Slow(InTurn):
+        def upload(self, key: str, size: int) -> Upload:
+            upload = super().upload(key, size)
+            write = upload.write
+
+            def wait_for_next(offset: int, data: memoryview) -> None:
+                assert got[offset + 1000].wait(60)
+                write(offset, data)
+
+            upload.write = wait_for_next  # type: ignore[method-assign]
+            return upload
+
+    known = (Chunk(5000, checksum(image)),)
+    store = Slow(memory, part_bytes=1000, parallel=False)
+    found = write_image(
+        Far(image), [5000], backend=store, key="k", workers=workers, retry=retry, on_bytes=lambda _: None,
+        known=known,
+    )  # fmt: skip
+    assert found == known
+    assert read_object(memory, "k", limit=6000) == image
+
+
 def test_a_part_is_tried_again_by_itself(memory, workers, retry):
     faulty = FaultyBackend(memory, [Rule(verb="write", nth=2, fault=Raise(TransientStorageError))])
     written: list[int] = []
