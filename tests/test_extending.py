@@ -98,3 +98,48 @@ def test_a_command_that_cannot_be_loaded_does_not_cost_the_others(tmp_path: Path
     assert done.returncode == 0
     assert "'count'" in done.stderr
     assert "restore" in done.stdout
+
+
+def test_an_adapter_of_another_distribution_saves_and_restores_its_object(tmp_path: Path) -> None:
+    outside = Distribution(
+        tmp_path,
+        "ckpt_engine",
+        """
+        import torch
+
+        class Engine:
+            \"\"\"An object of a framework that knows nothing of ckpt.\"\"\"
+
+            def __init__(self, value):
+                self.weights, self.count = torch.full((3,), float(value)), value
+
+        class _Adapter:
+            def __init__(self, engine):
+                self.engine = engine
+
+            def state_dict(self):
+                return {"weights": self.engine.weights, "count": self.engine.count}
+
+            def load_state_dict(self, state):
+                self.engine.weights, self.engine.count = state["weights"], state["count"]
+
+        def adapt(value):
+            return _Adapter(value) if isinstance(value, Engine) else None
+        """,
+        "[ckpt.adapters]\nengine = ckpt_engine:adapt\n",
+    )
+    code = """
+        import sys
+        from ckpt import CheckpointManager
+        from ckpt_engine import Engine
+        with CheckpointManager(sys.argv[1]) as manager:
+            manager.save({"engine": Engine(7), "nested": {"engine": Engine(8)}}, step=1)
+            state = {"engine": Engine(0), "nested": {"engine": Engine(0)}}
+            manager.restore(state)
+        for engine in (state["engine"], state["nested"]["engine"]):
+            print(type(engine).__name__, engine.weights.tolist(), engine.count)
+    """
+    assert outside.run_code(code, str(tmp_path / "root")).splitlines() == [
+        "Engine [7.0, 7.0, 7.0] 7",
+        "Engine [8.0, 8.0, 8.0] 8",
+    ]

@@ -21,6 +21,7 @@ from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
 from ckpt.adapters.match.selection import ALL, Selection
 from ckpt.adapters.match.targets import has_live, has_sharded, holds_names
+from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
@@ -133,6 +134,8 @@ class _Match:
 
     def _item(self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]) -> None:
         """``put`` replaces the value in its container. ``node`` is ``ABSENT`` only for what is looked into."""
+        if not is_stateful(target):
+            target = adapted(target)
         match target:
             case nn.Module():
                 match_module(self._all, target, node, path, source)

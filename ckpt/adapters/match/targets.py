@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.layout import local
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
@@ -30,7 +31,7 @@ def memory_of(target: Source) -> Hashable:
 def has_live(value: Any, depth: int = 0) -> bool:
     """Whether a container holds anything that is loaded in place."""
     if isinstance(value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank) or (
-        depth and is_stateful(value)
+        depth and is_stateful(adapted(value))
     ):
         return True
     if isinstance(value, Mapping):

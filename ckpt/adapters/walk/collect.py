@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ckpt.adapters.tensors.adapted import adapted
 from ckpt.adapters.tensors.layout import PLAIN, check_initialized
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
@@ -234,6 +235,8 @@ class _Walk:
                 return {"$": type(value).__name__, "v": str(value).removeprefix("torch.")}
             case _:
                 pass
+        if not is_stateful(value):
+            value = adapted(value)
         if is_stateful(value):
             with asked(path, value):
                 kept = value.state_dict()  # type: ignore[attr-defined]

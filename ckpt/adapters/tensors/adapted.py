@@ -1,0 +1,41 @@
+"""Adapters of other distributions: entry points of the group ``ckpt.adapters``.
+
+An adapter is a function of one value of a state. It returns an object with ``state_dict()`` and
+``load_state_dict()`` that stands for the value, or None if it does not know the value. It is asked
+about values that ckpt itself cannot save: an engine or a loader of a framework, for instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+_GROUP: Final = "ckpt.adapters"
+_KNOWN: Final = (
+    torch.Tensor, nn.Module, Optimizer, np.ndarray, Mapping, list, tuple, set, frozenset,
+    str, bytes, int, float, complex, bool, type(None),
+)  # fmt: skip
+
+Adapter = Callable[[object], object | None]
+
+
+@cache
+def _adapters() -> tuple[Adapter, ...]:
+    return tuple(cast(Adapter, entry.load()) for entry in entry_points(group=_GROUP))
+
+
+def adapted(value: Any) -> Any:
+    """Return the object that stands for ``value``, or ``value`` itself if no adapter knows it."""
+    if isinstance(value, _KNOWN):
+        return value
+    for adapter in _adapters():
+        if (found := adapter(value)) is not None:
+            return found
+    return value
