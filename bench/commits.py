@@ -14,32 +14,29 @@ from ckpt.coordination.commit import Durable, encode
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import fragment_name
-from ckpt.model.manifest import FragmentRef, Manifest
-from ckpt.model.packed import Packed, pack_fragment, read_fragment, read_part
+from ckpt.model.manifest import FragmentRef, Manifest, Packed
+from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.model.reference import fill, ranks_of
-from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import Known, merge
 from ckpt.plan.restore import plan_restore
 
 
-def write(world: World, by_reference: bool, folder: str, ranks: range) -> dict[str, Any]:
+def write(world: World, folder: str, ranks: range) -> dict[str, Any]:
     """Puts the fragments of some ranks, for two saves on the same layout. In a process of its own."""
-    job = Job(world, by_reference=by_reference)
+    job = Job(world)
     refs: list[list[FragmentRef]] = [[], []]
     packing: list[float] = []
     for rank in ranks:
         leaves = world.leaves(rank)
         packed: Packed | None = None
         for step in (1, 2):
-            if by_reference:
-                packed = job.again(packed, rank, step, leaves) if packed else job.packed(rank, step, leaves)
-                data = pack(packed)
-            else:
-                data = pack(job.fragment(rank, step, leaves))
+            packed = job.again(packed, rank, step, leaves) if packed else job.packed(rank, step, leaves)
+            data = pack(packed)
             if rank == ranks[len(ranks) // 2]:  # the real thing, for the clock
                 fragment = job.fragment(rank, step, leaves)
                 start = time.process_time()
-                pack(pack_fragment(fragment) if by_reference else fragment)
+                pack(pack_fragment(fragment))
                 packing.append(time.process_time() - start)
             with open(f"{folder}/{step}-{rank}", "wb") as file:
                 file.write(data)
@@ -47,17 +44,12 @@ def write(world: World, by_reference: bool, folder: str, ranks: range) -> dict[s
     return {"refs": refs, "pack": packing, "plan": job.plans.seconds}
 
 
-def _read(folder: str, step: int, ref: FragmentRef, known: Known) -> Any:
+def _read(folder: str, step: int, ref: FragmentRef) -> Packed:
     """As the committer reads a fragment."""
     with open(f"{folder}/{step}-{ref.rank}", "rb") as file:
         data = file.read()
     assert checksum(data) == ref.checksum
-    part = read_part(data, key=ref.name)
-    return (
-        part
-        if isinstance(part, Packed)
-        else check_fragment(part, key=ref.name, known=known.parts.get(ref.rank))
-    )
+    return unpack(data, Packed, key=ref.name)
 
 
 def commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
@@ -67,7 +59,7 @@ def commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
     gc.disable()  # as collection is on the save path: fragments have no cycles
     for step, name in ((1, "merge_first"), (2, "merge_known")):
         start, cpu = time.perf_counter(), time.process_time()
-        manifest = merge(((_read(folder, step, ref, known), ref) for ref in refs[step - 1]), known)
+        manifest = merge(((_read(folder, step, ref), ref) for ref in refs[step - 1]), known)
         data = pack(manifest)
         found[name] = time.perf_counter() - start
         found[f"{name}_cpu"] = time.process_time() - cpu
@@ -86,17 +78,15 @@ def restore(folder: str, world: World, rank: int) -> dict[str, float]:
     start, cpu = time.perf_counter(), time.process_time()
     manifest = check_manifest(unpack(data, Manifest, key="manifest"), key="manifest")
     opened = time.perf_counter() - start
-    ranks: set[int] = set()
-    if manifest.by_reference:
-        ranks = ranks_of(manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
-        files = {ref.rank: ref for ref in manifest.fragments}
-        parts = {}
-        for each in sorted(ranks):
-            with open(f"{folder}/2-{each}", "rb") as file:
-                part = file.read()
-            assert checksum(part) == files[each].checksum
-            parts[each] = read_fragment(part, key="fragment")
-        manifest = fill(manifest, parts, key="manifest")
+    ranks = ranks_of(manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
+    files = {ref.rank: ref for ref in manifest.fragments}
+    parts = {}
+    for each in sorted(ranks):
+        with open(f"{folder}/2-{each}", "rb") as file:
+            part = file.read()
+        assert checksum(part) == files[each].checksum
+        parts[each] = read_fragment(part, key="fragment")
+    manifest = fill(manifest, parts, key="manifest")
     plan = plan_restore(manifest, wanted)
     seconds = time.perf_counter() - start
     assert plan.wanted_bytes == sum(leaf.nbytes for leaf in wanted)

@@ -18,8 +18,8 @@ import zstandard
 from ckpt.model import manifest as model
 from ckpt.model.box import Box
 from ckpt.model.keys import data_name
-from ckpt.model.manifest import Chunk, File, Fragment
-from ckpt.model.packed import Packed, pack_fragment
+from ckpt.model.manifest import Chunk, File, Fragment, Packed
+from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.save import SavePlan, plan_save
 
@@ -207,8 +207,8 @@ def _moved(tensor: model.Tensor, rank: int, mine: Leaf, like: Leaf) -> model.Ten
 class Job:
     """A world that saves. ``fragment`` gives the bytes that a rank would put, of save ``step``."""
 
-    def __init__(self, world: World, *, by_reference: bool) -> None:
-        self.world, self.plans, self.by_reference = world, Plans(world), by_reference
+    def __init__(self, world: World) -> None:
+        self.world, self.plans = world, Plans(world)
         self._tree = _tree(world.model)
         self._kinds: dict[Any, tuple[Packed, Any, Any]] = {}
         self._marks: dict[Any, bytes] = {}

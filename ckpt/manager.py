@@ -314,7 +314,7 @@ class CheckpointManager:
                 intact, and the message says whether tensors were overwritten.
             StorageError: The tiers cannot be listed.
             CommitTimeout: Some ranks did not come in time.
-            FormatTooNew: A later version of ckpt wrote the step.
+            FormatUnsupported: The step is in another format.
             ConfigError: ``only`` or a rule of ``rename`` matches nothing, or an argument is
                 invalid.
         """

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ckpt.model import manifest
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
-from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest
-from ckpt.model.packed import Part, pack_fragment
+from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
+from ckpt.model.packed import fragment_of, pack_fragment
+from ckpt.model.reference import fill
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.merge import merge
 from ckpt.plan.save import plan_save
@@ -26,8 +26,11 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
+    """``manifest`` has all fragments filled in; ``stored`` is as it is on the tier."""
+
     ref: StepRef
     manifest: Manifest
+    stored: Manifest
 
 
 def write_checkpoint(
@@ -71,15 +74,16 @@ def write_checkpoint(
         )
         for rank in range(world_size)
     ]
-    merged = merge(parts)
+    stored = merge(parts)
     if commit:
-        backend.put(ref.manifest, [pack(merged)], if_absent=True)
-    return Written(ref=ref, manifest=merged)
+        backend.put(ref.manifest, [pack(stored)], if_absent=True)
+    whole = fill(stored, {part.rank: fragment_of(part, key="k") for part, _ in parts}, key="k")
+    return Written(ref=ref, manifest=whole, stored=stored)
 
 
 def _write_rank(
     backend: StorageBackend, ref: StepRef, arrays: Arrays, empty: Fragment
-) -> tuple[Part, FragmentRef]:
+) -> tuple[Packed, FragmentRef]:
     rank, world_size = empty.rank, empty.world_size
     leaves = [
         Leaf(name, str(array.dtype), array.shape, _boxes(array, rank, world_size))
@@ -97,9 +101,7 @@ def _write_rank(
         end += nbytes
     backend.put(ref.key(data_name(rank)), [image])
     file = File(data_name(rank), rank, plan.size, tuple(chunks))
-    fragment: Part = msgspec.structs.replace(empty, file=file, tensors=plan.tensors)
-    if world_size >= manifest.REFERENCE_FROM:
-        fragment = pack_fragment(fragment)
+    fragment = pack_fragment(msgspec.structs.replace(empty, file=file, tensors=plan.tensors))
     packed = pack(fragment)
     backend.put(ref.key(fragment_name(rank)), [packed])
     return fragment, FragmentRef(fragment_name(rank), rank, len(packed), checksum(packed))

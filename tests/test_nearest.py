@@ -17,7 +17,14 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.coordination.owner import Owner, claim
-from ckpt.errors import AccessDenied, NoCheckpoint, OutOfSpace, StorageError, TransientStorageError
+from ckpt.errors import (
+    AccessDenied,
+    NoCheckpoint,
+    ObjectNotFound,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.policy import Retention
@@ -292,7 +299,8 @@ def test_a_torn_manifest_near_stops_nobody(
         assert report is not None
         assert_is(target, 3)
         assert [repair.key.rpartition("/")[2] for repair in report.repaired] == ["manifest.json"]
-        assert {key.rpartition("/")[2] for key in reads(store)} == {"manifest.json"}  # the data was near
+        # the data was near
+        assert {key.rpartition("/")[2] for key in reads(store)} == {"manifest.json", "rank-00000.json"}
         again = manager.restore(target)
     assert again is not None
     assert again.repaired == ()  # a good one was put in its place
@@ -464,9 +472,9 @@ def test_a_short_file_near_is_replaced(saved: list[Path], near: Path, far: Path)
 def test_a_partial_cache_is_used_and_pruned_in_the_end(
     saved: list[Path], tmp_path: Path, far: Path, watch: Watch
 ) -> None:
-    """A file that is not to be had whole leaves the others of a cache; here: the manifest's other fragment is gone."""
+    """A fragment that is gone when it is to be copied leaves the data in a cache that does not list the step."""
     fresh = tmp_path / "fresh"
-    files(far, 3)["fragment"].unlink()
+    watch(far, Rule(verb="read_into", key="rank-00000.json", fault=Raise(ObjectNotFound), nth=2))
     target = blank()
     with CheckpointManager([fresh, far]) as manager:
         manager.restore(target)

@@ -32,13 +32,10 @@ class Options:
         ("fsdp2", "hsdp", "hsdp2", "3d"), "fsdp2, hsdp, hsdp2 (sharded over half of the ranks), 3d"
     )
     tensors: int = told(1000, "of the model and its optimizer")
-    plain_to: int = told(
-        256, "the largest world of the first layout that is also committed with everything in one manifest"
-    )
     budget_seconds: float = told(1800.0, "after which no further world is begun")
 
 
-QUICK = Options(ranks=(8, 16), layouts=("fsdp2",), tensors=100, plain_to=8)
+QUICK = Options(ranks=(8, 16), layouts=("fsdp2",), tensors=100)
 
 
 _COLUMNS: Final = (
@@ -59,7 +56,6 @@ _NOTES: Final = (
     "Seconds are processor time of the one process that does the work (the wall-clock seconds are in the JSON): the machine is shared. The merge reads all fragments from files, checks and merges them, and packs the manifest.",
     "`merge, every later one`: the layout is as in the save before; checksums, digests of replicas and plain values are compared all the same.",
     "A restore plan goes from the bytes of the manifest to what is read where, the fragments that it needs read and checked on the way; one rank's, in a process of its own.",
-    "`all in one`: the manifest of small worlds (formats 1 and 2), with everything in it, which is what a world of that size had before.",
     "A rank asks a TCPStore 4 things for each save (its word, wait, verdict, forget), the leader one more for each rank and one for each 256; of storage a rank asks 2 (data, fragment), the leader two more for each rank, and the manifest.",
 )
 _LABELS: Final = {"fsdp2": "FSDP2", "hsdp": "HSDP", "hsdp2": "HSDP, 2 copies", "3d": "3-D"}
@@ -72,32 +68,28 @@ def run(bench: Bench, options: Options) -> Result:
         for layout in options.layouts:
             if layout == "hsdp2" and World("hsdp", ranks, named).mesh == World(layout, ranks, named).mesh:
                 continue
-            for by_reference in (True, False):
-                if not by_reference and (ranks > options.plain_to or layout != options.layouts[0]):
-                    continue
-                case, name = _LABELS[layout], f"{'ckpt' if by_reference else 'plain'}.{ranks}"
-                if lines and bench.left() < 0:
-                    bench.skip(case, name, "no time was left")
-                    continue
-                label = f"{ranks:,} ranks" + ("" if by_reference else ", all in one")
-                line = Line(case, name, label)
-                line.numbers.update(_measured(World(layout, ranks, named), by_reference, bench.folder))
-                lines.append(line)
-                print(f"{case}, {label}: {line.numbers}", flush=True)
+            case, name = _LABELS[layout], f"ckpt.{ranks}"
+            if lines and bench.left() < 0:
+                bench.skip(case, name, "no time was left")
+                continue
+            line = Line(case, name, f"{ranks:,} ranks")
+            line.numbers.update(_measured(World(layout, ranks, named), bench.folder))
+            lines.append(line)
+            print(f"{case}, {line.label}: {line.numbers}", flush=True)
     lines.sort(key=lambda line: list(_LABELS.values()).index(line.case))
     return bench.result(
         f"Worlds of up to {max(options.ranks):,} ranks × {options.tensors:,} tensors", _COLUMNS, _NOTES, lines
     )
 
 
-def _measured(world: World, by_reference: bool, parent: str) -> dict[str, Number]:
+def _measured(world: World, parent: str) -> dict[str, Number]:
     folder = tempfile.mkdtemp(dir=parent)
     begin = time.perf_counter()
     try:
         blocks = [
             range(k * world.ranks // _WRITERS, (k + 1) * world.ranks // _WRITERS) for k in range(_WRITERS)
         ]
-        parts = _apart(_WRITERS, commits.write, [(world, by_reference, folder, block) for block in blocks])
+        parts = _apart(_WRITERS, commits.write, [(world, folder, block) for block in blocks])
         refs = [[ref for part in parts for ref in part["refs"][step]] for step in range(2)]
         (commit,) = _apart(1, commits.commit, [(folder, refs)])
         other = World("fsdp2", world.ranks * 3 // 4, world.model)
@@ -178,13 +170,12 @@ def plot(result: Result, path: str) -> None:
 def _series(result: Result, key: str) -> list[plots.Series]:
     found: list[plots.Series] = []
     for case in result.cases():
-        for kind, name, more in (("ckpt", "ckpt", ""), ("plain", "plain", ", all in one")):
-            points = [
-                (float(line.name.split(".")[1]), value)
-                for line in result.of(case)
-                if line.name.startswith(f"{kind}.") and (value := line.median(key))
-            ]
-            if points and (kind == "ckpt" or case == _LABELS["fsdp2"]):
-                own = next(f"{name}.{layout}" for layout, label in _LABELS.items() if label == case)
-                found.append(plots.Series(own, case + more, *map(list, zip(*points, strict=True))))
+        points = [
+            (float(line.name.split(".")[1]), value)
+            for line in result.of(case)
+            if line.name.startswith("ckpt.") and (value := line.median(key))
+        ]
+        if points:
+            own = next(f"ckpt.{layout}" for layout, label in _LABELS.items() if label == case)
+            found.append(plots.Series(own, case, *map(list, zip(*points, strict=True))))
     return found

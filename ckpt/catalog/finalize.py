@@ -26,12 +26,11 @@ from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES, pack
+from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
 from ckpt.model.keys import MANIFEST, StepRef, fragment_name
-from ckpt.model.manifest import FragmentRef, Manifest
-from ckpt.model.packed import Packed, Part, fragment_of, read_part
+from ckpt.model.manifest import FragmentRef, Manifest, Packed
+from ckpt.model.packed import fragment_of
 from ckpt.model.reference import fill
-from ckpt.model.validate import check_fragment
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
@@ -70,7 +69,8 @@ def finalize(
     _check_last(backend, ref, owner)
     parts = _read_fragments(backend, ref, workers, retry)
     manifest = merge(parts)
-    whole = _whole(manifest, [part for part, _ in parts], key=ref.manifest)
+    fragments = {part.rank: fragment_of(part, key=ref.key(named.name)) for part, named in parts}
+    whole = fill(manifest, fragments, key=ref.manifest)
     encodings = whole.encodings()
     if read_data:
         faults, _ = verify_files(
@@ -91,14 +91,6 @@ def finalize(
         raise CommitError(f"step {ref.step}: another process took the root over meanwhile: try again")
     _put(backend, ref, manifest, workers, retry)
     return manifest
-
-
-def _whole(manifest: Manifest, parts: Sequence[Part], *, key: str) -> Manifest:
-    """With what it leaves to the fragments."""
-    if not manifest.by_reference:
-        return manifest
-    packed = [part for part in parts if isinstance(part, Packed)]
-    return fill(manifest, {part.rank: fragment_of(part, key=key) for part in packed}, key=key)
 
 
 def _put(
@@ -170,7 +162,7 @@ def _of_leader(name: str) -> bool:
 
 def _read_fragments(
     backend: StorageBackend, ref: StepRef, workers: Workers, retry: RetryPolicy
-) -> list[tuple[Part, FragmentRef]]:
+) -> list[tuple[Packed, FragmentRef]]:
     """Those of all ranks.
 
     Raises:
@@ -191,18 +183,16 @@ def _read_fragments(
 
 def _read_fragment(
     backend: StorageBackend, ref: StepRef, name: str, retry: RetryPolicy
-) -> tuple[Part, FragmentRef]:
+) -> tuple[Packed, FragmentRef]:
     key = ref.key(name)
     data = retry.call(partial(read_object, backend, key, limit=MAX_RECORD_BYTES))
-    fragment = read_part(data, key=key)  # one of a large world is checked as it is merged
-    if not isinstance(fragment, Packed):
-        check_fragment(fragment, key=key)
+    fragment = unpack(data, Packed, key=key)  # the merge checks what is in it
     if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (ref.step, ref.attempt, name):
         raise ManifestCorrupt(key, "it belongs to another save, or to another rank")
     return fragment, FragmentRef(name, fragment.rank, len(data), checksum(data))
 
 
-def _check_world(ref: StepRef, fragments: Sequence[Part]) -> None:
+def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
     world = fragments[0].world_size
     if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
         told = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")

@@ -1,4 +1,4 @@
-"""Fragments of a committed step, proven to be those that its manifest was merged from; and a manifest by reference, filled in with them."""
+"""Fragments of a committed step, proven by checksum against its manifest."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from msgspec.structs import replace
 
 from ckpt.errors import ChecksumMismatch, ManifestCorrupt
 from ckpt.model.checksum import checksum
+from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.packed import read_fragment
-from ckpt.model.reference import fill, ranks_of
+from ckpt.model.reference import carried_fragment, fill, ranks_of
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
 
 _THREADS: Final = 16
-"""Requests are what takes time: fragments are small, and there may be thousands."""
+"""Requests take most of the time: fragments are small, and there may be thousands."""
 
 
 def load_fragment(
     backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
 ) -> tuple[Fragment, bytes]:
-    """A fragment that is the one the manifest was merged from, and its bytes.
+    """A fragment that the manifest was merged from, and its bytes.
 
     Raises:
         ObjectNotFound: It is missing.
@@ -36,19 +37,20 @@ def load_fragment(
     size = backend.head(key).size
     if size != named.size:
         raise ManifestCorrupt(key, f"has {size} bytes, should have {named.size}")
-    data = read_object(backend, key, limit=named.size)
+    if size > MAX_RECORD_BYTES:
+        raise ManifestCorrupt(key, f"has {size} bytes, more than a fragment may have")
+    data = bytearray(size)
+    backend.read_into(key, 0, memoryview(data))
     if checksum(data) != named.checksum:
         raise ChecksumMismatch(key, 0, len(data))
-    fragment = read_fragment(data, key=key)
+    fragment = read_fragment(bytes(data), key=key)
     mine = (fragment.step, fragment.attempt, fragment.rank, fragment.world_size, fragment.chunk_bytes)
     if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
         raise ManifestCorrupt(key, "belongs to another save")
-    told = fragment.file
-    if told is not None and file is not None and not file.chunks:  # the manifest leaves them to the fragment
-        told = replace(told, chunks=())
-    if told != file:
+    own = replace(fragment.file, chunks=()) if fragment.file else None
+    if own != (replace(file, chunks=()) if file else None):
         raise ManifestCorrupt(key, "its data file is not the one that the manifest names")
-    return fragment, data
+    return fragment, bytes(data)
 
 
 def filled(
@@ -58,23 +60,27 @@ def filled(
     *,
     key: str,
 ) -> Manifest:
-    """A manifest by reference with the fragments of ``ranks``, or of all (None), filled in; any other as it is.
+    """The manifest with the fragments of ``ranks``, or of all (None), filled in.
 
     Args:
-        read: Gives a fragment, from any thread.
+        read: Gives a fragment that the manifest does not carry. Called on any thread.
 
     Raises:
-        ManifestCorrupt: The fragments are not those of such a manifest.
+        ManifestCorrupt: The fragments are not those of this manifest.
     """
-    if not manifest.by_reference:
+    if manifest.is_filled:
         return manifest
     files = manifest.file_map()
     named = [each for each in manifest.fragments if ranks is None or each.rank in ranks]
+
+    def load(each: FragmentRef) -> Fragment:
+        return carried_fragment(manifest, each.rank, key=key) or read(each, files.get(each.rank))
+
     if len(named) < 2:
-        found = [read(each, files.get(each.rank)) for each in named]
+        found = list(map(load, named))
     else:
         with Workers("fragments", min(_THREADS, len(named))) as workers:
-            found = workers.run_all(partial(read, each, files.get(each.rank)) for each in named)
+            found = workers.run_all(partial(load, each) for each in named)
     return fill(manifest, {part.rank: part for part in found}, key=key)
 
 
@@ -97,10 +103,8 @@ class Parts:
 
     @property
     def outline(self) -> Manifest:
-        """The manifest, with the ``PerRank`` values of every rank within reach."""
-        return (
-            replace(self.manifest, per_rank=_PerRank(self)) if self.manifest.by_reference else self.manifest
-        )
+        """The manifest, with the ``PerRank`` values of every rank, each read when it is used."""
+        return replace(self.manifest, per_rank=_PerRank(self))
 
     def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
         """The manifest with the fragments that hold some of ``wanted``, or with all (None), filled in."""
@@ -117,7 +121,8 @@ class Parts:
 
     def _load(self, named: FragmentRef, file: File | None) -> Fragment:
         if named.rank not in self._known:
-            self._known[named.rank] = self._read(self.manifest, named, file)
+            carried = carried_fragment(self.manifest, named.rank, key=named.name)
+            self._known[named.rank] = carried or self._read(self.manifest, named, file)
         return self._known[named.rank]
 
 

@@ -34,7 +34,7 @@ class Entry:
     """One attempt at a step, as far as its manifest tells. Its data was not looked at.
 
     Attributes:
-        manifest: Perhaps one by reference. None if the attempt is not committed, or its manifest is damaged.
+        manifest: As it is stored. None if the attempt is not committed, or its manifest is damaged.
         damage: Why the manifest cannot be trusted.
         finished_ranks: Fragments that are there; counted for an attempt without a manifest only.
         nbytes: Of all data files; for an attempt without a manifest, of what lies there.
@@ -83,11 +83,11 @@ def committed(backend: StorageBackend) -> list[StepRef]:
 
 
 def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
-    """The manifest of a committed step, whole and checked. That of a large world is put together from all of its fragments.
+    """The manifest of a committed step, checked, with all of its fragments filled in.
 
     Raises:
         ObjectNotFound: The step is not committed here, or a fragment is missing.
-        ManifestCorrupt, ChecksumMismatch, FormatTooNew: It cannot be trusted.
+        ManifestCorrupt, ChecksumMismatch, FormatUnsupported: It cannot be trusted.
     """
     manifest = read_packed(backend, ref, retry=retry)[0]
 
@@ -101,7 +101,10 @@ def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy =
 def read_packed(
     backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
 ) -> tuple[Manifest, bytes]:
-    """The manifest as it lies there, which may be one by reference, checked as far as it goes; and the very bytes it was read from. Raises as ``read_manifest`` does."""
+    """The manifest as it is stored, checked, and its bytes. Reads no fragment.
+
+    Raises as ``read_manifest`` does.
+    """
     with about(backend.url):
         data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
     manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
@@ -165,9 +168,14 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
 
 
 def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[str]:
-    """Data files that the manifest names and the store has not; a listing may lag behind, so what it lacks is asked for by name."""
+    """Files that a restore needs, and the store does not have.
+
+    A listing may lag behind, so each name that it lacks is looked up.
+    """
     listed = {info.key for info in own_objects(backend, ref)}
-    doubtful = [file.name for file in manifest.files if ref.key(file.name) not in listed]
+    fragments = () if manifest.carried else manifest.fragments
+    needed: list[File | FragmentRef] = [*manifest.files, *fragments]
+    doubtful = [file.name for file in needed if ref.key(file.name) not in listed]
     return [name for name in doubtful if not _RETRY.call(partial(is_there, backend, ref.key(name)))]
 
 

@@ -116,7 +116,7 @@ class TieredReader:
         """The manifest, of the nearest source that has it intact.
 
         Raises:
-            FormatTooNew: The nearest source that lists the step has it in a later format.
+            FormatUnsupported: The nearest source that lists the step has it in a later format.
             IntegrityError, StorageError: No source has it.
         """
 
@@ -138,7 +138,8 @@ class TieredReader:
         return Found(position, self._parts.outline, packed)
 
     def whole(self, work: Callable[[Found], T]) -> T:
-        """Do ``work`` with the manifest; if it is one by reference, and a fragment that ``work`` needs is intact nowhere, anew with that of the next source, whose fragments may be others. The first is left out then.
+        """Do ``work`` with the manifest. If a fragment that it needs is intact nowhere, do it again with
+        the manifest of the next source, whose fragments may differ, and without the first source.
 
         Raises:
             What ``work`` and ``manifest`` raise: if none has all that is needed, the first of it.
@@ -147,7 +148,7 @@ class TieredReader:
         try:
             return work(found)
         except (IntegrityError, StorageError) as error:
-            if self._parts is None or not self._parts.manifest.by_reference:
+            if self._parts is None:
                 raise
             with self._lock:
                 self._gone[found.position, ""] = error
@@ -158,13 +159,13 @@ class TieredReader:
                 raise error from None
 
     def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
-        """With what a manifest by reference leaves to the fragments: those that hold some of ``wanted``, or all (None). Once, before anything is read.
+        """With the fragments filled in that hold some of ``wanted``, or all (None). Once, before data is read.
 
         Raises:
             IntegrityError, StorageError: A fragment is intact nowhere.
         """
         here = self._here
-        if here is None or self._parts is None or not here.by_reference:
+        if here is None or self._parts is None or here.is_filled:
             return found
         self._here = self._manifests[found.position] = self._parts.filled(wanted, key=self.ref.manifest)
         return replace(found, manifest=self._here)

@@ -25,22 +25,20 @@ from ckpt.catalog.verify import Meter, OnProgress, fault_of, size_faults, verify
 from ckpt.codec.byte_planes import Encoder, widths_of
 from ckpt.config import NO_CODEC, parse_codec
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
-from ckpt.errors import FormatTooNew, IntegrityError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.errors import FormatUnsupported, IntegrityError, ObjectExists, ObjectNotFound, StorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
-    ENCODED_FORMAT,
-    FORMAT,
-    REFERENCE_FORMAT,
     Encoding,
     File,
     Fragment,
     FragmentRef,
     Manifest,
+    Packed,
     stored_size,
 )
-from ckpt.model.packed import Part, pack_fragment, read_fragment, read_part
+from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
@@ -83,17 +81,11 @@ class Recoding:
         """Of a rank's file there."""
         return data_name(rank, encoded=self.encoder is not None)
 
-    def fragment(self, rank: int, encoding: Encoding | None) -> bytes:
+    def fragment(self, rank: int, encoding: Encoding | None) -> Packed:
         """The fragment of a rank there."""
         part = self.parts[rank]
-        by_reference = part.format == REFERENCE_FORMAT
-        told = replace(
-            part,
-            format=part.format if by_reference else ENCODED_FORMAT if encoding else FORMAT,
-            file=replace(part.file, name=self.name(rank)) if part.file else None,
-            encoded=(encoding,) if encoding else (),
-        )
-        return pack(pack_fragment(told) if by_reference else told)
+        file = replace(part.file, name=self.name(rank)) if part.file else None
+        return pack_fragment(replace(part, file=file, encoded=(encoding,) if encoding else ()))
 
 
 def fetch_nearest(
@@ -125,7 +117,7 @@ def fetch_nearest(
                 source, ref, destination,
                 workers=workers, on_progress=on_progress, on_repair=on_repair, others=others,
             )  # fmt: skip
-        except FormatTooNew:
+        except FormatUnsupported:
             if first is None:
                 raise
             continue
@@ -171,7 +163,7 @@ def fetch_step(
         codec: That of the destination. None: files are copied as they lie at the source.
 
     Raises:
-        ChecksumMismatch, ManifestCorrupt, FormatTooNew: All sources are damaged. Any ``IntegrityError`` is about the sources.
+        ChecksumMismatch, ManifestCorrupt, FormatUnsupported: All sources are damaged. Any ``IntegrityError`` is about the sources.
         IntegrityError: They lack a file, or a file cannot be read where it should have bytes.
         ObjectExists: The destination has an intact manifest of this very attempt that differs, and not only in how files are encoded.
     """
@@ -336,7 +328,7 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
     except ObjectNotFound:
         return False
     except IntegrityError as error:
-        if not isinstance(error, FormatTooNew):
+        if not isinstance(error, FormatUnsupported):
             retry.call(partial(destination.delete, ref.manifest))
             return False
     raise ObjectExists(
@@ -402,7 +394,7 @@ def _kept(
                 encoding = next(iter(read_fragment(data, key=key).encoded), None)
             except (ObjectNotFound, IntegrityError):
                 continue
-            if data == recoding.fragment(rank, encoding):
+            if data == pack(recoding.fragment(rank, encoding)):
                 found[rank] = replace(file, name=recoding.name(rank)), encoding
         files = found
     encodings = {rank: encoding for rank, (_, encoding) in files.items() if encoding}
@@ -436,14 +428,13 @@ def _put_fragments(
     retry: RetryPolicy,
 ) -> Manifest:
     """Put the fragments of files that were recoded; returns the manifest that says the same."""
-    merged: list[tuple[Part, FragmentRef]] = []
+    merged: list[tuple[Packed, FragmentRef]] = []
     puts: list[Callable[[], object]] = []
     for rank in sorted(recoding.parts):
-        name, data = fragment_name(rank), recoding.fragment(rank, encodings.get(rank))
+        name, packed = fragment_name(rank), recoding.fragment(rank, encodings.get(rank))
+        data = pack(packed)
         puts.append(partial(retry.call, partial(destination.put, ref.key(name), [data])))
-        merged.append(
-            (read_part(data, key=ref.key(name)), FragmentRef(name, rank, len(data), checksum(data)))
-        )
+        merged.append((packed, FragmentRef(name, rank, len(data), checksum(data))))
     workers.run_all(puts)
     return merge(merged)
 

@@ -20,7 +20,7 @@ from ckpt.catalog.index import read_packed
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
-    FormatTooNew,
+    FormatUnsupported,
     IntegrityError,
     LinkRefused,
     ManifestCorrupt,
@@ -30,7 +30,7 @@ from ckpt.errors import (
 )
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest, stored_size
-from ckpt.model.reference import fill
+from ckpt.model.reference import carried_fragments, fill
 from ckpt.pipeline.reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -85,13 +85,13 @@ def verify_step(
     Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that, and a chunk.
 
     Raises:
-        AccessDenied, TransientStorageError, FormatTooNew: The store could not be asked, or its answer not be read; that says nothing about the checkpoint.
+        AccessDenied, TransientStorageError, FormatUnsupported: The store could not be asked, or its answer not be read; that says nothing about the checkpoint.
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
     try:
         manifest, _ = read_packed(backend, ref, retry=retry)
-    except FormatTooNew:
+    except FormatUnsupported:
         raise
     except (IntegrityError, StorageError) as error:
         fault = fault_of(error)
@@ -205,10 +205,9 @@ class Meter:
 
 
 def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest:
-    """One by reference with the fragments that are intact: of files whose fragment is not, only the size can be compared."""
-    if not manifest.by_reference:
-        return manifest
-    return fill(manifest, {part.rank: part for part in parts}, key=key)
+    """With the fragments that are intact. Of a file without one, only the size can be compared."""
+    known = carried_fragments(manifest, key=key)
+    return fill(manifest, {**known, **{part.rank: part for part in parts}}, key=key)
 
 
 def _fragment(

@@ -120,14 +120,14 @@ def _copy(
 ) -> _Copied:
     from ckpt.catalog.transfer import fetch_step
     from ckpt.cli import output
-    from ckpt.errors import FormatTooNew, IntegrityError, ObjectExists
+    from ckpt.errors import FormatUnsupported, IntegrityError, ObjectExists
 
     try:
         if not check and (nbytes := _size_there(source, ref, destination)) is not None:
             return _Copied(ref=ref, nbytes=nbytes, skipped=True)
         with output.progress(f"step {ref.step}") as bar:
             report = fetch_step(source, ref, destination, workers=workers, on_progress=bar)
-    except FormatTooNew:
+    except FormatUnsupported:
         raise
     except (IntegrityError, ObjectExists) as error:  # the other steps may be fine
         return _Copied(ref=ref, error=error)

@@ -181,11 +181,11 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
 
     The first of ``refs`` is read since no ``step`` was named; the error names the step before it.
     """
-    from ckpt.errors import FormatTooNew, IntegrityError
+    from ckpt.errors import FormatUnsupported, IntegrityError
 
     try:
         yield
-    except FormatTooNew:  # not damage
+    except FormatUnsupported:  # not damage
         raise
     except IntegrityError as error:
         before = next((ref.step for ref in refs if ref.step < refs[0].step), None)

@@ -235,7 +235,7 @@ def _what(state: State) -> str:
         "whole": "checkpoint",
         "broken": "files are missing",
         "begun": "remains",
-        "newer": "of a later ckpt",
+        "unsupported": "of another format",
     }[state]
 
 

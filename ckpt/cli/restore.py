@@ -227,7 +227,7 @@ def _try(
     from ckpt.catalog.transfer import fetch_nearest
     from ckpt.catalog.verify import verify_step
     from ckpt.cli import output
-    from ckpt.errors import FormatTooNew, IntegrityError
+    from ckpt.errors import FormatUnsupported, IntegrityError
 
     if destination is None:
         checked = verify_step(sources[0], ref, workers=workers, on_progress=bar)
@@ -242,7 +242,7 @@ def _try(
         fetched = fetch_nearest(
             sources, ref, destination, workers=workers, on_progress=bar, on_repair=repaired.append
         )
-    except FormatTooNew:
+    except FormatUnsupported:
         raise  # not damage: an older step would hide it
     except IntegrityError as error:
         return error

@@ -55,11 +55,9 @@ from ckpt.errors import (
     placed,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
+from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import FragmentRef
-from ckpt.model.packed import Packed, Part, read_part
-from ckpt.model.validate import check_fragment
+from ckpt.model.manifest import FragmentRef, Packed
 from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, is_there, read_object
 
@@ -79,11 +77,11 @@ def _at_once(work: Callable[[], T], /) -> T:
     return work()
 
 
-ReadAll = Callable[[Iterable[Callable[[], Part]]], Iterator[Part]]
+ReadAll = Callable[[Iterable[Callable[[], Packed]]], Iterator[Packed]]
 """Calls all of it, perhaps on several threads; results come in order, and few of them wait."""
 
 
-def in_turn(reads: Iterable[Callable[[], Part]]) -> Iterator[Part]:
+def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
     """On this thread, one after the other."""
     return (read() for read in reads)
 
@@ -311,7 +309,8 @@ class _Commit:
             return Spoiled(Aborted(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
         return Merged(checksum(self._manifest))
 
-    def _read(self, fragment: FragmentRef) -> Part:
+    def _read(self, fragment: FragmentRef) -> Packed:
+        """A fragment as it was written. The merge checks what is in it."""
         key = self._ref.key(fragment.name)
         try:
             data = self._place.read(self._ref, fragment)
@@ -321,10 +320,7 @@ class _Commit:
             raise TierNotShared(self._place.url, [fragment.rank]) from None
         if checksum(data) != fragment.checksum:
             raise ManifestCorrupt(key, "it is not what its rank has written")
-        part = read_part(data, key=key)
-        if isinstance(part, Packed):  # checked as it is merged
-            return part
-        return check_fragment(part, key=key, known=self._known.parts.get(fragment.rank))
+        return unpack(data, Packed, key=key)
 
     def _put(self) -> PutEnded:
         try:

@@ -17,7 +17,9 @@
     ├── IntegrityError             exit 4   the bytes are not what was written
     │   ├── ChecksumMismatch
     │   ├── ManifestCorrupt
-    │   └── FormatTooNew
+    │   └── FormatUnsupported               in another format; perhaps intact
+    │       ├── FormatTooNew                a later ckpt wrote it
+    │       └── FormatTooOld                an earlier one wrote it, in a format no longer read
     ├── CommitError                exit 5   a save did not become a checkpoint
     │   ├── StepExists
     │   ├── HistoryHidden                   a restore would take another run's newer step
@@ -90,6 +92,8 @@ from ckpt.errors.storage import (
     AccessDenied,
     ChecksumMismatch,
     FormatTooNew,
+    FormatTooOld,
+    FormatUnsupported,
     IntegrityError,
     LinkRefused,
     ManifestCorrupt,
@@ -114,6 +118,8 @@ __all__ = [
     "EntryMissing",
     "EntryUnexpected",
     "FormatTooNew",
+    "FormatTooOld",
+    "FormatUnsupported",
     "HistoryHidden",
     "HostMemoryExhausted",
     "IntegrityError",

@@ -99,14 +99,26 @@ class ManifestCorrupt(IntegrityError):
         super().__init__(f"{key!r} is not a valid manifest: {detail}")
 
 
-class FormatTooNew(IntegrityError):
-    """Written by a later ckpt."""
+class FormatUnsupported(IntegrityError):
+    """A record is in a format that this ckpt does not read. It may be intact."""
+
+    _WAY_OUT = ""
 
     def __init__(self, key: str, found: int, supported: int) -> None:
         self.key, self.found, self.supported = key, found, supported
-        super().__init__(
-            f"{key!r} has format {found}, this ckpt reads up to {supported}: upgrade with pip install -U ckpt-stream"
-        )
+        super().__init__(f"{key!r} has format {found}, this ckpt reads format {supported}: {self._WAY_OUT}")
+
+
+class FormatTooNew(FormatUnsupported):
+    """A later ckpt wrote it."""
+
+    _WAY_OUT = "upgrade with pip install -U ckpt-stream"
+
+
+class FormatTooOld(FormatUnsupported):
+    """An earlier ckpt wrote it, in a format that is no longer read."""
+
+    _WAY_OUT = "restore it with the ckpt that wrote it, and save it again with this one"
 
 
 E = TypeVar("E", bound=BaseException)

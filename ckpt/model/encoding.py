@@ -1,8 +1,10 @@
-"""Manifest and fragment <-> bytes: JSON that carries the checksum of itself, compressed with zstd past 1 MiB.
+"""Manifest and fragment <-> bytes: JSON with its own checksum, compressed with zstd from 1 MiB on.
 
-``{"checksum":"<32 hex digits>","body":{...}}``: the checksum is over the exact bytes of the body, and there is no byte of the file outside of
-body, checksum and fixed punctuation; so any flipped, missing or added byte is found before the body is looked at. The compressed form is a line ``ckpt-zstd <32 hex digits>``, the checksum of the
-zstd frame that follows: a frame has bits of no meaning, which no reader would miss.
+``{"checksum":"<32 hex digits>","body":{...}}``: the checksum is over the exact bytes of the body,
+and the file has no byte outside of body, checksum and fixed punctuation. So every flipped, missing
+or added byte is found before the body is decoded. The compressed form is a line
+``ckpt-zstd <32 hex digits>``, the checksum of the zstd frame that follows: a frame has bits that do
+not change what it unpacks to, so the checksum inside would not cover them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ckpt.errors import FormatTooNew, ManifestCorrupt
+from ckpt.errors import FormatTooNew, FormatTooOld, ManifestCorrupt
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import REFERENCE_FORMAT
+from ckpt.model.manifest import FORMAT
 
 MAX_RECORD_BYTES: Final = 4 << 30
 """No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
@@ -63,16 +65,19 @@ def unpack(data: bytes, kind: type[Record], *, key: str) -> Record:
 
     Raises:
         ManifestCorrupt: The data is truncated, damaged, not JSON, or another kind of record.
-        FormatTooNew: A later version wrote the data.
+        FormatTooNew, FormatTooOld: The record is in another format.
     """
-    version, body = open_envelope(data, key=key)
-    if version > REFERENCE_FORMAT:
-        raise FormatTooNew(key, version, REFERENCE_FORMAT)
-    return decode_body(body, kind, key=key)
+    version, body = _open_envelope(data, key)
+    if version != FORMAT:
+        raise (FormatTooNew if version > FORMAT else FormatTooOld)(key, version, FORMAT)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
+        raise ManifestCorrupt(key, str(error)[:200]) from None
 
 
-def open_envelope(data: bytes, *, key: str) -> tuple[int, msgspec.Raw]:
-    """Format and body of a record; every byte of ``data`` is as it was written. Raises ``ManifestCorrupt``."""
+def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
+    """Format and body of a record whose bytes are all as they were written."""
     raw = _decompress(data, key) if data.startswith(_COMPRESSED) else data
     try:
         envelope = _envelope.decode(raw)
@@ -86,14 +91,6 @@ def open_envelope(data: bytes, *, key: str) -> tuple[int, msgspec.Raw]:
     if raw != b'{"checksum":"' + envelope.checksum.encode() + b'","body":' + body + b"}":
         raise ManifestCorrupt(key, "bytes outside of its body were changed")
     return version, envelope.body
-
-
-def decode_body(body: msgspec.Raw, kind: type[Record], *, key: str) -> Record:
-    """Raises ``ManifestCorrupt`` if it is not of this kind."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
-        raise ManifestCorrupt(key, str(error)[:200]) from None
 
 
 def _decompress(data: bytes, key: str) -> bytes:

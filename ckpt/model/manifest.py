@@ -1,10 +1,16 @@
 """What a checkpoint is: files made of chunks, tensors made of shards, and a tree of plain values.
 
-Two layers that know little of each other. *Files* are runs of bytes: every byte of a file lies in exactly one chunk, and a chunk has a
-checksum; so whoever holds the chunk table can verify a file without knowing what is in it. *Tensors* are boxes that lie at byte offsets of files, row-major. A shard's
-bytes are whole chunks, cut by ``split_rows``: each chunk of a shard is itself a box.
+Two layers know little of each other. *Files* are runs of bytes: every byte of a file is in exactly
+one chunk, and a chunk has a checksum, so a reader with the chunk table can verify a file without
+knowing what is in it. *Tensors* are boxes at byte offsets of files, row-major. A shard's bytes are
+whole chunks, cut by ``split_rows``: each chunk of a shard is itself a box.
 
-Encoded as JSON arrays in field order (``array_like``), because a manifest may hold a million of them; which is also why the garbage collector is told to pass them by (``gc=False``: no cycles).
+Two records are stored: the fragment of each rank (`Packed`), which has the rank's chunks and shards
+in columns, and the `Manifest`, which refers to the fragments. `Fragment` is a fragment with its
+columns unpacked to objects, and a manifest can be filled with fragments (``model.reference``).
+
+The small structs are JSON arrays in field order (``array_like``), because a record may hold a
+million of them. The garbage collector skips them (``gc=False``): they have no cycles.
 """
 
 from __future__ import annotations
@@ -19,13 +25,8 @@ from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
 from ckpt.model.runs import Runs
 
-FORMAT = 1
-ENCODED_FORMAT = 2
-"""Written only where a file is encoded: readers of version 1 can read all else."""
-REFERENCE_FORMAT = 3
-"""The newest that is understood. Written by worlds of at least ``REFERENCE_FROM`` ranks: their manifest leaves to the fragments what only some rank needs."""
-REFERENCE_FROM = 16
-"""Ranks. A smaller world's manifest is read faster with everything in it than with one more request for each fragment."""
+FORMAT = 4
+"""The only format that this package writes and reads. Earlier ones were never released."""
 HEADER_ALIGNMENT = 4096
 
 
@@ -93,8 +94,48 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one rank has made durable on a tier. ``created_at`` in seconds since 1970; ``encoded`` only where its file is."""
+class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The stored form of a fragment: what one rank has made durable on a tier, in columns.
+
+    Frames are zstd frames, and numbers in columns are little-endian 64-bit integers.
+
+    Attributes:
+        created_at: In seconds since 1970.
+        file: The data file, without its chunks.
+        form: A frame of a ``model.packed.Form``: names, shapes, places in the file, chunk lengths.
+        offsets: A frame: for each shard of the form its offsets in the global tensor, as many
+            numbers as the form has dimensions.
+        checksums: 16 bytes for each chunk.
+        replicas: A frame of the JSON object, or empty if there are none.
+        encoded: One length, which is that of the file. Empty if the file is not encoded.
+        lengths: If the file is encoded: for each chunk its length in the file.
+        in_manifest: The manifest has a copy of this fragment, because the file may be lost with
+            its node.
+    """
+
+    format: int
+    step: int
+    attempt: str
+    rank: int
+    world_size: int
+    created_at: float
+    chunk_bytes: int
+    file: File | None
+    form: bytes
+    offsets: bytes
+    checksums: bytes
+    tied: dict[str, str]
+    tree: msgspec.Raw
+    per_rank: msgspec.Raw
+    replicas: bytes
+    metadata: msgspec.Raw
+    encoded: tuple[Encoding, ...] = ()
+    lengths: bytes = b""
+    in_manifest: bool = False
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True):
+    """A fragment with its columns unpacked to objects. It is never stored; see `Packed`."""
 
     format: int
     step: int
@@ -111,21 +152,26 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     replicas: dict[str, str]
     metadata: msgspec.Raw
     encoded: tuple[Encoding, ...] = ()
+    in_manifest: bool = False
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The merged fragments: the truth of a checkpoint. It exists if and only if the checkpoint does.
 
-    One that is ``by_reference`` lacks what is in the fragments, for ranks whose fragments have not been filled in (``model.reference``): files have no chunks, an encoding one length,
-    which is that of the file, tensors no shards, and the ``PerRank`` values are not there.
+    The stored manifest leaves to the fragments what only some rank needs: its files have no chunks,
+    an encoding has one length (that of the file), tensors have no shards, and ``per_rank`` is empty.
+    ``model.reference.fill`` puts these parts in, for some ranks or for all.
 
     Attributes:
         tied: name -> the name its bytes are stored under.
         tree: Plain values and the shape of containers (see ``model.values``).
-        per_rank: rank -> the tree of its ``PerRank`` values.
-        encoded: Of the files that do not lie there as they were staged.
-        layouts: By reference only: what ranks hold of a tensor, as runs; each once, however many tensors lie alike.
-        layout_of: By reference only: for each tensor the index of its layout.
+        encoded: Of the files that are encoded on this tier.
+        layouts: Which rank holds which box of a tensor, as runs. Tensors that are cut alike share
+            one layout.
+        layout_of: For each tensor the index of its layout.
+        carried: The fragments of all ranks, without what is merged, if they are ``in_manifest``.
+        per_rank: rank -> the tree of its ``PerRank`` values. Only of ranks that are filled in.
+        is_filled: Whether the fragments of all ranks are filled in. Never stored.
     """
 
     format: int
@@ -139,12 +185,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tensors: tuple[Tensor, ...]
     tied: dict[str, str]
     tree: msgspec.Raw
-    per_rank: Mapping[str, msgspec.Raw]
     metadata: msgspec.Raw
+    layouts: tuple[Runs, ...]
+    layout_of: tuple[int, ...]
     encoded: tuple[Encoding, ...] = ()
-    by_reference: bool = False
-    layouts: tuple[Runs, ...] = ()
-    layout_of: tuple[int, ...] = ()
+    carried: tuple[Packed, ...] = ()
+    per_rank: Mapping[str, msgspec.Raw] = {}
+    is_filled: bool = False
 
     @property
     def nbytes(self) -> int:

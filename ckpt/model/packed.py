@@ -1,76 +1,36 @@
-"""The fragment of a large world: the same as a ``Fragment``, in columns, so that who merges thousands of them handles arrays, not objects.
+"""Fragments in columns, as they are stored, and their conversion to objects and back.
 
-Its *form* is what most ranks of a mesh have in common to the byte: names, shapes, places in the file, lengths of chunks. Beside it lie the offsets of the boxes, and the checksums. Form and
-offsets are zstd frames; who has seen the form of one rank need not unpack that of the next. Numbers are little-endian 64-bit integers.
+Columns keep the merge of thousands of fragments in arrays. The *form* of a fragment is what most
+ranks of a mesh have in common to the byte: names, shapes, places in the file, lengths of chunks.
+The offsets of the boxes and the checksums are beside it, so a reader that has seen the form of one
+rank need not unpack it for the next.
 
-The committer checks and merges columns (``check_packed``, ``plan.columns``); everybody else unpacks a fragment or a few of them to what small worlds have (``fragment_of``).
+The committer checks and merges columns (``check_packed``, ``plan.columns``). Everything else
+unpacks the few fragments that it needs to objects (``fragment_of``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from ckpt.errors import FormatTooNew, ManifestCorrupt
+from ckpt.errors import ManifestCorrupt
 from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
-from ckpt.model.encoding import MAX_EXPANSION, decode_body, open_envelope
-from ckpt.model.manifest import (
-    REFERENCE_FORMAT,
-    Chunk,
-    Encoding,
-    File,
-    Fragment,
-    Shard,
-    Tensor,
-)
+from ckpt.model.encoding import MAX_EXPANSION, unpack
+from ckpt.model.manifest import Chunk, Encoding, File, Fragment, Packed, Shard, Tensor
 from ckpt.model.runs import Ints
-from ckpt.model.validate import MAX_DIMENSIONS, check_fragment, check_heading, check_tensor, require
+from ckpt.model.validate import MAX_CHUNK_BYTES, MAX_DIMENSIONS, check_heading, check_tensor, require
 
 _CHECKSUM_BYTES: Final = 16
 _MAX_FRAME_BYTES: Final = 1 << 30
-"""Unpacked: a rank with a million tensors has a fifth of it."""
+"""Unpacked: a rank with a million tensors needs a fifth of it."""
 _SMALL_FRAME_BYTES: Final = 1 << 20
-"""A frame may unpack to so much whatever its length; beyond, to ``MAX_EXPANSION`` bytes for each of its own."""
-
-
-class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A fragment of format 3.
-
-    Attributes:
-        file: Without its chunks.
-        form: A zstd frame of a `Form`, or empty if there is no file.
-        offsets: A zstd frame: for each shard of the form its offsets in the global tensor, as many numbers as the form has dimensions.
-        checksums: 16 bytes for each chunk.
-        replicas: A zstd frame of the JSON object, or empty if there are none.
-        encoded: One length: that of the file.
-        lengths: If the file is encoded: for each chunk its length there.
-    """
-
-    format: int
-    step: int
-    attempt: str
-    rank: int
-    world_size: int
-    created_at: float
-    chunk_bytes: int
-    file: File | None
-    form: bytes
-    offsets: bytes
-    checksums: bytes
-    tied: dict[str, str]
-    tree: msgspec.Raw
-    per_rank: msgspec.Raw
-    replicas: bytes
-    metadata: msgspec.Raw
-    encoded: tuple[Encoding, ...] = ()
-    lengths: bytes = b""
-
-
-Part = Fragment | Packed
+"""A frame may always unpack to this size. Beyond it, ``MAX_EXPANSION`` times its own size."""
 
 
 class Form(msgspec.Struct, frozen=True, array_like=True):
@@ -79,7 +39,8 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         tensors: ``[name, dtype, shape]`` of each.
         dims: Of the tensor that has most.
-        shards: For each shard: index of its tensor, place in bytes of the file, and its shape, with ones behind it up to ``dims``.
+        shards: For each shard: index of its tensor, place in bytes of the file, and its shape, with
+            ones behind it up to ``dims``.
         chunks: The length of each chunk of the file in bytes.
     """
 
@@ -93,7 +54,8 @@ Heading = tuple[str, str, tuple[int, ...]]
 """Name, dtype and global shape of a tensor."""
 
 Table = tuple[tuple[Heading, ...], Ints, Ints, Ints]
-"""Tensors of a form; of each the bytes of an element, its shape with ones behind it, and the least that a shard of it has in each dimension."""
+"""The tensors of a form; for each the bytes of an element, its shape with ones behind it, and the
+least size that a shard of it has in each dimension."""
 Tables = dict[tuple[bytes, int], Table]
 """By JSON and dimensions."""
 
@@ -103,7 +65,14 @@ _form: Final = msgspec.json.Decoder(Form)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """A form, as arrays. Of each shard ``most``: the offsets it may have at most; ``starts`` and ``counts``: its first chunk, and how many it has. ``size`` of the file in bytes."""
+    """A form, as arrays.
+
+    Attributes:
+        most: For each shard the largest offsets that it may have.
+        starts: For each shard its first chunk.
+        counts: For each shard how many chunks it has.
+        size: Of the file in bytes.
+    """
 
     headings: tuple[Heading, ...]
     dims: int
@@ -117,29 +86,45 @@ class Columns:
     size: int
 
 
-def pack_fragment(fragment: Fragment) -> Packed:
-    """The same in columns."""
-    import zstandard  # only large worlds pay for the import
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The frames of a fragment that do not change from save to save while the plan is the same."""
+
+    form: bytes
+    offsets: bytes
+
+
+def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
+    """The frames of a rank with these shards, and with chunks of these lengths in its file."""
+    import zstandard  # takes a while: not when ckpt is imported
 
     zstd = zstandard.ZstdCompressor(level=3)
-    file, encoded = fragment.file, fragment.encoded
-    dims = max((len(tensor.shape) for tensor in fragment.tensors), default=0)
+    dims = max((len(tensor.shape) for tensor in tensors), default=0)
     rows: list[list[int]] = []
     offsets: list[list[int]] = []
-    for index, tensor in enumerate(fragment.tensors):
+    for index, tensor in enumerate(tensors):
         fill = dims - len(tensor.shape)
         for shard in tensor.shards:
             rows.append([index, shard.offset, *shard.shape, *[1] * fill])
             offsets.append([*shard.offsets, *[0] * fill])
+    headings = msgspec.json.encode([(each.name, each.dtype, each.shape) for each in tensors])
+    form = Form(msgspec.Raw(headings), dims, _bytes(rows), _bytes(list(chunks)))
+    return Frames(zstd.compress(msgspec.json.encode(form)), zstd.compress(_bytes(offsets)))
+
+
+def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
+    """The fragment in columns. ``frames``: those of its tensors and chunks, if they are known."""
+    import zstandard  # takes a while: not when ckpt is imported
+
+    file, encoded = fragment.file, fragment.encoded
     chunks = file.chunks if file else ()
-    form = Form(
-        msgspec.Raw(msgspec.json.encode([(each.name, each.dtype, each.shape) for each in fragment.tensors])),
-        dims,
-        _bytes(rows),
-        _bytes([chunk.nbytes for chunk in chunks]),
-    )
+    frames = frames or frames_of(fragment.tensors, [chunk.nbytes for chunk in chunks])
+    replicas = b""
+    if fragment.replicas:
+        text = msgspec.json.encode(fragment.replicas, order="deterministic")
+        replicas = zstandard.ZstdCompressor(level=3).compress(text)
     return Packed(
-        format=REFERENCE_FORMAT,
+        format=fragment.format,
         step=fragment.step,
         attempt=fragment.attempt,
         rank=fragment.rank,
@@ -147,54 +132,42 @@ def pack_fragment(fragment: Fragment) -> Packed:
         created_at=fragment.created_at,
         chunk_bytes=fragment.chunk_bytes,
         file=File(file.name, file.rank, file.size, ()) if file else None,
-        form=zstd.compress(msgspec.json.encode(form)),
-        offsets=zstd.compress(_bytes(offsets)),
+        form=frames.form,
+        offsets=frames.offsets,
         checksums=bytes.fromhex("".join(chunk.checksum for chunk in chunks)),
         tied=fragment.tied,
         tree=fragment.tree,
         per_rank=fragment.per_rank,
-        replicas=zstd.compress(msgspec.json.encode(fragment.replicas, order="deterministic"))
-        if fragment.replicas
-        else b"",
+        replicas=replicas,
         metadata=fragment.metadata,
         encoded=tuple(Encoding(each.rank, each.codec, (each.size,)) for each in encoded),
         lengths=_bytes([length for each in encoded for length in each.lengths]),
+        in_manifest=fragment.in_manifest,
     )
 
 
-def read_part(data: bytes, *, key: str) -> Part:
-    """The fragment in ``data``, of whatever format; one in columns is not unpacked yet. It is not checked.
+def read_fragment(data: bytes, *, key: str) -> Fragment:
+    """The fragment in ``data``, unpacked and checked.
 
     Raises:
         ManifestCorrupt: Damaged, or no fragment.
-        FormatTooNew: Written by a later version.
+        FormatTooNew, FormatTooOld: In another format.
     """
-    version, body = open_envelope(data, key=key)
-    if version > REFERENCE_FORMAT:
-        raise FormatTooNew(key, version, REFERENCE_FORMAT)
-    if version == REFERENCE_FORMAT:
-        return decode_body(body, Packed, key=key)
-    return decode_body(body, Fragment, key=key)
-
-
-def read_fragment(data: bytes, *, key: str) -> Fragment:
-    """The fragment in ``data``, of whatever format, unpacked and checked. Raises as ``read_part`` does."""
-    part = read_part(data, key=key)
-    return check_fragment(fragment_of(part, key=key) if isinstance(part, Packed) else part, key=key)
+    return fragment_of(unpack(data, Packed, key=key), key=key)
 
 
 def fragment_of(packed: Packed, *, key: str) -> Fragment:
-    """Out of the columns. Raises ``ManifestCorrupt`` if they do not fit each other."""
+    """The columns as objects, checked. Raises ``ManifestCorrupt`` if they do not fit each other."""
     columns = columns_of(packed.form, packed.chunk_bytes, key=key)
     offsets = offsets_of(packed.offsets, columns, key=key)
     check_packed(packed, columns, key=key)
     shards: list[list[Shard]] = [[] for _ in columns.headings]
-    table = zip(
+    dims = [len(shape) for _, _, shape in columns.headings]
+    for index, place, start, shape in zip(
         columns.tensor.tolist(), columns.place.tolist(), offsets.tolist(), columns.shape.tolist(), strict=True
-    )
-    for index, place, start, shape in table:
-        dims = len(columns.headings[index][2])
-        shards[index].append(Shard(packed.rank, place, tuple(start[:dims]), tuple(shape[:dims])))
+    ):
+        own = dims[index]
+        shards[index].append(Shard(packed.rank, place, tuple(start[:own]), tuple(shape[:own])))
     digests = packed.checksums.hex()
     width = 2 * _CHECKSUM_BYTES
     chunks = tuple(
@@ -222,6 +195,7 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
         replicas=replicas_of(packed.replicas, key=key),
         metadata=packed.metadata,
         encoded=tuple(Encoding(each.rank, each.codec, lengths) for each in packed.encoded),
+        in_manifest=packed.in_manifest,
     )
 
 
@@ -234,10 +208,14 @@ def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
 
 
 def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None = None) -> Columns:
-    """A form unpacked and checked: all that can be known of it without offsets and file. ``known``: what forms before it were about, most often the same tensors; filled.
+    """A form unpacked, and checked as far as it can be without offsets and file.
+
+    Args:
+        known: The tables of earlier forms, which most often have the same tensors. That of this
+            form is added.
 
     Raises:
-        ManifestCorrupt: It is none that we write.
+        ManifestCorrupt: No writer writes such a form.
     """
     try:
         found = _form.decode(_unpacked(form, key))
@@ -265,7 +243,7 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
 
 
 def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
-    """Of each shard. Raises ``ManifestCorrupt`` if a box is not inside its tensor."""
+    """The offsets of each shard. Raises ``ManifestCorrupt`` if a box is not inside its tensor."""
     count = len(columns.tensor) * columns.dims
     found = _numbers(_unpacked(frame, key, at_least=8 * count), key)
     require(len(found) == count, key, "its offsets are not those of its form")
@@ -278,7 +256,10 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
 
 
 def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
-    """Return it, or raise ``ManifestCorrupt`` with the first fault. ``columns`` are those of its form; offsets are checked where they are unpacked."""
+    """Return it, or raise ``ManifestCorrupt`` with the first fault.
+
+    ``columns`` are those of its form. Offsets are checked where they are unpacked.
+    """
     check_heading(packed, key)
     size = packed.file.size if packed.file else 0
     require(columns.size == size, key, "the chunks of its file do not add up to its size")
@@ -291,9 +272,10 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     if packed.encoded or packed.lengths:
         lengths = _numbers(packed.lengths, key)
         require(len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk")
-        require(
-            bool(((lengths > 0) & (lengths <= columns.chunks)).all()), key, "an encoded chunk is too long"
-        )
+        # what an encoded chunk unpacks to is reserved before it is decoded
+        small = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
+        fits = (lengths > 0) & (small | (lengths == columns.chunks))
+        require(bool(fits.all()), key, "an encoded chunk is too long")
         require(packed.encoded[0].lengths == (_total(lengths),), key, "its encoded size is another")
     return packed
 
@@ -308,7 +290,7 @@ def _chunks_of(
     chunk_bytes: int,
     key: str,
 ) -> tuple[Ints, Ints]:
-    """Of each shard its first chunk, and how many: they must be cut like it, and no other's."""
+    """For each shard its first chunk, and how many: cut like the shard, and of no other shard."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
     nbytes = (
         np.prod(shape, axis=1, dtype=np.int64) * itemsize
@@ -371,7 +353,7 @@ def _total(numbers: Ints) -> int:
 
 
 def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
-    """``at_least``: what it may unpack to in any case."""
+    """``at_least``: a size that it may unpack to in any case."""
     import zstandard
 
     most = max(at_least, min(_MAX_FRAME_BYTES, _SMALL_FRAME_BYTES + MAX_EXPANSION * len(frame)))

@@ -1,25 +1,29 @@
-"""A manifest by reference, and the fragments that it leaves to be read: which are needed, and what it is with them filled in.
+"""A manifest and its fragments: which are needed, and the manifest with them filled in.
 
-Pure: who reads fragments is the catalog. A rank that restores what it saved needs one, its own; one that reshards those of the ranks whose boxes meet its own; whoever wants all of a
-checkpoint needs all of them, and then has the manifest that a small world would have written.
+The catalog reads the fragments. A rank that restores what it saved needs one, its own. A rank that
+reshards needs those of the ranks whose boxes meet its own. A reader of the whole checkpoint needs
+all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.box import Box
+from ckpt.model.box import Box, tiling_fault
 from ckpt.model.manifest import Encoding, File, Fragment, Manifest, Shard, Tensor
+from ckpt.model.packed import fragment_of
 from ckpt.model.runs import boxes_of, ranks_meeting
-from ckpt.model.validate import check_manifest
 
 
 def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) -> set[int]:
-    """Ranks whose files hold some of ``wanted``: names (tied ones too) and boxes. Names that are not there are nobody's."""
+    """Ranks whose files hold some of ``wanted``: names (tied ones too) and boxes.
+
+    A name that is not in the manifest needs no rank.
+    """
     layout_of = {
         tensor.name: index for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True)
     }
@@ -36,11 +40,23 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
     return found
 
 
+def carried_fragment(manifest: Manifest, rank: int, *, key: str) -> Fragment | None:
+    """The copy of a fragment that the manifest has, or None. Raises ``ManifestCorrupt``."""
+    return fragment_of(manifest.carried[rank], key=key) if manifest.carried else None
+
+
+def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
+    """All copies of fragments that the manifest has. Raises ``ManifestCorrupt``."""
+    return {part.rank: fragment_of(part, key=key) for part in manifest.carried}
+
+
 def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> Manifest:
-    """``manifest`` with what the fragments of some ranks say; whole if they are all there, and then checked as a whole.
+    """``manifest`` with the chunks, shards and ``PerRank`` values of some ranks.
+
+    With the fragments of all ranks it is checked that the boxes of each tensor tile it.
 
     Raises:
-        ManifestCorrupt: They do not say what it was merged from, or do not fit together.
+        ManifestCorrupt: It was not merged from these fragments, or they do not fit together.
     """
     files, encoded, known = list[File](), list[Encoding](), manifest.file_map()
     for rank, part in fragments.items():
@@ -58,42 +74,56 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
             raise ManifestCorrupt(key, f"the fragment of rank {encoding.rank} is encoded otherwise")
         encoded += mine.encoded
     whole = len(fragments) == manifest.world_size
-    filled = replace(
+    return replace(
         manifest,
         files=tuple(files),
         encoded=tuple(encoded),
-        tensors=_shards(manifest, fragments, key),
+        tensors=_Filler(manifest, fragments, key).tensors(whole),
         per_rank={**manifest.per_rank, **{str(rank): part.per_rank for rank, part in fragments.items()}},
-        by_reference=not whole,
-        layouts=() if whole else manifest.layouts,
-        layout_of=() if whole else manifest.layout_of,
+        is_filled=whole,
     )
-    return check_manifest(filled, key=key) if whole else filled
 
 
-def _shards(manifest: Manifest, fragments: Mapping[int, Fragment], key: str) -> tuple[Tensor, ...]:
-    """Of each tensor those shards of ``fragments`` that count: of equal copies one does."""
-    told = {
-        rank: {
-            tensor.name: (tensor, {shard.box: shard for shard in tensor.shards}) for tensor in part.tensors
-        }
-        for rank, part in fragments.items()
-    }
-    known: dict[tuple[int, int], tuple[Box, ...]] = {}
-    found: list[Tensor] = []
-    for tensor, layout in zip(manifest.tensors, manifest.layout_of, strict=True):
-        shards: list[tuple[Box, Shard]] = []
-        for rank, tensors in told.items():
-            mine, held = tensors.get(tensor.name, (tensor, {}))
-            if (mine.dtype, mine.shape) != (tensor.dtype, tensor.shape):
-                raise ManifestCorrupt(key, f"the fragment of rank {rank} has another tensor {tensor.name!r}")
-            if (layout, rank) not in known:  # lazily, and no more than could be right
-                runs = manifest.layouts[layout]
-                known[layout, rank] = tuple(islice(boxes_of(runs, rank), len(held) + 1))
-            boxes = known[layout, rank]
-            if len(boxes) > len(held) or not all(box in held for box in boxes):
-                raise ManifestCorrupt(key, f"rank {rank} has other boxes of tensor {tensor.name!r}")
-            shards += [(box, held[box]) for box in boxes]
-        shards.sort(key=lambda pair: pair[0])
-        found.append(replace(tensor, shards=tuple(shard for _, shard in shards)))
-    return tuple(found)
+class _Filler:
+    """Finds the shards of each tensor in fragments: of equal copies, the one that the runs name."""
+
+    def __init__(self, manifest: Manifest, fragments: Mapping[int, Fragment], key: str) -> None:
+        self._manifest, self._key = manifest, key
+        self._held = {rank: {each.name: each for each in part.tensors} for rank, part in fragments.items()}
+        self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
+        self._tiled: set[tuple[int, tuple[int, ...]]] = set()
+
+    def tensors(self, whole: bool) -> tuple[Tensor, ...]:
+        """``whole``: all fragments are here, so the boxes must tile the tensors."""
+        found: list[Tensor] = []
+        for tensor, layout in zip(self._manifest.tensors, self._manifest.layout_of, strict=True):
+            shards = [shard for rank in self._held for shard in self._of(tensor, layout, rank)]
+            if len(shards) > 1:
+                shards.sort(key=lambda shard: shard.box)
+            if whole and (layout, tensor.shape) not in self._tiled:
+                if fault := tiling_fault(tensor.shape, [shard.box for shard in shards]):
+                    raise ManifestCorrupt(self._key, f"tensor {tensor.name!r}: {fault}")
+                self._tiled.add((layout, tensor.shape))
+            found.append(Tensor(tensor.name, tensor.dtype, tensor.shape, tuple(shards)))
+        return tuple(found)
+
+    def _of(self, tensor: Tensor, layout: int, rank: int) -> Sequence[Shard]:
+        mine = self._held[rank].get(tensor.name)
+        if mine is not None and (mine.dtype, mine.shape) != (tensor.dtype, tensor.shape):
+            raise ManifestCorrupt(
+                self._key, f"the fragment of rank {rank} has another tensor {tensor.name!r}"
+            )
+        held = mine.shards if mine else ()
+        if (layout, rank) not in self._boxes:  # lazily, and one more than can be right
+            boxes = boxes_of(self._manifest.layouts[layout], rank)
+            self._boxes[layout, rank] = tuple(islice(boxes, len(held) + 1))
+        wanted = self._boxes[layout, rank]
+        if len(wanted) == len(held) and all(
+            box.offsets == shard.offsets and box.shape == shard.shape
+            for box, shard in zip(wanted, held, strict=True)
+        ):
+            return held
+        by_box = {shard.box: shard for shard in held}
+        if len(wanted) > len(by_box) or not all(box in by_box for box in wanted):
+            raise ManifestCorrupt(self._key, f"rank {rank} has other boxes of tensor {tensor.name!r}")
+        return [by_box[box] for box in wanted]

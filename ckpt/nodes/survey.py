@@ -22,6 +22,7 @@ from ckpt.coordination.exchange import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
+from ckpt.model.reference import carried_fragments, fill
 from ckpt.model.units import size
 from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step, Union
 from ckpt.plan.copies import without_copy
@@ -139,15 +140,15 @@ class NodeSurvey:
             return ""
         try:
             manifest, _ = read_packed(stores[found.nearest], found.ref)
+            if carried := carried_fragments(manifest, key=found.ref.manifest):
+                manifest = fill(manifest, carried, key=found.ref.manifest)
         except (IntegrityError, StorageError):
             return ""  # every rank will find that
         there = self._there(manifest, found.ref)
-        # the fragment of a file, which a manifest by reference needs, is where the file is
-        gone = (
-            [file.rank for file in manifest.files if file.rank not in there]
-            if manifest.by_reference
-            else without_copy(manifest, there)
-        )
+        if carried:
+            gone = without_copy(manifest, there)
+        else:  # the fragment of a file is where the file is
+            gone = [file.rank for file in manifest.files if file.rank not in there]
         told = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
         return (
             f"the files of rank(s) {told} were on nodes that are gone, and no other tier has them"

@@ -1,7 +1,9 @@
-"""Fragments of a large world -> their manifest, which leaves to the fragments what only some rank needs. By arrays: a shard never becomes an object.
+"""Fragments -> the tensors and layouts of their manifest, by arrays: a shard never becomes an object.
 
-As strict as the merge of small worlds, and the same in what it refuses and in whose name (tests hold the one against the other). What ranks have in common to the byte (the form of a fragment, a tree) is
-looked at once, a layout once however many tensors lie so, and what is as it was in the last save not at all. Memory: a few numbers for each shard; of a fragment only its columns are kept.
+What ranks have in common to the byte (the form of a fragment, a tree) is looked at once, a layout
+once for all tensors that are cut alike, and nothing that is as it was in the last save. A property
+test compares the result, and what is refused and in which name, with a merge by objects.
+Memory: a few numbers for each shard; of a fragment only its columns are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -19,70 +21,80 @@ from msgspec.structs import replace
 from ckpt.errors import ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, tiling_fault
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Encoding, File, FragmentRef, Shard, Tensor
-from ckpt.model.packed import Columns, Heading, Packed, Tables, check_packed, columns_of, offsets_of
-from ckpt.model.runs import Ints, Runs, compress
+from ckpt.model.manifest import FragmentRef, Packed, Shard, Tensor
+from ckpt.model.packed import Columns, Heading, Tables, check_packed, columns_of, offsets_of
+from ckpt.model.runs import Ints, Run, Runs, compress
 from ckpt.plan.faults import forms_told, ranks_told
 
 _MOST_CELLS = 1 << 26
+_NULL = msgspec.Raw(b"null")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Light:
-    """What is kept of a fragment until all are there. What others have too is one object."""
+    """What is kept of a fragment until all are there. What several fragments have is one object.
+
+    Attributes:
+        part: The fragment without the texts below, and without ``PerRank`` values unless the
+            manifest carries them.
+        form: The key of its form.
+        layout: The same where boxes, places and chunk lengths are the same.
+    """
 
     ref: FragmentRef
-    step: int
-    attempt: str
-    rank: int
-    world_size: int
-    created_at: float
-    chunk_bytes: int
-    format: int
-    file: File | None
+    part: Packed
     form: str
-    offsets: bytes
-    offsets_digest: str
-    checksums: bytes
-    tied: Mapping[str, str]
+    layout: str
     tree: bytes
     replicas: bytes
     metadata: bytes
-    encoded: tuple[Encoding, ...]
-
-    @property
-    def layout(self) -> str:
-        """The same where boxes, places and chunk lengths are the same."""
-        return self.form + self.offsets_digest
 
 
-@dataclass(slots=True)
 class Gathered:
-    """Fragments as they come, in any order."""
+    """Fragments as they come, in any order.
 
-    ranks: list[Light] = field(default_factory=list)
-    forms: dict[str, Columns] = field(default_factory=dict)
-    _tables: Tables = field(default_factory=dict)
-    _texts: dict[str, bytes] = field(default_factory=dict)
+    Args:
+        known: The forms of the last merge.
+
+    Attributes:
+        forms: By chunk size and checksum of the frame.
+    """
+
+    def __init__(self, known: Mapping[str, Columns]) -> None:
+        self.ranks: list[Light] = []
+        self.forms: dict[str, Columns] = {}
+        self._known = known
+        self._frames: dict[str, bytes] = {}
+        self._tables: Tables = {}
+        self._texts: dict[str, bytes] = {}
 
     def add(self, part: Packed, ref: FragmentRef) -> None:
-        """Check a fragment and keep what the merge needs of it. Raises ``ManifestCorrupt`` if it is none that we write."""
+        """Check a fragment and keep what the merge needs of it.
+
+        Raises:
+            ManifestCorrupt: No writer writes such a fragment.
+        """
         form = f"{part.chunk_bytes}/{checksum(part.form)}"
         if form not in self.forms:
-            self.forms[form] = columns_of(part.form, part.chunk_bytes, key=ref.name, known=self._tables)
+            columns = self._known.get(form)
+            if columns is None:
+                columns = columns_of(part.form, part.chunk_bytes, key=ref.name, known=self._tables)
+            self.forms[form] = columns
         check_packed(part, self.forms[form], key=ref.name)
+        per_rank = msgspec.Raw(bytes(part.per_rank)) if part.in_manifest else _NULL
+        own = replace(
+            part, form=self._frames.setdefault(form, part.form),
+            tree=_NULL, replicas=b"", metadata=_NULL, per_rank=per_rank,
+        )  # fmt: skip
         self.ranks.append(
             Light(
-                ref=ref, step=part.step, attempt=part.attempt, rank=part.rank, world_size=part.world_size,
-                created_at=part.created_at, chunk_bytes=part.chunk_bytes, format=part.format, file=part.file, form=form,
-                offsets=part.offsets, offsets_digest=checksum(part.offsets), checksums=part.checksums, tied=part.tied,
-                tree=self._text(part.tree), replicas=self._text(part.replicas), metadata=self._text(part.metadata),
-                encoded=part.encoded,
+                ref=ref, part=own, form=form, layout=form + checksum(part.offsets), tree=self._text(part.tree),
+                replicas=self._text(part.replicas), metadata=self._text(part.metadata),
             )
         )  # fmt: skip
 
     def _text(self, raw: msgspec.Raw | bytes) -> bytes:
-        """A copy: what a decoder gives holds on to all of its fragment."""
+        """A copy, since a ``Raw`` keeps all of its fragment in memory."""
         text = bytes(raw)
         return self._texts.setdefault(checksum(text), text)
 
@@ -114,7 +126,7 @@ def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | N
 
     Raises:
         ReplicasDiverged, TensorIncomplete: As ``plan.merge.merge``.
-        ManifestCorrupt: The offsets of a fragment are none that we write.
+        ManifestCorrupt: No writer writes such offsets.
     """
     came_from = [rank.layout for rank in ranks]
     if known is not None and came_from == known.came_from:
@@ -134,13 +146,13 @@ def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
         text: bytes = getattr(rank, what)
         if id(text) not in seen:  # one object for all that are equal
             seen.add(id(text))
-            found.setdefault(text, rank.rank)
+            found.setdefault(text, rank.part.rank)
     return [(rank, text) for text, rank in found.items()]
 
 
 def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
     """For each tensor the last rank that names it."""
-    last = {rank.form: rank.rank for rank in ranks}
+    last = {rank.form: rank.part.rank for rank in ranks}
     order = sorted(last.items(), key=lambda item: item[1])
     return {name: rank for form, rank in order for name, _, _ in gathered.forms[form].headings}
 
@@ -213,7 +225,7 @@ class _World:
         for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
             rows = rows_of[rank.form]
             rows.boxes[:, 0] = position
-            rows.boxes[:, 1 : 1 + form.dims] = offsets_of(rank.offsets, form, key=rank.ref.name)
+            rows.boxes[:, 1 : 1 + form.dims] = offsets_of(rank.part.offsets, form, key=rank.ref.name)
             places = free[rows.tensor] + rows.nth
             self._boxes[places], self._chunks[places] = rows.boxes, rows.chunks
             free[rows.held[0]] += rows.held[1]
@@ -241,6 +253,8 @@ class _World:
     def _layout(self, name: str, shape: tuple[int, ...], rows: slice) -> tuple[int, Copies | None]:
         """The number of a tensor's layout, and what is stored more than once; both are in order."""
         table = self._boxes[rows]
+        if len(table) == 1 and (run := self._lone(table[0].tolist(), shape)):
+            return self._layouts.setdefault((run,), len(self._layouts)), None
         key = shape, checksum(table.tobytes())
         if key in self._seen:
             layout, others = self._seen[key]
@@ -258,10 +272,18 @@ class _World:
             )
             if fault := tiling_fault(shape, listed):
                 raise TensorIncomplete(name, f"{fault}: {ranks_told(self._parts(name))}")
-        ids = np.array([rank.rank for rank in self._ranks], dtype=np.int64)
+        ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
         layout = self._layouts.setdefault(compress(ids[position[kept]], *boxes), len(self._layouts))
         self._seen[key] = layout, others
         return layout, found
+
+    def _lone(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
+        """The run of a tensor that one rank holds whole, which most tensors of small worlds are."""
+        dims = len(shape)
+        offsets, held = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
+        if held != shape or any(offsets):
+            return None
+        return Run(self._ranks[row[0]].part.rank, tuple(offsets), held, ())
 
     def _parted(self, table: Ints, dims: int) -> tuple[Ints, Ints, Ints]:
         """Positions, offsets and shapes of rows of the table."""
@@ -275,7 +297,7 @@ class _World:
         for position, offsets, shape in zip(
             *map(np.ndarray.tolist, self._parted(rows, self._dims)), strict=True
         ):
-            held[position].append(Shard(self._ranks[position].rank, 0, tuple(offsets), tuple(shape)))
+            held[position].append(Shard(self._ranks[position].part.rank, 0, tuple(offsets), tuple(shape)))
         found: list[tuple[int, Tensor]] = []
         for position, rank in enumerate(self._ranks):
             for _, dtype, whole in (each for each in self._forms[position].headings if each[0] == name):
@@ -283,7 +305,7 @@ class _World:
                     replace(s, offsets=s.offsets[: len(whole)], shape=s.shape[: len(whole)])
                     for s in held[position]
                 ]
-                found.append((rank.rank, Tensor(name, dtype, whole, tuple(cut))))
+                found.append((rank.part.rank, Tensor(name, dtype, whole, tuple(cut))))
         return found
 
     def _copies(self, name: str, others: Ints) -> Copies | None:
@@ -293,11 +315,11 @@ class _World:
         one, two = others[self._chunks[others[:, 1], 1] > 0].T
         counts = self._chunks[two, 1].astype(np.int64)
         if (unlike := np.flatnonzero(self._chunks[one, 1] != counts)).size:
-            pair = [self._ranks[int(self._boxes[side[unlike[0]], 0])].rank for side in (one, two)]
+            pair = [self._ranks[int(self._boxes[side[unlike[0]], 0])].part.rank for side in (one, two)]
             raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
         step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         sides: list[Ints] = []
-        ids = np.array([rank.rank for rank in self._ranks], dtype=np.int64)
+        ids = np.array([rank.part.rank for rank in self._ranks], dtype=np.int64)
         for side in (one, two):
             position = self._boxes[side, 0]
             first = self._chunk_base[position] + self._chunks[side, 0]
@@ -367,7 +389,7 @@ def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
 
 def _checksums(ranks: Sequence[Light]) -> Ints:
     """Of all chunks of all ranks, as two numbers each."""
-    return np.frombuffer(b"".join(rank.checksums for rank in ranks), dtype="<i8").reshape(-1, 2)
+    return np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8").reshape(-1, 2)
 
 
 def _compare(copies: Copies, sums: Ints) -> None:

@@ -84,7 +84,7 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
     for index, leaf in enumerate(wanted):
         tensor = tensors[leaf.name]
         _check(leaf, tensor)
-        if manifest.by_reference:
+        if not manifest.is_filled:
             _check_whole(leaf, tensor)
         for shard in tensor.shards:
             held = shard.box
@@ -131,7 +131,7 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
 
 
 def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
-    """A manifest by reference proves that its boxes have the volume of the tensor; that those which are read cover what is wanted, once, is seen here."""
+    """A manifest proves that its boxes have the volume of the tensor. Here those that are read must cover what is wanted, once."""
     for box in leaf.boxes:
         parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]
         if parts != [box] and (fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])):

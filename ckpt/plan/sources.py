@@ -8,7 +8,7 @@ from enum import Enum
 
 from ckpt.errors import (
     AccessDenied,
-    FormatTooNew,
+    FormatUnsupported,
     IntegrityError,
     LinkRefused,
     ObjectNotFound,
@@ -33,7 +33,7 @@ def reach_of(error: Exception) -> Reach | None:
     with an older step would hide that this ckpt must be upgraded.
     """
     match error:
-        case FormatTooNew():
+        case FormatUnsupported():
             return None
         case ObjectNotFound() | AccessDenied():
             return Reach.FILE
@@ -54,7 +54,7 @@ def is_damage(error: Exception) -> bool:
     if isinstance(error, AccessDenied | TransientStorageError):
         return isinstance(error, LinkRefused)
     if isinstance(error, IntegrityError):
-        return not isinstance(error, FormatTooNew)
+        return not isinstance(error, FormatUnsupported)
     return isinstance(error, ObjectNotFound) or type(error) is StorageError
 
 

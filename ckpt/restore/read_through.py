@@ -318,7 +318,7 @@ class ReadThrough:
             _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
 
     def _faults(self, position: int, file: File) -> Sequence[Fault]:
-        """What is wrong with a file on a cache, every byte of it read. What a manifest by reference leaves to its fragment is read first, and let go of again."""
+        """What is wrong with a file on a cache, every byte of it read. A fragment that is not filled in is read first, and not kept."""
         encoding = self._encodings.get(file.rank)
         if not file.chunks:
             named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)

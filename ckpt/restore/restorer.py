@@ -293,12 +293,13 @@ class Restorer:
     ) -> tuple[Found, Matched, RestorePlan]:
         rank, world = self._coordinator.rank, self._coordinator.world_size
         matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
-        # a copy may lie in the file of any rank of another node
-        found = origin.filled(found, None if sources.distance else matched.wanted)
+        found = origin.filled(found, matched.wanted)
         plan = plan_restore(found.manifest, matched.wanted)
-        if sources.distance:
-            near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
-            plan = nearest_copies(plan, found.manifest, near)
+        near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+        if near and any(near.get(read.rank) != 0 for read in plan.reads):
+            # a nearer copy may be in the file of any rank, and the fragments say in which
+            found = origin.filled(found, None)
+            plan = nearest_copies(plan_restore(found.manifest, matched.wanted), found.manifest, near)
         return found, matched, plan
 
 

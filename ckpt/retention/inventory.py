@@ -18,7 +18,7 @@ from ckpt.catalog.index import attempts, is_committed, own_objects, unfinished_o
 from ckpt.coordination.claim_marker import is_removal_marker
 from ckpt.errors import (
     AccessDenied,
-    FormatTooNew,
+    FormatUnsupported,
     IntegrityError,
     LinkRefused,
     ObjectNotFound,
@@ -28,11 +28,10 @@ from ckpt.errors import (
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
 from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.metrics import metrics_of
-from ckpt.model.packed import read_part
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import ObjectInfo, StorageBackend, Unfinished, read_object
 
-State = Literal["whole", "broken", "begun", "newer"]
+State = Literal["whole", "broken", "begun", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +44,8 @@ class StoredStep:
             the state is "begun" or "broken".
         state: "whole" has a manifest and all files that it names (if other nodes have theirs: all
             that belong to the fragments here); their bytes were not read. "broken" has a damaged
-            manifest, or a manifest that names missing files. "begun" has no manifest. "newer" has a
-            manifest that only a later ckpt can read.
+            manifest, or a manifest that names missing files. "begun" has no manifest.
+            "unsupported" has a manifest in another format.
         metrics: The metrics that were saved.
         staged_bytes: The size of its data files before any codec, as the manifest says; 0 without
             one.
@@ -113,8 +112,8 @@ class Inventory:
         objects = tuple(own_objects(self._backend, ref))
         try:
             outline = self._outline(ref) if there else None
-        except FormatTooNew:
-            return StoredStep(ref=ref, objects=objects, state="newer", metrics={}, touched=None)
+        except FormatUnsupported:
+            return StoredStep(ref=ref, objects=objects, state="unsupported", metrics={}, touched=None)
         whole = outline is not None and self._is_whole(ref, objects, outline)
         unfinished = () if whole else unfinished_of(self._backend, ref)
         is_cut = any(info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects)
@@ -140,7 +139,7 @@ class Inventory:
     def _is_whole(self, ref: StepRef, objects: Sequence[ObjectInfo], outline: _Outline) -> bool:
         files = self._here(objects, outline)
         needed = [file.name for file in files]
-        if outline.by_reference:  # without them nobody knows what is in the files
+        if not outline.carried:  # a restore needs the fragments
             here = {file.rank for file in files}
             needed += [each.name for each in outline.fragments if not self._part or each.rank in here]
         there = all(self._is_there(ref, objects, name) for name in needed)
@@ -160,7 +159,7 @@ class Inventory:
             return unpack(data, _Outline, key=ref.manifest)
         except LinkRefused:
             return None
-        except (FormatTooNew, AccessDenied, TransientStorageError):
+        except (FormatUnsupported, AccessDenied, TransientStorageError):
             raise  # says nothing about the checkpoint
         except (IntegrityError, StorageError):
             return None
@@ -183,7 +182,7 @@ class Inventory:
                     if info.key.endswith(".json") and info.key != ref.manifest:
                         read = partial(read_object, self._backend, info.key, limit=MAX_RECORD_BYTES)
                         data = self._retry.call(read)
-                        dates.append(read_part(data, key=info.key).created_at)
+                        dates.append(unpack(data, _Dated, key=info.key).created_at)
         return max(dates, default=None)
 
 
@@ -202,6 +201,12 @@ class _NamedFile(msgspec.Struct, array_like=True):
     size: int
 
 
+class _Dated(msgspec.Struct):
+    """Of a fragment."""
+
+    created_at: float
+
+
 class _Outline(msgspec.Struct):
     """The fields of a manifest that are cheap to read.
 
@@ -211,4 +216,4 @@ class _Outline(msgspec.Struct):
     files: tuple[_NamedFile, ...]
     metadata: msgspec.Raw
     fragments: tuple[_NamedFile, ...] = ()
-    by_reference: bool = False
+    carried: msgspec.Raw = msgspec.Raw()

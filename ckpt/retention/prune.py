@@ -91,8 +91,8 @@ def judge(
         if held.state == "whole":
             foreign = claim is not None and not claim.may_remove(held.ref)
             return why[held.ref] or ((FOREIGN,) if foreign else ())
-        if held.state == "newer":
-            return ("written by a later ckpt",)
+        if held.state == "unsupported":
+            return ("written in another format",)
         if held.state == "broken" and not metrics:
             return ("nothing here is whole",)
         if held.state == "begun" and held.is_cut:  # a removal that was cut off, or is under way
@@ -263,7 +263,7 @@ def sweep(
         if held.state == "begun":
             goes = held.is_cut or claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
         else:
-            goes = held.state != "newer" and claim.may_remove(held.ref)
+            goes = held.state != "unsupported" and claim.may_remove(held.ref)
         if goes and job_of(held.ref) != claim.own and held.ref not in stays:
             remove(backend, held, claim)
 

@@ -10,12 +10,11 @@ import msgspec
 
 from ckpt.codec.byte_planes import Encoder, widths_of
 from ckpt.config import NO_CODEC, SaveConfig
-from ckpt.model import manifest
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
-from ckpt.model.manifest import ENCODED_FORMAT, FORMAT, Chunk, Encoding, File, Fragment, FragmentRef
-from ckpt.model.packed import pack_fragment
+from ckpt.model.manifest import FORMAT, Chunk, Encoding, File, Fragment, FragmentRef
+from ckpt.model.packed import Frames, frames_of, pack_fragment
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
@@ -64,8 +63,9 @@ class RankFiles:
     ) -> None:
         self._backend, self._rank, self._world_size = tier.backend, rank, world_size
         self._chunk_bytes, self._workers = config.chunk_bytes, workers
-        # where a node's loss shall be survived, what every rank has must be in the manifest, which all nodes have
-        self._in_columns = world_size >= manifest.REFERENCE_FROM and config.copies == "one"
+        # every node has the manifest, but only one node has the fragment
+        self._in_manifest = config.copies == "per_node"
+        self._frames: tuple[SavePlan, Frames] | None = None
         self._encoder = None if tier.tier.codec == NO_CODEC else Encoder(tier.tier.codec)
         self._streamed: Encoding | None = None
 
@@ -125,8 +125,7 @@ class RankFiles:
     ) -> FragmentRef:
         """Tell of the image, once it is durable."""
         name, _ = self.names
-        fragment = self._fragment(job, chunks, encoding)
-        data = pack(pack_fragment(fragment) if self._in_columns else fragment)
+        data = pack(pack_fragment(self._fragment(job, chunks, encoding), self._frames_of(job.plan)))
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
@@ -143,7 +142,7 @@ class RankFiles:
 
     def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None) -> Fragment:
         return Fragment(
-            format=ENCODED_FORMAT if encoding else FORMAT,
+            format=FORMAT,
             step=job.ref.step,
             attempt=job.ref.attempt,
             rank=self._rank,
@@ -158,4 +157,11 @@ class RankFiles:
             replicas=dict(job.replicas()),
             metadata=msgspec.Raw(job.metadata),
             encoded=(encoding,) if encoding else (),
+            in_manifest=self._in_manifest,
         )
+
+    def _frames_of(self, plan: SavePlan) -> Frames:
+        """Those of the save before if the plan is the same: making them takes Python a while."""
+        if self._frames is None or self._frames[0] is not plan:
+            self._frames = plan, frames_of(plan.tensors, plan.chunks)
+        return self._frames[1]

@@ -12,15 +12,12 @@ from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.walk.collect import collect
 from ckpt.adapters.walk.prepare import PlanCache
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.manifest import Manifest
-from ckpt.model.validate import check_fragment, check_manifest
 from ckpt.plan.coalesce import coalesce
-from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from ckpt.staging.slot import Slot
 from tests.adapters.ranks import rank_of
-from tests.plan.worlds import fragment_over, with_ref
+from tests.plan.worlds import fragment_over, merged
 
 
 def save_ranks(
@@ -54,8 +51,8 @@ def save_each(
             rank, world_size, prepared.plan, images[rank], chunk_bytes=chunk_bytes, tied=found.tied,
             tree=msgspec.Raw(msgspec.json.encode(found.tree)), replicas=snapshot.replicas(),
         )  # fmt: skip
-        parts.append(with_ref(check_fragment(fragment, key="k")))
-    return images, unpack(pack(check_manifest(merge(parts), key="k")), Manifest, key="k")
+        parts.append(fragment)
+    return images, merged(parts)
 
 
 def restore(

@@ -20,7 +20,8 @@ from ckpt.errors import (
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Chunk, File, Manifest, Shard, Tensor
+from ckpt.model.manifest import Manifest, Tensor
+from ckpt.model.runs import Run
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
@@ -151,7 +152,7 @@ def test_a_manifest_that_is_not_there_is_not_found(backend: StorageBackend) -> N
 
 
 def test_a_manifest_in_the_wrong_folder_is_refused(backend: StorageBackend) -> None:
-    packed = pack(write_checkpoint(backend, 1, ARRAYS).manifest)
+    packed = pack(write_checkpoint(backend, 1, ARRAYS).stored)
     for ref in (StepRef(2, "abc123"), StepRef(1, "other1")):
         backend.put(ref.manifest, [packed])
         with pytest.raises(ManifestCorrupt, match="it is that of step 1"):
@@ -180,17 +181,12 @@ def with_tensor(manifest: Manifest, **changes: object) -> Manifest:
     return replaced(manifest, tensors=(replaced(manifest.tensors[0], **changes), *manifest.tensors[1:]))
 
 
-def with_shard(manifest: Manifest, **changes: object) -> Manifest:
-    shards = manifest.tensors[0].shards
-    return with_tensor(manifest, shards=(replaced(shards[0], **changes), *shards[1:]))
+def with_run(manifest: Manifest, **changes: object) -> Manifest:
+    index = manifest.layout_of[0]
+    runs = manifest.layouts[index]
+    changed = (replaced(runs[0], **changes), *runs[1:])
+    return replaced(manifest, layouts=(*manifest.layouts[:index], changed, *manifest.layouts[index + 1 :]))
 
-
-def with_chunk(manifest: Manifest, **changes: object) -> Manifest:
-    chunks = manifest.files[0].chunks
-    return with_file(manifest, chunks=(replaced(chunks[0], **changes), *chunks[1:]))
-
-
-HUGE = File("rank-00000.safetensors", 0, 1 << 59, (Chunk(1 << 59, "0" * 32),))
 
 NONSENSE = {
     "a name that climbs": lambda m: with_file(m, name="../x"),
@@ -206,15 +202,12 @@ NONSENSE = {
     "a rank too many": lambda m: replaced(m, world_size=3),
     "chunks of nothing": lambda m: replaced(m, chunk_bytes=0),
     "a larger file than its chunks": lambda m: with_file(m, size=m.files[0].size + 1),
-    "a negative chunk": lambda m: with_chunk(m, nbytes=-4096),
-    "a checksum that is none": lambda m: with_chunk(m, checksum="nonsense"),
-    "boxes that overlap": lambda m: with_shard(m, offsets=m.tensors[0].shards[1].offsets),
-    "a hole": lambda m: with_tensor(m, shards=m.tensors[0].shards[:1]),
-    "a box that sticks out": lambda m: with_shard(m, offsets=(100,)),
-    "a box before the beginning": lambda m: with_shard(m, offsets=(-1,)),
-    "a box of other dimensions": lambda m: with_shard(m, offsets=(0, 0)),
-    "a shard that begins inside a chunk": lambda m: with_shard(m, offset=m.tensors[0].shards[0].offset + 8),
-    "a shard in the file of a stranger": lambda m: with_shard(m, rank=7),
+    "a hole": lambda m: with_run(m, shape=(1,)),
+    "a box that sticks out": lambda m: with_run(m, offsets=(100,)),
+    "a box before the beginning": lambda m: with_run(m, offsets=(-1,)),
+    "a box of other dimensions": lambda m: with_run(m, offsets=(0, 0)),
+    "a box in the file of a stranger": lambda m: with_run(m, rank=7),
+    "a box in the file of another rank": lambda m: with_run(m, rank=1, levels=()),
     "another dtype": lambda m: with_tensor(m, dtype="float32"),
     "an unknown dtype": lambda m: with_tensor(m, dtype="os.system"),
     "another shape": lambda m: with_tensor(m, shape=(6,)),
@@ -223,9 +216,10 @@ NONSENSE = {
     "a tie to nothing": lambda m: replaced(m, tied={"x": "y"}),
     "a tie of what is stored": lambda m: replaced(m, tied={"w": "b"}),
     "a tensor too large to list its chunks": lambda m: replaced(
-        m,
-        files=(HUGE, *m.files[1:]),
-        tensors=(Tensor("b", "uint8", (1 << 59,), (Shard(0, 0, (0,), (1 << 59,)),)),),
+        with_file(m, size=1 << 59),
+        tensors=(Tensor("b", "uint8", (1 << 59,), ()),),
+        layouts=((Run(0, (0,), (1 << 59,), ()),),),
+        layout_of=(0,),
     ),
 }
 
@@ -234,7 +228,7 @@ NONSENSE = {
 @pytest.mark.timeout(20)
 def test_a_manifest_that_we_would_not_have_written_is_refused(backend: StorageBackend, change: Any) -> None:
     written = write_checkpoint(backend, 1, {"b": np.arange(5, dtype=np.int64), "w": np.ones(4)}, world_size=2)
-    backend.put(written.ref.manifest, [pack(change(written.manifest))])
+    backend.put(written.ref.manifest, [pack(change(written.stored))])
     with pytest.raises(ManifestCorrupt):
         read_manifest(backend, written.ref)
 

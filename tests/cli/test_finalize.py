@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ckpt.coordination.owner import Owner
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import OWNER
-from ckpt.model.manifest import Fragment
+from ckpt.model.manifest import Packed
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import Written, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli, data_file, flip
@@ -42,7 +42,7 @@ def test_what_is_whole_becomes_the_checkpoint_it_would_have_been(cli: Cli, left:
     assert ran.code == 0
     assert ran.out.startswith("step 400 (attempt abc123) is a checkpoint now: ")
     assert ran.out.endswith("of 2 ranks, verified\n")
-    assert manifest_of(left).read_bytes() == pack(left.manifest)
+    assert manifest_of(left).read_bytes() == pack(left.stored)
     assert cli("verify", 400).code == 0
     again = cli("finalize", "runs")
     assert again.code == 0
@@ -144,7 +144,7 @@ def test_a_save_that_was_tried_again_had_been_refused(
 def test_ranks_that_diverged_are_refused_here_too(cli: Cli, left: Written, backend: StorageBackend) -> None:
     other = write_checkpoint(backend, 400, ARRAYS, world_size=2, attempt="abc124", tree={"epoch": 4}, commit=False)  # fmt: skip
     path = Path("runs") / other.ref.key("rank-00001.json")
-    fragment = replace(unpack(path.read_bytes(), Fragment, key="x"), attempt="abc123")
+    fragment = replace(unpack(path.read_bytes(), Packed, key="x"), attempt="abc123")
     (Path("runs") / left.ref.key("rank-00001.json")).write_bytes(pack(fragment))
     assert "'epoch' differs between ranks 0, 1" in refused(cli, left, "--step", 400)
 

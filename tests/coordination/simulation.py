@@ -34,6 +34,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
+from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
 from ckpt.retention.inventory import Inventory
 from ckpt.retention.prune import remove
@@ -327,7 +328,7 @@ class Attempt:
         leaf = Leaf("x", "float32", ARRAY.shape, (even_slab(Box.whole(ARRAY.shape), RANKS, rank),))
         image, fragment = fragment_of(rank, RANKS, [leaf], {"x": ARRAY}, attempt=self.name)
         tier.put(self.ref.key(data_name(rank)), [image])
-        data = pack(fragment)
+        data = pack(pack_fragment(fragment))
         tier.put(self.ref.key(fragment_name(rank)), [data])
         return Durable(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
 

@@ -30,6 +30,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
+from ckpt.model.packed import pack_fragment
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf
 from ckpt.storage.api import read_object
@@ -67,7 +68,7 @@ def make_durable(
         rank, size, [Leaf("x", "float32", ARRAY.shape, boxes)], {"x": array}, **changes
     )
     store.put(REF.key(data_name(rank)), [image])
-    data = pack(fragment)
+    data = pack(pack_fragment(fragment))
     store.put(REF.key(fragment_name(rank)), [data])
     return Durable(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
 

@@ -1,4 +1,4 @@
-"""The records of large worlds, changed anywhere: read or refused, within bounds."""
+"""Manifests, and fragments in columns, changed anywhere: read or refused, within bounds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from ckpt.errors import CkptError, ManifestCorrupt
 from ckpt.model.box import Box
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.manifest import Encoding, Manifest
-from ckpt.model.packed import Packed, fragment_of, pack_fragment, read_fragment, read_part
+from ckpt.model.manifest import Encoding, Manifest, Packed
+from ckpt.model.packed import fragment_of, pack_fragment, read_fragment
 from ckpt.model.reference import fill, ranks_of
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf
@@ -34,7 +34,7 @@ PLAIN = [
     for rank in range(2)
 ]  # fmt: skip
 PACKED = [pack_fragment(part) for part in PLAIN]
-OUTLINE = merge((part, record_ref(plain)) for part, plain in zip(PACKED, PLAIN, strict=True))
+OUTLINE = merge((part, record_ref(part)) for part in PACKED)
 FORM = msgspec.json.decode(zstandard.decompress(PACKED[0].form))
 
 
@@ -77,7 +77,7 @@ def read_or_refused(data: bytes) -> None:
     """By itself, and with what a merge asks of it."""
     for way in (
         lambda: read_fragment(data, key="k"),
-        lambda: merge([(read_part(data, key="k"), record_ref(PLAIN[0]))]),
+        lambda: merge([(unpack(data, Packed, key="k"), record_ref(PACKED[0]))]),
     ):
         try:
             way()
@@ -148,7 +148,7 @@ def test_columns_that_do_not_fit_their_fragment_are_refused(change: dict[str, An
     with pytest.raises(ManifestCorrupt):
         read_fragment(pack(packed), key="k")
     with pytest.raises(ManifestCorrupt):
-        merge([(packed, record_ref(PLAIN[0]))])
+        merge([(packed, record_ref(PACKED[0]))])
 
 
 def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
@@ -183,9 +183,9 @@ def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(tensors: l
         tensors[1][2] = [chunk // 4]
     shards = [[index, _numbers(FORM[3])[0], each[2][0]] for index, each in enumerate(tensors)]
     packed = of_form(tensors, shards)
-    merge([(of_form(tensors[:1], shards[:1]), record_ref(PLAIN[0]))])
+    merge([(of_form(tensors[:1], shards[:1]), record_ref(PACKED[0]))])
     with pytest.raises(ManifestCorrupt, match=told):
-        merge([(packed, record_ref(PLAIN[0]))])
+        merge([(packed, record_ref(PACKED[0]))])
 
 
 def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() -> None:
@@ -193,9 +193,9 @@ def test_a_box_that_is_empty_in_a_dimension_which_its_tensor_lacks_is_refused() 
     tensors = [["x", "float32", []], ["y", "float32", [1]]]
     first, second = _numbers(FORM[3])[0], _numbers(FORM[3])[0] + 4
     with pytest.raises(ManifestCorrupt, match="less than nothing"):
-        merge([(of_form(tensors[:1], [[0, second, 0]]), record_ref(PLAIN[0]))])
+        merge([(of_form(tensors[:1], [[0, second, 0]]), record_ref(PACKED[0]))])
     with pytest.raises(ManifestCorrupt, match="is not aligned with the chunks"):
-        merge([(of_form(tensors, [[0, first, 1], [1, second, 1]]), record_ref(PLAIN[0]))])
+        merge([(of_form(tensors, [[0, first, 1], [1, second, 1]]), record_ref(PACKED[0]))])
 
 
 def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> None:

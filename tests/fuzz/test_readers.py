@@ -16,14 +16,18 @@ from torch import nn
 
 from ckpt import CheckpointManager, PerRank
 from ckpt.adapters.match.load import match
+from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.manifest import Fragment, Manifest
-from ckpt.model.validate import check_fragment, check_manifest
+from ckpt.model.keys import fragment_name
+from ckpt.model.manifest import FragmentRef, Manifest, Packed
+from ckpt.model.packed import fragment_of
+from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
+from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count, tally
 from tests.fuzz.mutations import WILD, mutated
@@ -34,7 +38,7 @@ __all__ = ["tally"]
 MANIFEST, FRAGMENT = records(metadata={"run": "x"})
 BODIES = {
     kind: json.loads(msgspec.json.encode(record))
-    for kind, record in ((Manifest, MANIFEST), (Fragment, FRAGMENT))
+    for kind, record in ((Manifest, MANIFEST), (Packed, FRAGMENT))
 }
 FEW, MANY = 300, 5_000
 SCALE = pytest.mark.parametrize(
@@ -82,17 +86,22 @@ def target() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """The manifest of that state."""
+def store(tmp_path_factory: pytest.TempPathFactory) -> StorageBackend:
+    """That state, saved."""
     root = tmp_path_factory.mktemp("saved")
     with CheckpointManager(root) as manager:
         manager.save(target(), 1)
-    [path] = root.glob("step-*/manifest.json")
-    return unpack(path.read_bytes(), Manifest, key="k")
+    return open_backend(str(root))
+
+
+@pytest.fixture(scope="module")
+def saved(store: StorageBackend) -> Manifest:
+    """The manifest of that state, with its fragment filled in."""
+    return read_manifest(store, committed(store)[0])
 
 
 @SCALE
-@pytest.mark.parametrize("kind", [Manifest, Fragment])
+@pytest.mark.parametrize("kind", [Manifest, Packed])
 def test_a_record_changed_anywhere_is_read_or_refused(kind: Any, examples: int, tally: Count) -> None:
     def check(body: Any) -> None:
         try:
@@ -101,7 +110,7 @@ def test_a_record_changed_anywhere_is_read_or_refused(kind: Any, examples: int, 
                 check_manifest(record, key="k")
                 match({}, record, rank=0, world_size=1)
             else:
-                check_fragment(record, key="k")
+                fragment_of(record, key="k")
                 merge([(record, record_ref(record))])
         except CkptError as refused:
             told(refused)
@@ -109,10 +118,7 @@ def test_a_record_changed_anywhere_is_read_or_refused(kind: Any, examples: int, 
     tally("fuzz", fuzz(examples, mutated(BODIES[kind]), check))
 
 
-def record_ref(fragment: Fragment) -> Any:
-    from ckpt.model.keys import fragment_name
-    from ckpt.model.manifest import FragmentRef
-
+def record_ref(fragment: Packed) -> FragmentRef:
     return FragmentRef(fragment_name(max(0, fragment.rank) % 10**5), fragment.rank, 10, "0" * 32)
 
 
@@ -140,18 +146,22 @@ def test_a_tree_changed_anywhere_is_restored_or_refused(saved: Manifest, example
 
 
 @SCALE
-def test_a_manifest_on_a_tier_is_restored_or_refused(saved: Manifest, examples: int, tally: Count) -> None:
-    """Through the front door: the whole restore of a checkpoint whose manifest was changed and sealed again."""
+def test_a_manifest_on_a_tier_is_restored_or_refused(
+    store: StorageBackend, examples: int, tally: Count
+) -> None:
+    """A whole restore of a checkpoint whose manifest was changed and sealed again. Its data is gone."""
     import uuid
 
     name = uuid.uuid4().hex
     backend = open_backend(f"memory://{name}")
-    folder = f"step-{saved.step:09d}.{saved.attempt}"
-    body = json.loads(msgspec.json.encode(saved))
+    ref = committed(store)[0]
+    body = json.loads(msgspec.json.encode(read_packed(store, ref)[0]))
+    key = ref.key(fragment_name(0))
+    backend.put(key, [read_object(store, key, limit=1 << 20)])
     state = target()
 
     def check(changed: Any) -> None:
-        backend.put(f"{folder}/manifest.json", [sealed(msgspec.json.encode(changed))])
+        backend.put(ref.manifest, [sealed(msgspec.json.encode(changed))])
         try:
             with CheckpointManager(f"memory://{name}") as manager:
                 manager.restore(state)
@@ -167,7 +177,7 @@ def test_bytes_of_any_kind_are_no_record_and_no_owner(examples: int, tally: Coun
     backend = open_backend("memory://fuzz-owner")
 
     def check(data: bytes) -> None:
-        for kind in (Manifest, Fragment):
+        for kind in (Manifest, Packed):
             try:
                 unpack(data, kind, key="k")
             except CkptError:

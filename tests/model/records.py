@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt.model.encoding import unpack
 from ckpt.model.keys import fragment_name
-from ckpt.model.manifest import Fragment, Manifest
+from ckpt.model.manifest import Manifest, Packed
 from ckpt.storage.api import read_object
 from ckpt_backends.memory import forget_memory, open_memory
 from tests.checkpoints import write_checkpoint
@@ -22,8 +22,8 @@ ARRAYS = {
 }
 
 
-def records(**options: object) -> tuple[Manifest, Fragment]:
-    """A manifest of two ranks and the fragment of rank 1, with chunks of 64 bytes."""
+def records(**options: object) -> tuple[Manifest, Packed]:
+    """A manifest of two ranks and the fragment of rank 1, as they are stored. Chunks of 64 bytes."""
     name = uuid.uuid4().hex
     backend = open_memory(f"memory://{name}", {})
     try:
@@ -36,7 +36,7 @@ def records(**options: object) -> tuple[Manifest, Fragment]:
         }
         written = write_checkpoint(backend, 3, ARRAYS, **settings)  # type: ignore[arg-type]
         key = written.ref.key(fragment_name(1))
-        return written.manifest, unpack(read_object(backend, key, limit=1 << 30), Fragment, key=key)
+        return written.stored, unpack(read_object(backend, key, limit=1 << 30), Packed, key=key)
     finally:
         forget_memory(name)
 

@@ -9,15 +9,15 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckpt.errors import CkptError, FormatTooNew, ManifestCorrupt
+from ckpt.errors import CkptError, FormatTooNew, FormatTooOld, FormatUnsupported, ManifestCorrupt
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
-from ckpt.model.manifest import FORMAT, REFERENCE_FORMAT, Fragment, Manifest
+from ckpt.model.manifest import FORMAT, Manifest, Packed
 from tests.model.records import large_record, records
 
 MANIFEST, FRAGMENT = records()
 BOTH = pytest.mark.parametrize(
-    ("record", "kind"), [(MANIFEST, Manifest), (FRAGMENT, Fragment)], ids=["manifest", "fragment"]
+    ("record", "kind"), [(MANIFEST, Manifest), (FRAGMENT, Packed)], ids=["manifest", "fragment"]
 )
 
 
@@ -31,8 +31,8 @@ def sealed(body: bytes) -> bytes:
     return b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
 
 
-def refused(data: bytes, kind: type) -> ManifestCorrupt | FormatTooNew:
-    with pytest.raises((ManifestCorrupt, FormatTooNew)) as caught:
+def refused(data: bytes, kind: type) -> ManifestCorrupt | FormatUnsupported:
+    with pytest.raises((ManifestCorrupt, FormatUnsupported)) as caught:
         unpack(data, kind, key="the/key")
     assert caught.value.key == "the/key"
     return caught.value
@@ -83,7 +83,7 @@ def test_appended_bytes_are_found(record, kind, tail):
 
 
 def test_the_other_kind_of_record_is_refused():
-    refused(pack(MANIFEST), Fragment)
+    refused(pack(MANIFEST), Packed)
     refused(pack(FRAGMENT), Manifest)
 
 
@@ -114,20 +114,29 @@ def test_a_compressed_record_cut_or_lengthened_is_refused(large):
 
 
 def test_a_later_format_is_refused_with_the_way_out():
-    body = msgspec.json.encode({"format": REFERENCE_FORMAT + 1, "something": "new"})
+    body = msgspec.json.encode({"format": FORMAT + 1, "something": "new"})
     error = refused(sealed(body), Manifest)
     assert isinstance(error, FormatTooNew)
-    assert (error.found, error.supported) == (REFERENCE_FORMAT + 1, REFERENCE_FORMAT)
+    assert (error.found, error.supported) == (FORMAT + 1, FORMAT)
     assert "upgrade" in str(error)
 
 
+@pytest.mark.parametrize("version", range(-1, FORMAT))
+def test_an_earlier_format_is_refused_with_the_way_out(version):
+    error = refused(sealed(msgspec.json.encode({"format": version, "something": "old"})), Manifest)
+    assert isinstance(error, FormatTooOld)
+    assert (error.found, error.supported) == (version, FORMAT)
+    assert "the ckpt that wrote it" in str(error)
+
+
 def test_a_damaged_record_is_not_taken_for_a_later_one():
-    damaged = sealed(msgspec.json.encode({"format": FORMAT})).replace(b'"format":1', b'"format":2')
+    damaged = sealed(msgspec.json.encode({"format": FORMAT})).replace(b'"format":4', b'"format":5')
+    assert b'"format":5' in damaged
     assert isinstance(refused(damaged, Manifest), ManifestCorrupt)
 
 
 @pytest.mark.parametrize(
-    "body", [b"{}", b"[]", b"1", b"null", b'{"format":"1"}', b'{"format":1}', b'{"format":1.5}', b""]
+    "body", [b"{}", b"[]", b"1", b"null", b'{"format":"4"}', b'{"format":4}', b'{"format":4.5}', b""]
 )
 def test_a_body_that_is_no_record_is_refused(body):
     assert isinstance(refused(sealed(body), Manifest), ManifestCorrupt)
@@ -207,7 +216,7 @@ jsons = st.recursive(
         st.binary().map(framed),
         st.binary().map(framed).map(zstandard.compress),
         jsons.map(msgspec.json.encode).map(sealed),
-        jsons.map(lambda node: sealed(msgspec.json.encode({"format": 1, "step": node}))),
+        jsons.map(lambda node: sealed(msgspec.json.encode({"format": FORMAT, "step": node}))),
     )
 )
 @example(sealed(b"[" * 100_000 + b"]" * 100_000))
@@ -216,7 +225,7 @@ jsons = st.recursive(
 @example(sealed(b'{"format":' + b"9" * 5000 + b"}"))
 @example(sealed(b'{"format":-1}'))
 def test_any_bytes_are_a_record_or_one_of_our_errors(data):
-    for kind in (Manifest, Fragment):
+    for kind in (Manifest, Packed):
         with pytest.raises(CkptError):
             unpack(data, kind, key="k")
 

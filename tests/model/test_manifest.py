@@ -3,11 +3,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ckpt.model.manifest import chunk_offsets
+from ckpt.model.packed import fragment_of
 from tests.model.records import ARRAYS, records
 
 
 def test_chunk_offsets_begin_at_zero_and_end_with_the_file():
-    file = records()[0].files[0]
+    file = fragment_of(records()[1], key="k").file
+    assert file is not None
     offsets = chunk_offsets(file)
     assert (offsets[0], offsets[-1]) == (0, file.size)
     assert [b - a for a, b in pairwise(offsets)] == [chunk.nbytes for chunk in file.chunks]

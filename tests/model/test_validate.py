@@ -4,15 +4,27 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from ckpt.errors import ManifestCorrupt
-from ckpt.model.manifest import Chunk, File, Fragment, FragmentRef, Manifest, Shard, Tensor
+from ckpt.model.manifest import (
+    Chunk,
+    Encoding,
+    File,
+    Fragment,
+    FragmentRef,
+    Manifest,
+    Shard,
+    Tensor,
+)
 from ckpt.model.packed import fragment_of, pack_fragment
-from ckpt.model.validate import MAX_CHUNK_BYTES, check_fragment, check_manifest
+from ckpt.model.reference import fill
+from ckpt.model.runs import Level, Run, Runs
+from ckpt.model.validate import MAX_CHUNK_BYTES, check_manifest
 from tests.model.records import records
 
 MANIFEST, FRAGMENT = records()
@@ -30,34 +42,38 @@ def file(**changes: Any) -> Break:
     return lambda m: replace(m, files=at(m.files, 1, replace(m.files[1], **changes)))
 
 
-def chunk(**changes: Any) -> Break:
-    def broken(m: Manifest) -> Manifest:
-        chunks = m.files[0].chunks
-        return replace(
-            m, files=at(m.files, 0, replace(m.files[0], chunks=at(chunks, 1, replace(chunks[1], **changes))))
-        )
-
-    return broken
-
-
 def reference(**changes: Any) -> Break:
     return lambda m: replace(m, fragments=at(m.fragments, 1, replace(m.fragments[1], **changes)))
+
+
+def encoding(**changes: Any) -> Break:
+    """Rank 1's file is encoded, but for the change."""
+    encoded = replace(Encoding(1, "zstd", (100,)), **changes)
+    return lambda m: replace(file(name="rank-00001.encoded")(m), encoded=(encoded,))
 
 
 def tensor(**changes: Any) -> Break:
     return lambda m: replace(m, tensors=at(m.tensors, WEIGHT, replace(m.tensors[WEIGHT], **changes)))
 
 
-def shard(**changes: Any) -> Break:
+def layouts(change: Callable[[Runs], Runs]) -> Break:
+    """``change`` the runs of the layout that the tensor has."""
+
     def broken(m: Manifest) -> Manifest:
-        shards = m.tensors[WEIGHT].shards
-        return tensor(shards=at(shards, 1, replace(shards[1], **changes)))(m)
+        index = m.layout_of[WEIGHT]
+        return replace(m, layouts=at(m.layouts, index, change(m.layouts[index])))
 
     return broken
 
 
-def shards(change: Callable[[tuple[Shard, ...]], tuple[Shard, ...]]) -> Break:
-    return lambda m: tensor(shards=change(m.tensors[WEIGHT].shards))(m)
+def run(**changes: Any) -> Break:
+    return layouts(lambda runs: at(runs, 0, replace(runs[0], **changes)))
+
+
+def level(**changes: Any) -> Break:
+    return layouts(
+        lambda runs: at(runs, 0, replace(runs[0], levels=(replace(runs[0].levels[0], **changes),)))
+    )
 
 
 def edit(**changes: Any) -> Break:
@@ -81,47 +97,53 @@ RULES: dict[str, tuple[Break, str]] = {
     "a checksum with a line end": (reference(checksum="0" * 32 + "\n"), "fragment rank-00001.json"),
     "a rank without fragment": (lambda m: replace(m, fragments=m.fragments[:1]), "not one fragment"),
     "a rank with two fragments": (lambda m: replace(m, fragments=(*m.fragments, m.fragments[1])), "not one fragment"),
+    "fragments in another order": (lambda m: replace(m, fragments=m.fragments[::-1]), "not one fragment"),
     "a rank beyond the world": (reference(rank=2, name="rank-00002.json"), "not one fragment"),
     "a negative rank": (reference(rank=-1, name="rank--0001.json"), "not one fragment"),
     "a world too large to count": (edit(world_size=HUGE), "not one fragment"),
+    "a fragment of some ranks": (edit(carried=(FRAGMENT,)), "of some ranks only"),
+    "a fragment of another save": (edit(carried=tuple(replace(FRAGMENT, rank=rank, step=4) for rank in range(2))), "another save"),
     "a file outside the folder": (file(name="../../etc/passwd"), "not that of its rank"),
     "an absolute file": (file(name="/rank-00001.safetensors"), "not that of its rank"),
     "a file under another rank's name": (file(name="rank-00000.safetensors"), "not that of its rank"),
     "a file of a negative rank": (file(rank=-1, name="rank--0001.safetensors"), "not that of its rank"),
     "a file named twice": (lambda m: replace(m, files=(*m.files, m.files[1])), "named twice"),
-    "a file too small for its chunks": (file(size=1), "do not add up"),
-    "an empty file": (file(size=0, chunks=()), "of 0 bytes"),
-    "a giant file": (file(size=HUGE, chunks=(Chunk(HUGE, SUM),)), "bytes"),
-    "a chunk more than its file": (lambda m: file(chunks=(*m.files[1].chunks, Chunk(1, SUM)))(m), "do not add up"),
-    "a chunk less than its file": (lambda m: file(chunks=m.files[1].chunks[:-1])(m), "do not add up"),
-    "a chunk without bytes": (chunk(nbytes=0), "a chunk of rank-00000"),
-    "a chunk of negative size": (chunk(nbytes=-8), "a chunk of rank-00000"),
-    "a chunk of another size": (chunk(nbytes=16), "do not add up"),
-    "a chunk without checksum": (chunk(checksum="zz"), "a chunk of rank-00000"),
-    "a tensor named twice": (lambda m: replace(m, tensors=(*m.tensors, m.tensors[0])), "named twice"),
+    "an empty file": (file(size=0), "of 0 bytes"),
+    "a giant file": (file(size=HUGE), "bytes"),
+    "a file with chunks": (file(chunks=(Chunk(16, SUM),)), "parts of fragments"),
+    "values of a rank": (edit(per_rank={"0": msgspec.Raw(b"{}")}), "parts of fragments"),
+    "all fragments filled in": (edit(is_filled=True), "parts of fragments"),
+    "an encoding of no file": (edit(encoded=(Encoding(7, "zstd", (9,)),)), "the encoded size"),
+    "an encoding of no bytes": (encoding(lengths=(0,)), "the encoded size"),
+    "an encoding with the chunks": (encoding(lengths=(5, 5)), "the encoded size"),
+    "an encoding of another rank": (encoding(rank=0), "not that of its rank"),
+    "an unknown codec": (encoding(codec="gzip"), "unknown codec"),
+    "a file that is encoded twice": (lambda m: replace(encoding()(m), encoded=2 * encoding()(m).encoded), "encoded twice"),
+    "a tensor named twice": (lambda m: replace(m, tensors=(*m.tensors, m.tensors[0]), layout_of=(*m.layout_of, m.layout_of[0])), "named twice"),
+    "a tensor without layout": (lambda m: replace(m, layout_of=m.layout_of[:-1]), "not one layout for each"),
+    "a layout that is not there": (lambda m: replace(m, layout_of=at(m.layout_of, WEIGHT, 99)), "has no layout"),
+    "a layout before the first": (lambda m: replace(m, layout_of=at(m.layout_of, WEIGHT, -1)), "has no layout"),
+    "a tensor with shards": (tensor(shards=(Shard(0, 4096, (0, 0), (5, 4)),)), "has no layout"),
     "a dtype nobody knows": (tensor(dtype="float42"), "unknown dtype"),
-    "a dtype of other size": (tensor(dtype="float64"), "shard"),
     "a negative dimension": (tensor(shape=(-10, 4)), "impossible shape"),
     "a giant dimension": (tensor(shape=(HUGE, 4)), "impossible shape"),
     "a giant tensor": (tensor(shape=(1 << 40, 1 << 40)), "impossible shape"),
     "giant beside zero": (tensor(shape=(0, 1 << 40, 1 << 40)), "impossible shape"),
     "too many dimensions": (tensor(shape=(1,) * 65), "impossible shape"),
-    "a box outside": (shard(offsets=(8, 0)), "not inside"),
-    "a box at a negative place": (shard(offsets=(-1, 0)), "not inside"),
-    "a box of negative size": (shard(shape=(-5, 4)), "not inside"),
-    "a box of other rank": (shard(offsets=(5,), shape=(5,)), "not inside"),
-    "a box with too few offsets": (shard(offsets=(5,)), "not inside"),
-    "boxes that overlap": (shard(offsets=(4, 0)), "overlap"),
-    "a box twice": (shards(lambda s: (*s, s[0])), "overlap"),
-    "a hole": (shards(lambda s: s[:1]), "20 of 40 elements are in no box"),
-    "no boxes": (shards(lambda s: ()), "40 of 40 elements are in no box"),
-    "a box larger than its file": (tensor(shape=(10, 1 << 40), shards=(Shard(0, 4096, (0, 0), (10, 1 << 40)),)), "more bytes than"),
-    "a shard of a rank without file": (shard(rank=7), "rank 7 has no file"),
-    "a shard beside the chunks": (shard(offset=4097), "is not aligned with the chunks"),
-    "a shard before the file": (shard(offset=-64), "is not aligned with the chunks"),
-    "a shard after the file": (shard(offset=HUGE), "is not aligned with the chunks"),
-    "a shard on another's chunks": (lambda m: replace(m, tensors=(*m.tensors, replace(m.tensors[WEIGHT], name="x"))), "overlaps another there"),
-    "a tensor of more bytes than elements": (tensor(dtype="complex128", shape=(1 << 60,), shards=()), "impossible shape"),
+    "a tensor of more bytes than elements": (tensor(dtype="complex128", shape=(1 << 60,)), "impossible shape"),
+    "a tensor of another shape": (tensor(shape=(11, 4)), "40 of 44 elements"),
+    "a box outside": (run(offsets=(8, 0)), "not inside"),
+    "a box at a negative place": (run(offsets=(-1, 0)), "not inside"),
+    "a box of negative size": (run(shape=(-5, 4)), "counts backwards"),
+    "a box of other rank": (run(offsets=(5,), shape=(5,)), "other dimensions"),
+    "a box with too few offsets": (run(offsets=(5,)), "other dimensions"),
+    "a box of a rank beyond the world": (run(rank=1), "beyond the ranks"),
+    "a box of a negative rank": (run(rank=-1), "beyond the ranks"),
+    "a box twice": (level(offsets=(0, 0)), "more than once"),
+    "a run of no boxes": (level(count=0), "counts backwards"),
+    "boxes without end": (level(count=HUGE, offsets=(0, 1)), ""),
+    "a hole": (level(count=1), "20 of 40 elements"),
+    "no boxes": (layouts(lambda runs: ()), "0 of 40 elements"),
     "a tie to nothing": (edit(tied={"head": "nobody"}), "which is not stored"),
     "a tie to a tie": (edit(tied={"head": "weight", "deep": "head"}), "which is not stored"),
     "a tie to itself": (edit(tied={"loop": "loop"}), "which is not stored"),
@@ -131,7 +153,10 @@ RULES: dict[str, tuple[Break, str]] = {
 
 def test_what_we_write_is_accepted():
     assert check_manifest(MANIFEST, key="k") is MANIFEST
-    assert check_fragment(FRAGMENT, key="k") is FRAGMENT
+    assert check_manifest(encoding()(MANIFEST), key="k").codecs == ("zstd",)
+    carried = tuple(replace(FRAGMENT, rank=rank) for rank in range(2))
+    check_manifest(replace(MANIFEST, carried=carried), key="k")
+    checked(WHOLE)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -143,20 +168,83 @@ def test_a_manifest_that_breaks_one_rule_is_refused(rule):
     assert caught.value.key == "step/manifest.json"
 
 
-FRAGMENT_RULES: dict[str, tuple[Callable[[Fragment], Fragment], str]] = {
+WHOLE = fragment_of(FRAGMENT, key="k")
+"""The fragment as objects, which are easier to break. It is packed and read again."""
+Spoil = Callable[[Fragment], Fragment]
+
+
+def checked(fragment: Fragment) -> Fragment:
+    """What is read of it, or the refusal."""
+    return fragment_of(pack_fragment(fragment), key="k")
+
+
+def own_file(**changes: Any) -> Spoil:
+    return lambda f: replace(f, file=replace(f.file, **changes))  # type: ignore[type-var]
+
+
+def own_chunk(**changes: Any) -> Spoil:
+    def broken(f: Fragment) -> Fragment:
+        assert f.file is not None
+        return own_file(chunks=at(f.file.chunks, 1, replace(f.file.chunks[1], **changes)))(f)
+
+    return broken
+
+
+def own_tensor(**changes: Any) -> Spoil:
+    return lambda f: replace(f, tensors=at(f.tensors, WEIGHT_OF, replace(f.tensors[WEIGHT_OF], **changes)))
+
+
+def own_shard(**changes: Any) -> Spoil:
+    def broken(f: Fragment) -> Fragment:
+        shards = f.tensors[WEIGHT_OF].shards
+        return own_tensor(shards=at(shards, 0, replace(shards[0], **changes)))(f)
+
+    return broken
+
+
+def own_lengths(lengths: Callable[[list[int]], list[int]]) -> Spoil:
+    def broken(f: Fragment) -> Fragment:
+        assert f.file is not None
+        encoded = Encoding(1, "zstd", tuple(lengths([chunk.nbytes for chunk in f.file.chunks])))
+        return replace(own_file(name="rank-00001.encoded")(f), encoded=(encoded,))
+
+    return broken
+
+
+WEIGHT_OF = next(index for index, tensor in enumerate(WHOLE.tensors) if tensor.name == "weight")
+FRAGMENT_RULES: dict[str, tuple[Spoil, str]] = {
     "a negative rank": (lambda f: replace(f, rank=-1), "out of range"),
     "a rank beyond the world": (lambda f: replace(f, rank=2), "out of range"),
     "a negative step": (lambda f: replace(f, step=-1), "out of range"),
     "no ranks": (lambda f: replace(f, world_size=0), "out of range"),
-    "tiny chunks": (lambda f: replace(f, chunk_bytes=8), "chunks of 8"),
-    "another rank's file": (lambda f: replace(f, file=MANIFEST.files[0]), "file of another rank"),
-    "another rank's name": (lambda f: replace(f, file=replace(f.file, name="rank-00000.safetensors")), "not that of its rank"),
-    "no file": (lambda f: replace(f, file=None), "has no file"),
-    "a shard of another rank": (
-        lambda f: replace(f, tensors=tuple(replace(t, shards=tuple(replace(s, rank=0) for s in t.shards)) for t in f.tensors)),
-        "rank 0 has no file",
-    ),
-    "a tie to nothing": (lambda f: replace(f, tied={"a": "b"}), "not stored"),
+    "tiny chunks": (lambda f: replace(f, chunk_bytes=8), "chunk"),
+    "another rank's file": (lambda f: replace(f, file=MANIFEST.files[0]), ""),
+    "another rank's name": (own_file(name="rank-00000.safetensors"), "not that of its rank"),
+    "no file": (lambda f: replace(f, file=None), "chunks"),
+    "a tie to nothing": (lambda f: replace(f, tied={"a": "b"}), "is tied to"),
+    "a tie over a tensor": (lambda f: replace(f, tied={"bias": "weight"}), "is tied to"),
+    "a file too small for its chunks": (own_file(size=1), "do not add up"),
+    "a chunk more than its file": (lambda f: own_file(chunks=(*f.file.chunks, Chunk(1, SUM)))(f), "do not add up"),
+    "a chunk less than its file": (lambda f: own_file(chunks=f.file.chunks[:-1])(f), "chunks of its file"),
+    "a chunk without bytes": (own_chunk(nbytes=0), "a chunk of no bytes"),
+    "a chunk of negative size": (own_chunk(nbytes=-8), "a chunk of no bytes"),
+    "a chunk of another size": (own_chunk(nbytes=24), "chunks of its file"),
+    "a chunk without checksum": (own_chunk(checksum=""), "not one checksum for each chunk"),
+    "a tensor named twice": (lambda f: replace(f, tensors=(*f.tensors, f.tensors[0])), "named twice"),
+    "a dtype nobody knows": (own_tensor(dtype="float42"), "unknown dtype"),
+    "a dtype of other size": (own_tensor(dtype="float64"), "shard"),
+    "an impossible shape": (own_tensor(shape=(1 << 40, 1 << 40)), "impossible shape"),
+    "a box outside": (own_shard(offsets=(8, 0)), "not inside"),
+    "a box at a negative place": (own_shard(offsets=(-1, 0)), "not inside"),
+    "a box of negative size": (own_shard(shape=(-5, 4)), "less than nothing"),
+    "a box larger than its file": (lambda f: own_shard(shape=(10, 1 << 40), offsets=(0, 0))(own_tensor(shape=(10, 1 << 40))(f)), "chunks of its file"),
+    "a shard beside the chunks": (own_shard(offset=4097), "is not aligned with the chunks"),
+    "a shard before the file": (own_shard(offset=-64), "is not aligned with the chunks"),
+    "a shard after the file": (own_shard(offset=HUGE), "is not aligned with the chunks"),
+    "a shard on another's chunks": (lambda f: replace(f, tensors=(*f.tensors, replace(f.tensors[WEIGHT_OF], name="x"))), "overlap"),
+    "an encoded length too few": (own_lengths(lambda lengths: lengths[1:]), "not one length for each chunk"),
+    "an encoded chunk of no bytes": (own_lengths(lambda lengths: [0, *lengths[1:]]), "too long"),
+    "an encoded chunk that is longer": (own_lengths(lambda lengths: [lengths[0] + 1, *lengths[1:]]), "too long"),
 }  # fmt: skip
 
 
@@ -164,8 +252,28 @@ FRAGMENT_RULES: dict[str, tuple[Callable[[Fragment], Fragment], str]] = {
 def test_a_fragment_that_breaks_one_rule_is_refused(rule):
     broken, told = FRAGMENT_RULES[rule]
     with pytest.raises(ManifestCorrupt) as caught:
-        check_fragment(broken(FRAGMENT), key="k")
+        checked(broken(WHOLE))
     assert told in caught.value.detail
+
+
+def test_an_encoded_chunk_that_would_unpack_to_more_than_a_chunk_may_have_is_refused() -> None:
+    """The header may be as long as it must be, and what it unpacks to is reserved first."""
+    long = MAX_CHUNK_BYTES + 4096
+    file = File("rank-00001.encoded", 1, long, (Chunk(long, SUM),))
+    fragment = replace(WHOLE, file=file, tensors=(), tied={}, encoded=(Encoding(1, "zstd", (long,)),))
+    checked(fragment)
+    with pytest.raises(ManifestCorrupt, match="too long"):
+        checked(replace(fragment, encoded=(Encoding(1, "zstd", (100,)),)))
+
+
+def test_fragments_that_are_not_those_of_the_manifest_are_refused() -> None:
+    other = replace(WHOLE, rank=0, file=None)
+    with pytest.raises(ManifestCorrupt, match="another file"):
+        fill(MANIFEST, {0: other}, key="k")
+    with pytest.raises(ManifestCorrupt, match="has other boxes"):
+        fill(MANIFEST, {1: own_shard(offsets=(4, 0))(WHOLE)}, key="k")
+    with pytest.raises(ManifestCorrupt, match="has another tensor"):
+        fill(MANIFEST, {1: own_tensor(dtype="int32")(WHOLE)}, key="k")
 
 
 def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_the_file_has_chunks() -> None:
@@ -173,35 +281,35 @@ def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_t
     shard = Shard(1, 4096, (0,), (32_000,))
     tensors = tuple(Tensor(f"x{i}", "uint8", (32_000,), (shard,)) for i in range(2000))
     file = File("rank-00001.safetensors", 1, 4096 + 32_000, chunks)
-    hostile = replace(FRAGMENT, chunk_bytes=16, file=file, tensors=tensors, tied={})
+    hostile = replace(WHOLE, chunk_bytes=16, file=file, tensors=tensors, tied={})
+    packed = pack_fragment(hostile)
     began = time.process_time()
-    with pytest.raises(ManifestCorrupt, match="overlaps another there"):
-        check_fragment(hostile, key="k")
     with pytest.raises(ManifestCorrupt, match="a shard is not aligned with the chunks"):
-        fragment_of(pack_fragment(hostile), key="k")
+        fragment_of(packed, key="k")
     assert time.process_time() - began < 0.5
-    check_fragment(replace(hostile, tensors=tensors[:1]), key="k")
+    checked(replace(hostile, tensors=tensors[:1]))
 
 
 def test_a_fragment_may_hold_a_part_of_its_tensors():
-    tensors = tuple(replace(tensor, shards=()) for tensor in FRAGMENT.tensors)
-    check_fragment(replace(FRAGMENT, tensors=tensors), key="k")
+    checked(replace(WHOLE, tensors=tuple(replace(tensor, shards=()) for tensor in WHOLE.tensors)))
 
 
 def test_a_tensor_of_sixty_four_dimensions_is_possible():
-    part = Shard(0, 4096, (0,) * 64, (1,) * 64)
-    one = File("rank-00000.safetensors", 0, 4100, (Chunk(4096, SUM), Chunk(4, SUM)))
+    shape = (1,) * 64
+    part = Shard(1, 4096, (0,) * 64, shape)
+    file = File("rank-00001.safetensors", 1, 4100, (Chunk(4096, SUM), Chunk(4, SUM)))
+    one = Tensor("x", "float32", shape, (part,))
+    assert checked(replace(WHOLE, file=file, tied={}, tensors=(one,))).tensors == (one,)
     manifest = replace(
-        MANIFEST, world_size=1, fragments=MANIFEST.fragments[:1], files=(one,), tied={},
-        tensors=(Tensor("x", "float32", (1,) * 64, (part,)),),
+        MANIFEST, tied={}, tensors=(replace(one, shards=()),), layout_of=(0,), layouts=((Run(1, (0,) * 64, shape, ()),),)
     )  # fmt: skip
     assert check_manifest(manifest, key="k") is manifest
 
 
 numbers = st.sampled_from([-HUGE, -1, 0, 1, 2, 5, 16, 4096, 1 << 31, 1 << 53, HUGE, 1 << 70])
 tuples = st.lists(numbers, max_size=3).map(tuple)
-wild_chunks = st.builds(Chunk, nbytes=numbers, checksum=st.just(SUM))
-wild_shards = st.builds(Shard, rank=numbers, offset=numbers, offsets=tuples, shape=tuples)
+wild_levels = st.builds(Level, numbers, numbers, tuples)
+wild_runs = st.builds(Run, numbers, tuples, tuples, st.lists(wild_levels, max_size=3).map(tuple))
 
 
 @settings(max_examples=500, deadline=None)
@@ -213,18 +321,14 @@ wild_shards = st.builds(Shard, rank=numbers, offset=numbers, offsets=tuples, sha
         step=st.just(3) | numbers,
         chunk_bytes=st.just(64) | numbers,
         files=st.just(MANIFEST.files)
-        | st.lists(st.builds(File, st.just("rank-00000.safetensors"), numbers, numbers, st.lists(wild_chunks, max_size=3).map(tuple))).map(tuple),
+        | st.lists(st.builds(File, st.just("rank-00000.safetensors"), numbers, numbers, st.just(())), max_size=3).map(tuple),
         fragments=st.just(MANIFEST.fragments)
-        | st.lists(st.builds(FragmentRef, st.just("rank-00000.json"), numbers, numbers, st.just(SUM))).map(tuple),
+        | st.lists(st.builds(FragmentRef, st.just("rank-00000.json"), numbers, numbers, st.just(SUM)), max_size=3).map(tuple),
+        layouts=st.lists(st.lists(wild_runs, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),
+        layout_of=st.just((0, 0, 0, 0)) | tuples,
         tensors=st.lists(
-            st.builds(
-                Tensor,
-                st.text(max_size=2),
-                st.sampled_from(["float32", "uint8", "complex128"]),
-                tuples,
-                st.lists(wild_shards, max_size=3).map(tuple),
-            ),
-            max_size=3,
+            st.builds(Tensor, st.text(max_size=2), st.sampled_from(["float32", "uint8", "complex128"]), tuples, st.just(())),
+            max_size=4,
         ).map(tuple),
     )
 )  # fmt: skip
@@ -233,4 +337,5 @@ def test_wild_numbers_are_refused_with_our_error(manifest):
         check_manifest(manifest, key="k")
     except ManifestCorrupt:
         return
-    assert all(tensor.shards or not tensor.nbytes for tensor in manifest.tensors)
+    for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True):
+        assert manifest.layouts[index] or not tensor.nbytes

@@ -11,11 +11,10 @@ from ckpt.model.box import Box
 from ckpt.model.keys import data_name
 from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, joined, read_plan
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import merge
 from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
 from ckpt_backends.posix import open_posix
-from tests.plan.worlds import fragment_of, with_ref
+from tests.plan.worlds import fragment_of, merged
 
 ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB is a chunk
 
@@ -57,8 +56,8 @@ def saved(memory):
         leaf = Leaf("x", "float64", ARRAY.shape, (Box((32 * rank, 0), (32, 1024)),))
         image, fragment = fragment_of(rank, 2, [leaf], {"x": ARRAY}, chunk_bytes=8192)
         memory.put(data_name(rank), [image])
-        parts.append(with_ref(fragment))
-    return merge(parts)
+        parts.append(fragment)
+    return merged(parts)
 
 
 def read(backend, manifest, wanted, workers, retry, *, direct=True):
@@ -243,10 +242,10 @@ def test_a_store_that_wants_alignment_gets_it(memory, workers, retry, rows):
         part = Leaf("x", "float64", array.shape, (Box((32 * rank, 0), (32, 1000)),))
         image, fragment = fragment_of(rank, 2, [part], {"x": array}, chunk_bytes=8000)
         memory.put(data_name(rank), [image])
-        parts.append(with_ref(fragment))
+        parts.append(fragment)
     backend = Aligned(memory)
     wanted = [Leaf("x", "float64", array.shape, (Box((row, 0), (1, 1000)),)) for row in rows]
-    sink, _, _ = read(backend, merge(parts), wanted, workers, retry)
+    sink, _, _ = read(backend, merged(parts), wanted, workers, retry)
     assert backend.reads
     for row, found in zip(rows, sink.arrays, strict=True):
         assert np.array_equal(found, array[row : row + 1])
@@ -285,7 +284,7 @@ def mixed(tmp_path, monkeypatch):
     image, fragment = fragment_of(0, 1, leaves, named, chunk_bytes=8 << 20)
     store = open_posix(str(tmp_path), {})
     store.put(data_name(0), [image])
-    return Scattering(store), merge([with_ref(fragment)]), arrays, leaves
+    return Scattering(store), merged([fragment]), arrays, leaves
 
 
 def test_neighbours_of_any_size_come_by_one_request_into_their_own_memory(mixed, workers, retry):

@@ -8,15 +8,11 @@ import numpy as np
 import pytest
 
 from ckpt.model.box import Box, even_slab
-from ckpt.model.encoding import pack
 from ckpt.model.manifest import Fragment, Manifest
-from ckpt.model.packed import pack_fragment, read_part
-from ckpt.model.validate import check_fragment, check_manifest
 from ckpt.plan.copies import left, nearest_copies, without_copy, writers
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
-from tests.plan.worlds import fragment_of, with_ref
+from tests.plan.worlds import fragment_of, merged
 
 NODE_OF = (0, 0, 1, 1)
 ARRAYS = {
@@ -40,7 +36,7 @@ def leaves_of(rank: int, node_of: tuple[int, ...] = NODE_OF) -> list[Leaf]:
 
 def manifest_of(node_of: tuple[int, ...] = NODE_OF) -> Manifest:
     parts = [fragment_of(rank, 4, leaves_of(rank, node_of), ARRAYS, chunk_bytes=1 << 14) for rank in range(4)]
-    return merge(with_ref(fragment) for _, fragment in parts)
+    return merged([fragment for _, fragment in parts])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +105,7 @@ def test_a_node_is_enough_for_what_it_has_a_copy_of() -> None:
         )
         for rank in range(4)
     ]
-    manifest = merge(with_ref(fragment) for _, fragment in parts)
+    manifest = merged([fragment for _, fragment in parts])
     assert without_copy(manifest, {2, 3}) == []
     assert without_copy(manifest, {2}) == [1, 3]  # 0 and 2 have written the same
     near = nearest_copies(plan_restore(manifest, whole), manifest, {2: 1, 3: 1})
@@ -144,10 +140,8 @@ def test_a_spare_serves_where_it_is_equal_and_harms_nothing_where_it_differs() -
         arrays = {"alike": np.arange(16, dtype=np.float32), "drifted": np.full(16, rank, dtype=np.float32)}
         return fragment_of(rank, 4, leaves, arrays)[1]
 
-    fragments = [check_fragment(part(rank), key="rank.json") for rank in range(4)]
-    manifest = check_manifest(merge(map(with_ref, fragments)), key="manifest.json")
+    manifest = merged([part(rank) for rank in range(4)])
     assert {shard.rank for tensor in manifest.tensors for shard in tensor.shards} == {0}
-    assert merge([(read_part(pack(pack_fragment(each)), key="rank.json"), with_ref(each)[1]) for each in fragments]).tensors  # fmt: skip
 
     plan = plan_restore(manifest, plain)
     near = nearest_copies(plan, manifest, {2: 0, 3: 0, 0: 1, 1: 1})

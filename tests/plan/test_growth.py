@@ -12,8 +12,8 @@ from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import fragment_name
-from ckpt.model.manifest import FragmentRef, Manifest
-from ckpt.model.packed import Packed, fragment_of
+from ckpt.model.manifest import FragmentRef, Manifest, Packed
+from ckpt.model.packed import fragment_of
 from ckpt.model.reference import fill, ranks_of
 from ckpt.model.validate import check_manifest
 from ckpt.plan.leaf import Leaf
@@ -28,7 +28,7 @@ Parts = list[tuple[Packed, FragmentRef]]
 
 def saved(layout: str, ranks: int) -> tuple[World, Parts]:
     world = World(layout, ranks, MODEL)
-    job = Job(world, by_reference=True)
+    job = Job(world)
     parts: Parts = []
     for rank in range(ranks):
         packed = job.packed(rank, 1, world.leaves(rank))

@@ -14,11 +14,10 @@ from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, Manifest
 from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES
 from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import merge
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.plan.save import plan_save
 from ckpt.plan.share import keyed, share
-from tests.plan.worlds import raw, with_ref
+from tests.plan.worlds import merged, raw
 
 CHUNK = 512 << 10
 SHAPES = {"wide": (6144, 2048), "tall": (2048, 8192), "bias": (6144,)}
@@ -68,8 +67,8 @@ def saved(world_size: int, boxes: Boxes, chunk_bytes: int = CHUNK) -> Manifest:
             format=FORMAT, step=1, attempt="abc", rank=rank, world_size=world_size, created_at=0.0, chunk_bytes=chunk_bytes,
             file=file, tensors=plan.tensors, tied={}, tree=raw({}), per_rank=raw({}), replicas={}, metadata=raw({}),
         )  # fmt: skip
-        parts.append(with_ref(fragment))
-    return merge(parts)
+        parts.append(fragment)
+    return merged(parts)
 
 
 def plans(manifest: Manifest, world_size: int, boxes: Boxes) -> list[RestorePlan]:

@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 
 from ckpt.errors import DtypeMismatch, EntryMissing, ShapeMismatch
 from ckpt.model.box import Box
-from ckpt.model.encoding import pack, unpack
 from ckpt.model.manifest import Manifest
-from ckpt.model.validate import check_fragment, check_manifest
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from tests.model.boxes import boxes_in, partition
-from tests.plan.worlds import assign, fetch, fragment_of, with_ref
+from tests.plan.worlds import assign, fetch, fragment_of, merged
 
 DTYPES = ["float64", "float32", "float16", "int8", "uint32", "bool", "complex64", "complex128"]
 
@@ -47,9 +44,8 @@ def saved_worlds(draw: st.DrawFn):
         images[rank], fragment = fragment_of(
             rank, world_size, leaves, arrays, chunk_bytes=chunk_bytes, tied={"tied": "t0"}
         )
-        parts.append(with_ref(check_fragment(fragment, key="k")))
-    manifest = unpack(pack(check_manifest(merge(rng.sample(parts, len(parts))), key="k")), Manifest, key="k")
-    return arrays, images, manifest
+        parts.append(fragment)
+    return arrays, images, merged(rng.sample(parts, len(parts)))
 
 
 @settings(max_examples=400, deadline=None)
@@ -90,9 +86,7 @@ def test_a_plan_reads_every_chunk_at_most_once_in_file_order_and_no_more_than_is
 
 def manifest_of(array: np.ndarray, chunk_bytes: int = 16) -> Manifest:
     leaf = Leaf("x", str(array.dtype), array.shape, (Box.whole(array.shape),))
-    return merge(
-        [with_ref(fragment_of(0, 1, [leaf], {"x": array}, chunk_bytes=chunk_bytes, tied={"y": "x"})[1])]
-    )
+    return merged([fragment_of(0, 1, [leaf], {"x": array}, chunk_bytes=chunk_bytes, tied={"y": "x"})[1]])
 
 
 def test_only_chunks_that_meet_the_wanted_box_are_read():

@@ -10,11 +10,16 @@ import numpy as np
 
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack
+from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import data_name, fragment_name
-from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest
+from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
+from ckpt.model.packed import fragment_of as unpacked
+from ckpt.model.packed import pack_fragment
+from ckpt.model.reference import fill
+from ckpt.model.validate import check_manifest
 from ckpt.plan.coalesce import coalesce
 from ckpt.plan.leaf import Leaf
+from ckpt.plan.merge import Known, merge
 from ckpt.plan.restore import plan_restore
 from ckpt.plan.save import SavePlan, plan_save
 
@@ -66,9 +71,19 @@ def fragment_over(
     return msgspec.structs.replace(fragment, **changes)
 
 
-def with_ref(fragment: Fragment) -> tuple[Fragment, FragmentRef]:
-    data = pack(fragment)
-    return fragment, FragmentRef(fragment_name(fragment.rank), fragment.rank, len(data), checksum(data))
+def with_ref(fragment: Fragment) -> tuple[Packed, FragmentRef]:
+    """The fragment as it is stored, and its entry in the manifest."""
+    packed = pack_fragment(fragment)
+    data = pack(packed)
+    return packed, FragmentRef(fragment_name(fragment.rank), fragment.rank, len(data), checksum(data))
+
+
+def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifest:
+    """The manifest of these fragments, stored, read and checked, with all of them filled in."""
+    parts = [with_ref(fragment) for fragment in fragments]
+    stored = pack(merge(parts, known))
+    manifest = check_manifest(unpack(stored, Manifest, key="k"), key="k")
+    return fill(manifest, {part.rank: unpacked(part, key="k") for part, _ in parts}, key="k")
 
 
 def assign(boxes: Sequence[Box], world_size: int, rng: random.Random) -> list[tuple[Box, ...]]:

@@ -19,7 +19,6 @@ from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.claim_marker import claim_for_finish
 from ckpt.errors import OutOfSpace, TransientStorageError
-from ckpt.model import manifest as model
 from ckpt.model.box import Box, even_slab
 from ckpt.model.keys import StepRef
 from ckpt.pipeline.retry import RetryPolicy
@@ -183,15 +182,12 @@ def test_a_folder_that_all_machines_see_is_filled_once(
     assert is_committed(shared, written.ref)
 
 
-@pytest.mark.parametrize("least", [5, 4], ids=["plain", "by reference"])
 @pytest.mark.parametrize("harm", [False, True], ids=["whole", "damaged"])
 def test_what_others_have_cached_is_read_before_the_step_is_listed(
-    tmp_path: Path, far: FaultyBackend, monkeypatch: pytest.MonkeyPatch, least: int, harm: bool
+    tmp_path: Path, far: FaultyBackend, harm: bool
 ) -> None:
-    """A manifest by reference has no chunks of the files that this rank has no use for."""
-    monkeypatch.setattr(model, "REFERENCE_FROM", least)
+    """The manifest has no chunks of the files that this rank does not use."""
     written = write_checkpoint(far, 7, {"x": ARRAY}, world_size=4, chunk_bytes=128)
-    assert written.manifest.by_reference == (least == 4)
     near = open_backend(str(tmp_path / "near"))
     node = Node((str(tmp_path / "near"), near), ("far", far))
     boxes = [even_slab(ALL, 4, rank) for rank in range(4)]

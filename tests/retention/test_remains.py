@@ -19,6 +19,7 @@ from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import OWNER, StepRef
+from ckpt.model.manifest import FORMAT
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.inventory import Inventory
@@ -32,7 +33,7 @@ from ckpt.storage.tiers import OpenTier, open_tiers
 ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
 
-def attempt(root: Path, step: int, of: str, *, version: int | None = 1, days: float = 0.0) -> Path:
+def attempt(root: Path, step: int, of: str, *, version: int | None = FORMAT, days: float = 0.0) -> Path:
     """A folder with a data file of 1,000 bytes, and a manifest of that format unless it is None."""
     folder = root / StepRef(step, of).folder
     folder.mkdir(parents=True)
