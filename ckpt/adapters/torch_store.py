@@ -1,7 +1,8 @@
-"""The job's TCPStore as coordinator: a connection of our own, keys of our own, no process group.
+"""The job's TCPStore as a coordinator: a connection and keys of its own, and no process group.
 
-Works with whatever store ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``). The connection is cloned, so that a wait in the background never holds
-up the trainer's own use of the store.
+It works with any store that ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``).
+The connection is cloned, so a wait in the background never delays the trainer's own use of the
+store.
 """
 
 from __future__ import annotations
@@ -102,7 +103,11 @@ class TorchStoreCoordinator:
         return other
 
     def close(self) -> None:
-        """The rank that the store may go with goes last: others may not have heard the last verdict yet. Not while an exception ends it: they shall not wait for a death."""
+        """Close the connection. The rank whose process may serve the store closes last.
+
+        Other ranks may not have received the last verdict yet. If an exception ends the process, it
+        does not wait for them.
+        """
         with contextlib.suppress(CommitError):
             self.post("bye", b"-")
             missing, deadline = set(range(self.world_size)), time.monotonic() + _FAREWELL_SECONDS
@@ -110,12 +115,18 @@ class TorchStoreCoordinator:
                 missing -= self.collect("bye", missing, timeout=deadline - time.monotonic()).keys()
 
     def _look(self, key: str) -> bytes | None:
-        """What is there now. Not the store's ``get``: that waits, for minutes, for a word that was forgotten since it was seen."""
+        """Return the value of a key now, or None.
+
+        The store's ``get`` would wait for minutes for a message that was removed meanwhile.
+        """
         found = _asked(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
         return None if found == _NOTHING.encode() else found
 
     def _there(self, keys: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Those that have a value: asked for block by block, and one by one only in a block that is not full."""
+        """Return the keys that have a value.
+
+        Keys are looked up in blocks, and one by one only in a block that is not complete.
+        """
         found: list[tuple[int, str]] = []
         for start in range(0, len(keys), _BLOCK):
             block = keys[start : start + _BLOCK]
@@ -127,10 +138,11 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.check(keys))
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Whether all ``keys`` have a value, which is waited for up to ``seconds``.
+        """Return True if all ``keys`` have a value within ``seconds``.
 
-        It looks again and again, at growing intervals: a wait of torch's own prints two warnings each time that it ends in
-        vain, and a thread that is inside of it when the interpreter exits ends the process with a signal.
+        It looks again at growing intervals. A wait of torch's own prints two warnings each time
+        that it ends in vain, and a thread inside of it when the interpreter exits ends the process
+        with a signal.
         """
         deadline = time.monotonic() + seconds
         longest = max(_LONGEST_PAUSE, self.world_size / _LOOKS)
@@ -164,7 +176,11 @@ def _brief(error: Exception) -> str:
 
 
 def find_coordinator() -> Coordinator:
-    """How the ranks of this job talk. Raises ``ConfigError`` if there are several and no process group."""
+    """Return the coordinator of this job.
+
+    Raises:
+        ConfigError: There are several ranks and no process group.
+    """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251 - to tell a launcher's world from a lone process

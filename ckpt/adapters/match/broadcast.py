@@ -1,7 +1,9 @@
-"""Ranks that want the same chunks: one reads and verifies each, the others get it from there, over gloo.
+"""Ranks that want the same chunks: one reads and verifies each, and the others get it over gloo.
 
-In rounds: in one a rank reads its next parcel while those of the round before travel, all ranks agree that all went well, and only then the next begins. So a rank that meets damage leaves nobody waiting in a
-collective; whatever fails in one is bounded by its time limit. What arrives is verified by the same checksum as what is read.
+It works in rounds. In a round a rank reads its next parcel while the parcels of the round before
+travel. All ranks agree that the round was good, and only then the next round begins. So a rank that
+meets damage leaves no rank waiting in a collective, and a failure inside of one is bounded by its
+time limit. Received chunks are verified by the same checksum as read ones.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Agree = Callable[[str, Callable[[], object]], None]
 
 
 def can_broadcast(world_size: int) -> bool:
-    """Whether there is a default process group, of that size."""
+    """Return True if there is a default process group of that size."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
 
@@ -94,7 +96,7 @@ class Broadcast:
             self._part()
 
     def _meet(self) -> None:
-        """Learn what the others want, and with whom to share what."""
+        """Exchange what the ranks want, and decide which ranks share what."""
         with self._collective():
             world = dist.new_group(backend="gloo", timeout=TIMEOUT)
             self._groups.append(world)
@@ -126,7 +128,7 @@ class Broadcast:
     # -- reading ------------------------------------------------------------------------------------------------------------
 
     def _fill(self, number: int) -> None:
-        """Read this rank's parcels of a round, and in the first what nobody shares."""
+        """Read this rank's parcels of a round, and in the first round what it does not share."""
         if not number and self._alone:
             self._take([self._reads[key] for key in self._reads if key in self._alone], self._sink)
         mine = [
@@ -209,7 +211,7 @@ class Broadcast:
 
     @contextmanager
     def _collective(self) -> Generator[None]:
-        """What fails inside ends the groups, so that nobody waits for this rank in them."""
+        """End the groups if the body fails, so that no rank waits for this one in them."""
         try:
             yield
         except CkptError:
@@ -228,7 +230,7 @@ class Broadcast:
 
 
 class _Load:
-    """A parcel and its memory: the target's own, or a buffer in which its chunks lie one after the other."""
+    """A parcel and its memory: the target's own, or a buffer with its chunks one after the other."""
 
     def __init__(self, parcel: Parcel, owner: Broadcast) -> None:
         self.parcel, self._owner = parcel, owner
@@ -275,7 +277,7 @@ def _mark(read: ChunkRead) -> Target:
 
 
 def _gather(keys: Keys, group: Any) -> list[Keys]:
-    """Of all ranks."""
+    """Return the values of all ranks."""
     count = torch.tensor([len(keys)], device="cpu")  # whatever torch's default is
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count, group=group)

@@ -96,7 +96,7 @@ class _Match:
     # -- containers ---------------------------------------------------------------------------------------------------------
 
     def _child(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
-        """One value of a container: found by its name in the checkpoint, wherever that lies."""
+        """Match one value of a container, which is found by its name in the checkpoint."""
         source = self._all.source(name)
         node = self._saved.node(source)
         inside = holds_names(value)
@@ -156,7 +156,10 @@ class _Match:
                 self._leaf(target, node, path, source, put)
 
     def _live_state(self, target: Any, node: Node, path: str) -> MutableMapping[str, Any] | None:
-        """What the ``state_dict()`` of an object gives, if a restore fills its tensors: those of a ``Stateful``, and sharded ones."""
+        """Return the ``state_dict()`` of an object whose tensors a restore fills.
+
+        These are objects of a ``Stateful`` class, and objects with sharded tensors.
+        """
         if not (is_stateful(target) and (tag(node) == "object" or is_mapping(node)) and holds_tensors(node)):
             return None
         declared = declares_state(target)
@@ -169,7 +172,10 @@ class _Match:
         return live
 
     def _object(self, target: Any, live: MutableMapping[str, Any], path: str, source: str) -> None:
-        """As ``torch.distributed.checkpoint.load`` does: fill the tensors of its ``state_dict()``, then give it that dict."""
+        """Fill the tensors of a ``state_dict()``, then give that dict to the object.
+
+        ``torch.distributed.checkpoint.load`` does the same.
+        """
         before, self._in_object = self._in_object, True
         self._mapping(live, path, source)
         self._in_object = before
@@ -224,7 +230,9 @@ class _Match:
             self._actions.append(lambda: put(made()))
 
     def _per_rank(self, target: PerRank, node: Node, path: str, at: str) -> None:
-        """What was imported has a list in its place, with the value of each rank: as an export writes it."""
+        """Match a ``PerRank`` value. An imported one is a list of the ranks' values, as an export
+        writes it.
+        """
         saved_world = len(node) if isinstance(node, list) else self._saved.manifest.world_size
         source: int | None = self._rank
         if saved_world != self._world:

@@ -17,10 +17,12 @@ from ckpt.model.values import Node
 
 
 def match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
-    """By canonical names. A plain dict of tensors, such as a ``state_dict()`` that was saved, does as well. ``ABSENT``: all of it lies elsewhere.
+    """Match a module by canonical names, with a saved module or a plain dict of tensors.
+
+    ``ABSENT`` stands for a module whose tensors are all elsewhere.
 
     Raises:
-        KindMismatch, ShapeMismatch, DtypeMismatch: What was saved does not fit.
+        KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.
     """
     if node is not ABSENT and not is_mapping(node):
         match.expect(node, path, "module")

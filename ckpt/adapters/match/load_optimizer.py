@@ -33,11 +33,15 @@ _OF_SCHEDULERS: Final = frozenset(
 
 
 def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str, source: str) -> None:
-    """State is filled in place where it is, made where it is not, dropped where it was not saved; settings are those of the saved groups.
+    """Match an optimizer.
+
+    State is filled in place if it exists, created if it does not, and dropped if it was not saved.
+    Settings are those of the saved groups.
 
     Raises:
         OptimizerMismatch: Another kind of optimizer has saved it, and the restore is strict.
-        RestoreError: Its groups cannot be told apart as they were saved, or it owns parameters that nothing can make real.
+        RestoreError: Its groups differ from the saved ones, or it owns parameters that stay on the
+            meta device.
     """
     if node is not ABSENT:
         match.expect(node, path, "optimizer")
@@ -106,7 +110,11 @@ class _Loader:
                 yield _Found(group, parameter, part, is_here, name, there, weight, saved)
 
     def strangers(self) -> tuple[str, Sequence[str], Sequence[str]] | None:
-        """What tells that another kind of optimizer has saved this: both sides have what the other has not. One side alone may be a matter of options and versions."""
+        """Return the names that show another kind of optimizer: each side has some that the other
+        lacks.
+
+        Names that only one side has may come from options and versions.
+        """
         saved: set[str] = set()
         settings: set[str] = set()
         for each in self.found:
@@ -214,5 +222,5 @@ class _Loader:
 
 
 def _part(key: object) -> str:
-    """How a key of the state stands in names."""
+    """Return a key of the state as a part of a name."""
     return state_name("", "", key)[2:]

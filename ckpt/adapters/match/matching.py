@@ -1,4 +1,4 @@
-"""What is known while a state is matched with a checkpoint: which name is which, what is to be read into which memory, what one side lacks."""
+"""The result of matching a state with a checkpoint, while it is made: names, targets, and gaps."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _ASK: Final = "convert it on the way with restore(cast=True)"
 
 @dataclass(slots=True)
 class Matched:
-    """What a restore will do: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the rest.
+    """The work of a restore: ``wanted[i]`` is read into ``targets[i]``, then ``apply`` sets the
+    rest.
 
     Attributes:
-        wanted: As they are in the checkpoint: by its names, in its dtypes.
+        wanted: The leaves by the names and dtypes of the checkpoint.
         missing: Names that are not in the checkpoint.
-        unexpected: Names of the checkpoint that have no place in this rank's state; whether they have one on another rank (a pipeline's other stages)
-            only all can tell; so it is with ``unused``, the patterns of the selection and of renamings that fit nothing here.
+        unexpected: Names of the checkpoint that have no place in this rank's state. Another rank
+            (another pipeline stage) may have a place for them, so all ranks decide. The same holds
+            for ``unused``, the patterns of selections and renamings that match nothing here.
         renamed: (name in the state, name in the checkpoint).
         converted: (name in the state, dtype in the checkpoint, dtype here).
-        uninitialised: Names of tensors of modules that are on the meta device and stay there.
+        uninitialised: Tensors of modules that stay on the meta device.
     """
 
     wanted: list[Leaf] = field(default_factory=list[Leaf])
@@ -75,19 +77,21 @@ class Matching:
         self._converted: list[tuple[str, str, str]] = []
 
     def source(self, name: str) -> str:
-        """What a name of the state is called in the checkpoint."""
+        """Return the name in the checkpoint for a name of the state."""
         source, pattern = self.selection.renaming.source(name)
         if pattern is not None:
             self._unused.discard(pattern)
         return source
 
     def takes(self, name: str) -> bool:
-        """Whether the restore is about it."""
+        """Return True if the restore concerns the name."""
         self._unused.difference_update(self.selection.fitting(name))
         return self.selection.takes(name)
 
     def open(self, name: str, source: str) -> None:
-        """What lies in ``source`` shall have a place in the container ``name`` of the state."""
+        """Declare that the contents of ``source`` have a place in the container ``name`` of the
+        state.
+        """
         self._opened.setdefault(source, []).append(name)
 
     def claim(self, name: str, source: str, *, silent: bool = False) -> None:
@@ -116,11 +120,13 @@ class Matching:
             raise KindMismatch(path, kind(node), tags[0])
 
     def want(self, name: str, source: str, target: Source, stored_as: str = "") -> None:
-        """Fill ``target``, which is ``name`` in the state and ``source`` in the checkpoint. Its bytes may lie under a name of their own there.
+        """Fill ``target``, which is ``name`` in the state and ``source`` in the checkpoint.
+
+        Its bytes may be stored under another name.
 
         Raises:
-            ShapeMismatch, DtypeMismatch: It cannot hold it.
-            RestoreError: Its memory is already to be filled with another.
+            ShapeMismatch, DtypeMismatch: The target cannot hold the bytes.
+            RestoreError: Its memory is already a target of another name.
         """
         bytes_of = stored_as or source
         if (tensor := self.saved.tensors.get(bytes_of)) is None:
@@ -149,7 +155,7 @@ class Matching:
         self._targets.append(target)
 
     def _want(self, name: str, target: torch.Tensor) -> None:
-        """Of a value that is made anew."""
+        """Want the tensor of a value that is created."""
         self.want(name, name, target)
 
     def done(self) -> Matched:
@@ -169,7 +175,7 @@ class Matching:
         )
 
     def _is_about(self, source: str) -> bool:
-        """Whether the restore is about what has no place, by what its name would be in the state."""
+        """Return True if the restore concerns a name without a place, by its name in the state."""
         inside = source
         while inside and inside not in self._opened:
             inside = inside.rpartition("/")[0]

@@ -1,7 +1,8 @@
-"""Tensors on the meta device -> real ones, that are still the same objects.
+"""Tensors on the meta device -> real ones, which are still the same objects.
 
-Whoever holds such a tensor (a module, one tied to it, an optimizer built over it) holds the real one afterwards. Until then nothing has changed: what is read goes into a stand-in, and both change places
-when everything is there.
+Every holder of such a tensor (a module, a tied module, an optimizer) has the real tensor
+afterwards. Nothing changes before that: data is read into a stand-in, and the two are swapped when
+all of it is there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _WAY = "materialise the module first, with to_empty(device=...), and build its o
 
 
 def is_meta(value: object) -> bool:
-    """Whether it is a tensor without memory."""
+    """Return True for a tensor without memory."""
     return isinstance(value, torch.Tensor) and (
         value.is_meta or (isinstance(value, DTensor) and local(value).is_meta)
     )
@@ -41,7 +42,7 @@ class RealTensors:
         return id(tensor) in self._filled
 
     def to_fill(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """What is read in place of ``tensor``, which it will be. Raises as ``like``."""
+        """Return the stand-in that is read in place of ``tensor``. Raises as ``like``."""
         if (real := self.like(name, tensor)) is not tensor:
             self._filled.add(id(tensor))
         return real
@@ -59,7 +60,11 @@ class RealTensors:
         return self._made[id(tensor)][1]
 
     def change_places(self) -> None:
-        """Make the tensors real. ``fully_shard`` looks at its shards anew before the first forward, which none can have had yet."""
+        """Make the tensors real.
+
+        ``fully_shard`` examines its shards again before the first forward, which cannot have
+        happened yet.
+        """
         for tensor, real in (self._made[each] for each in self._filled):
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
 
@@ -100,7 +105,7 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_held(tensor: torch.Tensor) -> bool:
-    """Whether more than Python holds on to it: then torch does not let it change places."""
+    """Return True if C++ code holds the tensor too: then torch does not allow a swap."""
     held: Any = tensor  # torch's stubs do not know that either
     count: int = held._use_count()
     if count != 2 or not (tensor.is_leaf and tensor.requires_grad):

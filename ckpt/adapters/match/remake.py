@@ -1,4 +1,4 @@
-"""Values of the tree, made anew: plain ones, and the tensors and arrays inside them once their bytes are there."""
+"""Values of the tree, created again: plain ones, and the tensors and arrays inside of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ckpt.model.values import Node, decode
 
 
 class Remaker:
-    """Makes the tensors that plain values hold, each once, and the values when they are filled.
+    """Creates the tensors inside of plain values, each once, and the values when those are filled.
 
     Args:
         tensors: Those of the manifest, by name.
-        want: Told the name and the memory of each tensor that is to be read.
+        want: Called with the name and the memory of each tensor that is to be read.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], object]) -> None:

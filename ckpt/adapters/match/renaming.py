@@ -1,4 +1,4 @@
-"""What the names of a state are called in the checkpoint."""
+"""Names of a state -> names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ class _Rule:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """Of the rules the first that fits counts; a name that none fits is the same on both sides.
+    """Rules for names. The first rule that matches counts; other names are the same on both sides.
 
-    A rule ``{"model/encoder.*": "model/backbone.*"}`` is a name of the state, with all below it, and the name of that in the checkpoint; a ``*`` takes any text (dots and slashes too, as little as it can) and stands
-    for the same text on the other side. The state of an optimizer follows its parameters, unless a rule speaks of it.
+    A rule ``{"model/encoder.*": "model/backbone.*"}`` has a name of the state, with all names below
+    it, and its name in the checkpoint. A ``*`` matches any text (dots and slashes too, as little as
+    possible) and stands for the same text on the other side. An optimizer's state follows its
+    parameters, unless a rule names it.
     """
 
     rules: tuple[_Rule, ...] = ()
@@ -42,7 +44,7 @@ class Renaming:
 
     @classmethod
     def of(cls, rename: Rename | None) -> Renaming:
-        """What a user gave. Raises ``ConfigError`` for what is no renaming."""
+        """Return the renaming that a user gave. Raises ``ConfigError`` for other values."""
         if rename is None:
             return cls()
         if isinstance(rename, Mapping):
@@ -62,11 +64,11 @@ class Renaming:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """Of the rules."""
+        """The patterns of the rules."""
         return tuple(rule.pattern for rule in self.rules)
 
     def source(self, name: str) -> tuple[str, str | None]:
-        """The name in the checkpoint, and the pattern of the rule that says so."""
+        """Return the name in the checkpoint, and the pattern of the rule that gave it."""
         for rule in self.rules:
             if (renamed := rule.apply(name)) is not None:
                 return renamed, rule.pattern

@@ -1,4 +1,4 @@
-"""A checkpoint by name: what its tree holds at a path, and what of it nobody asked for."""
+"""A checkpoint by name: what its tree holds at a path, and what was not asked for."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ _MAPPINGS: Final = ("dict", "OrderedDict", "Counter")
 
 @dataclass(frozen=True, slots=True)
 class SavedParameter:
-    """What an optimizer holds of one parameter: ``settings`` of its group, and ``values`` of its state that are no tensors, by full name."""
+    """The optimizer's values of one parameter.
+
+    Attributes:
+        settings: Those of its group.
+        values: The values of its state that are not tensors, by full name.
+    """
 
     settings: Node
     values: Mapping[str, Node]
 
 
 class Saved:
-    """The tree and the tensors of a manifest. Threads: one at a time.
+    """The tree and the tensors of a manifest.
 
-    Raises (any method):
-        ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: The tree is none that we write.
+    Raises:
+        ManifestCorrupt, LookupError, TypeError, ValueError, AttributeError: From any method, if
+        ckpt did not write the tree.
+
+    Thread safety:
+        One thread at a time.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -47,12 +56,15 @@ class Saved:
 
     @property
     def imported(self) -> bool:
-        """Whether it comes from another program, as ``ckpt import`` notes it."""
+        """Whether it comes from another program, as ``ckpt import`` records."""
         metadata = parse(self.manifest.metadata, "metadata")
         return isinstance(metadata, dict) and "imported_as" in metadata
 
     def node(self, path: str) -> Node:
-        """What lies at a path: a node of the tree, or one for a tensor of a module or optimizer; ``ABSENT`` if nothing does."""
+        """Return the node at a path: of the tree, or one for a tensor of a module or optimizer.
+
+        Returns ``ABSENT`` if there is none.
+        """
         if (found := self._nodes.get(path, ABSENT)) is ABSENT:
             found = self._find(path)
             if found is ABSENT and path in self.tensors:
@@ -70,7 +82,7 @@ class Saved:
         return ABSENT
 
     def adopt(self, path: str, node: Node) -> None:
-        """From now on ``node`` is what lies in the ``PerRank`` value at ``path``."""
+        """Make ``node`` the content of the ``PerRank`` value at ``path``."""
         self._own[path] = node
         self._children.pop(path, None)
         self._nodes = {known: each for known, each in self._nodes.items() if each is not ABSENT}
@@ -81,7 +93,11 @@ class Saved:
         return values
 
     def parameter(self, name: str) -> SavedParameter | None:
-        """What the optimizer in its path holds of the parameter ``optimizer/model/layer.weight``; None if there is no such."""
+        """Return an optimizer's values of a parameter, by a path such as
+        ``optimizer/model/layer.weight``.
+
+        Returns None if there is no such parameter.
+        """
         end = name.find("/")
         while end >= 0:
             node = self.node(name[:end])
@@ -134,7 +150,7 @@ class Saved:
                 return self._of(path).keys()
 
     def _of(self, path: str) -> Mapping[str, Node]:
-        """The children of a container, by their full names."""
+        """Return the children of a container, by their full names."""
         known = self._children.get(path)
         if known is None:
             known = self._children[path] = dict(_children(path, self._own.get(path, self.node(path))))
@@ -153,26 +169,26 @@ class Saved:
 
 
 def tag(node: Node) -> Any:
-    """Of a tagged node; None for another."""
+    """Return the tag of a tagged node; None for another."""
     return node.get("$") if isinstance(node, dict) else None
 
 
 def kind(node: Node) -> str:
-    """What a node is, for people."""
+    """Return the kind of a node, for messages."""
     if isinstance(node, dict):
         return str(node.get("$", "dict"))
     return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
 
 
 def holds_tensors(node: Node) -> bool:
-    """Whether there are tensors in a node."""
+    """Return True if there are tensors in a node."""
     if isinstance(node, dict):
         return node.get("$") == "tensor" or any(map(holds_tensors, node.values()))
     return isinstance(node, list) and any(map(holds_tensors, node))
 
 
 def is_mapping(node: Node) -> bool:
-    """Whether it is a plain dict, of any keys."""
+    """Return True for a plain dict, of any keys."""
     return isinstance(node, dict) and node.get("$", "dict") in _MAPPINGS
 
 

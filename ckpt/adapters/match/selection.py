@@ -39,7 +39,7 @@ class Selection:
         rename: Rename | None = None,
         cast: bool = False,
     ) -> Selection:
-        """What a user gave. Raises ``ConfigError`` for what is no pattern, or nothing of the kind."""
+        """Return the selection that a user gave. Raises ``ConfigError`` for other values."""
         for setting, value in (("strict", strict), ("cast", cast)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{setting}={value!r}: give True or False")
@@ -52,7 +52,7 @@ class Selection:
         return cls(patterns, strict, renaming, cast)
 
     def takes(self, name: str) -> bool:
-        """Whether it is about this one, or about all below it."""
+        """Return True if the selection has this name, or all names below it."""
         return self.only is None or bool(self.fitting(name))
 
     def fitting(self, name: str) -> list[str]:
@@ -62,7 +62,7 @@ class Selection:
         ]
 
     def reaches(self, name: str) -> bool:
-        """Whether something below it may fit."""
+        """Return True if a name below this one may match."""
         if self.only is None:
             return True
         heads = [_MAGIC.split(each, maxsplit=1)[0] for each in self.only]

@@ -19,12 +19,18 @@ _LARGE_BYTES: Final = 256 << 10
 
 
 class TensorSink:
-    """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its place. A leaf has the dtype of what is read: a target of another one gets it converted, chunk by chunk.
+    """Fills the local memory of ``targets``, each of which holds the boxes of the leaf at its
+    index.
 
-    On an accelerator every write goes to what is the current stream of its device when this is built, so that what the
-    builder queues there later comes after it. All that was queued on the device before, on any stream, is waited for first.
+    A leaf has the dtype of the stored data. A target of another dtype gets it converted, chunk by
+    chunk.
 
-    Threads: built by the training thread, used from any; chunks do not overlap.
+    On an accelerator every write goes to the stream that is current for its device when the sink is
+    built, so the builder's later work on that stream comes after it. The sink first waits for all
+    work that was queued on the device before, on any stream.
+
+    Thread safety:
+        Build it on the training thread, and use it from any thread. Chunks do not overlap.
     """
 
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:

@@ -29,7 +29,7 @@ def memory_of(target: Source) -> Hashable:
 
 
 def has_live(value: Any, depth: int = 0) -> bool:
-    """Whether a container holds anything that is loaded in place."""
+    """Return True if a container holds a value that is loaded in place."""
     if isinstance(value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank) or (
         depth and is_stateful(adapted(value))
     ):
@@ -40,7 +40,7 @@ def has_live(value: Any, depth: int = 0) -> bool:
 
 
 def has_sharded(value: Any) -> bool:
-    """Whether a container holds tensors that are only in part on this rank."""
+    """Return True if a container holds tensors of which only a part is on this rank."""
     if isinstance(value, torch.Tensor | LocalShards):
         return isinstance(value, DTensor | LocalShards) or isinstance(as_source(value), LocalShards)
     if isinstance(value, Mapping):
@@ -49,7 +49,7 @@ def has_sharded(value: Any) -> bool:
 
 
 def holds_names(target: Any) -> bool:
-    """Whether what is below it has names of its own."""
+    """Return True if the values below it have names of their own."""
     if isinstance(target, nn.Module | Optimizer):
         return not declares_state(target)
     return isinstance(target, MutableMapping | list | tuple) and not is_stateful(target) and has_live(target)

@@ -1,1 +1,1 @@
-"""What a tensor of the state is: its layout, the memory that holds it, and the ranks that share it."""
+"""Tensors of the state: their layout, the memory that holds them, and the ranks that share them."""

@@ -28,7 +28,7 @@ class DeclaredPart(NamedTuple):
         return 0 not in self.own_shape
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Whether it is the memory of that parameter, or of a value of its optimizer's state that is laid out like it."""
+        """Return True for the memory of the parameter, or of optimizer state with the same layout."""
         return tuple(memory.shape) == self.own_shape
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
@@ -44,18 +44,20 @@ class DeclaredPart(NamedTuple):
 def declare_part(
     tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int], replicas: Iterable[int] = ()
 ) -> None:
-    """Say that a plain parameter or buffer of a module is a part of a larger tensor, as the experts of a rank are of all experts.
+    """Declare that a plain parameter or buffer is a part of a larger tensor, as one rank's experts
+    are.
 
-    The module is saved and restored with the tensor of ``shape`` under the parameter's name, and so is what an optimizer keeps for it, onto any other number of ranks.
-    Call it once, before the module is first saved or restored. A DTensor says so itself.
+    The module is saved and restored with the tensor of ``shape`` under the parameter's name, and so
+    is an optimizer's state of it, onto any other number of ranks. Call it once, before the module
+    is first saved or restored. A DTensor needs no declaration.
 
     Args:
-        shape: Of the whole tensor, which all ranks together must hold.
+        shape: The shape of the whole tensor, which all ranks together must hold.
         offsets: Where the parameter begins in it, in elements, one per dimension.
-        replicas: Global ranks known to hold the same part with the same values, this one included.
+        replicas: Global ranks known to hold the same part with the same values, including this one.
 
     Raises:
-        ConfigError: The parameter does not lie in a tensor of that shape.
+        ConfigError: The parameter is not inside of a tensor of that shape.
     """
     box = Box(tuple(offsets), tuple(tensor.shape))
     if not box.inside(shape):
@@ -67,5 +69,5 @@ def declare_part(
 
 
 def declared(value: Any) -> DeclaredPart | None:
-    """What was said of it."""
+    """Return the declaration of a parameter."""
     return getattr(value, _MARK, None) if isinstance(value, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""A tensor as this rank holds it -> a leaf: which boxes of which global tensor, and who else holds the same."""
+"""A tensor as this rank holds it -> a leaf: its boxes of the global tensor, and its replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
 
 
 def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
-    """Whether it is a tensor of torch's own kind, with a memory of its own."""
+    """Return True for a tensor of torch's own kind with a memory of its own."""
     return type(tensor) in PLAIN
 
 
@@ -61,13 +61,14 @@ def _in_boxes(held: tuple[torch.Tensor, ...], boxes: Sequence[Box]) -> Sequence[
 
 
 class Form(NamedTuple):
-    """What a source was when the form was taken, as values: the source itself may take another dtype, shape or memory.
+    """The form of a source, as values: the source itself may take another dtype, shape or memory.
 
     Attributes:
         signature: Equal for two sources if and only if ``leaf_of`` and the memory format are equal.
-        held: Aliases of the memory that this rank holds. They stay valid when the source takes another memory.
-        wrapper: A tensor with a version counter of its own, besides those of ``held``: an operation on a DTensor counts
-            there, and one on its local tensor counts in ``held``.
+        held: Aliases of the memory that this rank holds. They stay valid when the source takes
+            another memory.
+        wrapper: A tensor with a version counter of its own, besides those of ``held``: an operation
+            on a DTensor counts there, and one on its local tensor counts in ``held``.
     """
 
     signature: Hashable
@@ -181,7 +182,10 @@ def check(name: str, tensor: torch.Tensor) -> str:
 
 
 def has_storage(memory: torch.Tensor) -> bool:
-    """Whether the elements of a plain tensor lie in its storage. A wrapper has none, and what FSDP frees has an empty one."""
+    """Return True if the elements of a plain tensor are in its storage.
+
+    A wrapper has no storage, and FSDP leaves an empty one.
+    """
     if not memory.numel():
         return True
     last = memory.storage_offset() + sum(
@@ -199,7 +203,7 @@ def check_storage(name: str, memory: torch.Tensor) -> None:
 
 
 def _inside(tensor: torch.Tensor) -> str:
-    """The names of the tensors that a wrapper says it consists of."""
+    """Return the names of the tensors that a wrapper consists of, as it says."""
     with suppress(Exception):  # code of the user's
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         return f" ({', '.join(names)})"
@@ -207,7 +211,7 @@ def _inside(tensor: torch.Tensor) -> str:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """As it is stored, if it can be."""
+    """Return the stored name of a dtype. Raises ``UnsupportedValue`` for others."""
     found = str(dtype).removeprefix("torch.")
     if found not in DTYPES:
         raise UnsupportedValue(name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold")

@@ -1,6 +1,8 @@
-"""A tensor of which this rank holds some boxes, each in a memory of its own: what every sharded layout comes down to.
+"""A tensor of which this rank holds some boxes, each in its own memory: the form of all sharded
+layouts.
 
-A DTensor, a tensor of FSDP1 or a parameter within a flat buffer is one of these. Whoever has a layout that ckpt does not know puts one into the state where its tensor would stand.
+A DTensor, a tensor of FSDP1, and a parameter inside of a flat buffer have this form. For a layout
+that ckpt does not know, put ``LocalShards`` into the state in place of the tensor.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class LocalShards:
         *,
         owner: Optimizer | None = None,
     ) -> LocalShards:
-        """Of a tensor laid out flat, the elements from ``start`` on that the 1-D ``memory`` holds."""
+        """Return the elements of a flat tensor from ``start`` on that the 1-D ``memory`` holds."""
         shards: list[tuple[Sequence[int], torch.Tensor]] = []
         memory, at = memory.detach(), 0  # it shares its version counter
         for box in split_flat(shape, start, start + memory.numel()):

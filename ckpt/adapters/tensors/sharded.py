@@ -1,7 +1,8 @@
-"""FSDP1: parameters that lie in pieces of flat ones, and the ``ShardedTensor`` of its state dicts.
+"""FSDP1: parameters in pieces of flat parameters, and the ``ShardedTensor`` of its state dicts.
 
-FSDP1's own ``state_dict()`` gathers over the training process group and hands out copies. So its hooks are not run here: what a rank holds of a parameter is read off the flat
-parameter it lies in, a range of its elements, and filled there.
+FSDP1's own ``state_dict()`` gathers over the training process group and returns copies. So its
+hooks do not run here. The part of a parameter that a rank holds is a range of elements of the flat
+parameter, and is read and filled there.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 
 class Piece(NamedTuple):
-    """Which elements of a tensor of ``shape`` lie in a flat memory of ``size`` elements: ``length`` of them, from the tensor's element ``start`` and the memory's element ``at`` on.
+    """A range of elements of a tensor of ``shape`` in a flat memory of ``size`` elements.
 
-    ``fqn``, its key in the module, tells it from others of which nothing is here either; ``replicas`` are the ranks that hold the same.
+    The ``length`` elements are at ``start`` of the tensor and at ``at`` of the memory.
+
+    Attributes:
+        fqn: Its key in the module, which distinguishes pieces without elements here.
+        replicas: The ranks that hold the same piece.
     """
 
     fqn: str
@@ -35,11 +40,11 @@ class Piece(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds any of it."""
+        """Whether this rank holds any element."""
         return self.length > 0
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Whether it is such a memory."""
+        """Return True if a tensor is such a memory."""
         return memory.shape == (self.size,)
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
@@ -92,12 +97,16 @@ def handles(module: nn.Module) -> Iterator[Any]:
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Whether any part of it is wrapped in FSDP1."""
+    """Return True if any part of the module is wrapped in FSDP1."""
     return any(True for _ in _wrappers(module))
 
 
 def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
-    """Ranks that one FSDP1 wrapper keeps alike, those of its copies included where they can be told; and whether this rank is the first of all."""
+    """Return the ranks that one FSDP1 wrapper keeps equal, and whether this rank is the first of
+    all.
+
+    The ranks include those of its copies if they are known.
+    """
     ranks, copies = _groups(wrapper)
     here = torch.distributed.get_rank()
     is_first = here == ranks[0] and (not copies or here == copies[0])

@@ -1,7 +1,8 @@
-"""Which ranks hold a module's plain tensors alike.
+"""The ranks that hold a module's plain tensors alike.
 
-No rank knows what names the others have: one expert of a ``ModuleList`` may be on this rank alone. What is on other ranks too is concluded
-from the unit that a tensor lies in, which is what one wrapper (DDP, FSDP1, ``fully_shard``) keeps together, and never from another unit.
+No rank knows the names of other ranks: an expert of a ``ModuleList`` may be on this rank alone. So
+a rank concludes what is on other ranks from the unit of a tensor, which is what one wrapper (DDP,
+FSDP1, ``fully_shard``) holds, and never from another unit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Unit:
 
 
 def units_of(module: nn.Module) -> Callable[[str], Unit]:
-    """Of a key of the module's state dict, the unit."""
+    """Return the unit of each key of the module's state dict."""
     units = dict(_walk(module, "", Unit(), {}))
 
     def unit(key: str) -> Unit:
@@ -48,7 +49,7 @@ def units_of(module: nn.Module) -> Callable[[str], Unit]:
 
 
 def _walk(module: nn.Module, path: str, around: Unit, known: dict[int, Unit]) -> Iterator[tuple[str, Unit]]:
-    """The paths of all modules, each with its unit."""
+    """Return the paths of all modules, each with its unit."""
     unit = _own_unit(module, known) or around
     yield path, unit
     children: Mapping[str, nn.Module | None] = module._modules

@@ -1,4 +1,8 @@
-"""Where an optimizer keeps its state: in itself, or (``ZeroRedundancyOptimizer``) in another that has this rank's share of the parameters."""
+"""The place of an optimizer's state.
+
+It is the optimizer itself, or for ``ZeroRedundancyOptimizer`` another optimizer with this rank's
+share of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +24,28 @@ class Keeper:
     """The state of an optimizer.
 
     Attributes:
-        own: Identity of the parameters that this rank keeps state of; None for all. Of the others, other ranks do.
+        own: Identities of the parameters whose state this rank keeps; None for all.
     """
 
     state: State
     own: frozenset[int] | None = None
 
     def keeps(self, parameter: torch.Tensor) -> bool:
-        """Whether the state of ``parameter`` belongs here."""
+        """Return True if the state of ``parameter`` is kept here."""
         return self.own is None or id(parameter) in self.own
 
 
 def is_zero(optimizer: Optimizer) -> bool:
-    """Whether it is torch's ``ZeroRedundancyOptimizer``."""
+    """Return True for torch's ``ZeroRedundancyOptimizer``."""
     api = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return api is not None and isinstance(optimizer, api.ZeroRedundancyOptimizer)
 
 
 def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
-    """Where ``optimizer`` keeps its state. Its groups, with all parameters, are its own in either case."""
+    """Return the keeper of the state of ``optimizer``.
+
+    Its groups, with all parameters, are its own in either case.
+    """
     if not is_zero(optimizer):
         return Keeper(optimizer.state)
     if optimizer._overlap_with_ddp:  # type: ignore[attr-defined]

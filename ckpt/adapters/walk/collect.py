@@ -47,13 +47,14 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(slots=True)
 class Collected:
-    """What a walk over a state found, in the walk's order.
+    """What a walk over a state found, in the order of the walk.
 
     Attributes:
-        parts: Tensors: those of a module or optimizer as one segment, the very same as in the last walk if nothing about it has changed; others alone.
-        tied: name -> the name of the same memory met earlier.
+        parts: The tensors. Those of a module or optimizer are one segment, the same object as in
+            the last walk if nothing about it has changed. Others stand alone.
+        tied: name -> the name of the same memory that came earlier.
         per_rank: path -> tree of a ``PerRank`` value.
-        optimizers: Those to be fenced.
+        optimizers: The optimizers to fence.
     """
 
     parts: list[Segment | Held] = field(default_factory=list[Segment | Held])
@@ -108,7 +109,10 @@ def collect(
 
 
 def _holds(captured: Collection[Optimizer], optimizer: Optimizer) -> bool:
-    """Whether only steps that a hook can hold change an optimizer's tensors, so that they may be copied while training goes on."""
+    """Return True if only steps that a hook can hold change an optimizer's tensors.
+
+    They may then be copied while training goes on.
+    """
     return not (methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in captured)
 
 
@@ -133,13 +137,16 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_stateful(value: object) -> bool:
-    """Whether it saves and loads itself."""
+    """Return True if the object saves and loads itself."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def declares_state(value: object) -> bool:
-    """Whether its class is a ``Stateful`` of torch's checkpoints: then its ``state_dict()`` holds its own tensors, which a restore fills
-    before it gives that dict to ``load_state_dict()``. So do torchtitan's ``ModelWrapper`` and ``OptimizersContainer``.
+    """Return True if the class is a ``Stateful`` of torch's checkpoints.
+
+    Its ``state_dict()`` then holds its own tensors. A restore fills them before it gives that dict
+    to ``load_state_dict()``. torchtitan's ``ModelWrapper`` and ``OptimizersContainer`` are of that
+    kind.
     """
     api = sys.modules.get("torch.distributed.checkpoint.stateful")
     return api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
@@ -179,7 +186,9 @@ def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[s
 
 
 def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
-    """The modules among the ``objects`` of a state, and the tensors of their optimizers that stand in it by themselves."""
+    """Return the modules among ``objects``, and their optimizers' tensors that stand alone in the
+    state.
+    """
     found = Parameters(
         (value, items_of(path, value)) for path, value in objects if isinstance(value, nn.Module)
     )
@@ -266,7 +275,7 @@ class _Walk:
         return stored
 
     def _has_owner(self, tensor: Source) -> bool:
-        """Whether a fenced optimizer is all that changes it."""
+        """Return True if only a fenced optimizer changes the tensor."""
         if not isinstance(tensor, LocalShards) or tensor.owner is None:
             return False
         owner = unwrapped(tensor.owner)
@@ -307,7 +316,11 @@ class _Walk:
         return {"$": "array", "n": self._tensor(path, tensor), "d": array.dtype.str}
 
     def _table(self, value: Mapping[Any, Any], path: str) -> Node:
-        """A large dict of plain tensors or ``LocalShards``: one segment, if it is the same as last time. None if it is not: they may be passing ones, which shall not be kept alive."""
+        """Return the node of a large dict of plain tensors or ``LocalShards`` as one segment.
+
+        Returns None if it is not the same as last time: the tensors may then be temporary, and must
+        not be kept alive.
+        """
         tensors = tuple(value.values())
         known = PLAIN if self._made_anew else {*PLAIN, LocalShards}
         if self._alone or not all(type(tensor) in known for tensor in tensors):
@@ -444,7 +457,10 @@ class _Walk:
         return node
 
     def _named(self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool) -> Iterator[Held]:
-        """The tensors of an optimizer's state. ``is_partial``: this rank keeps only a part of the state."""
+        """Return the tensors of an optimizer's state by name.
+
+        ``is_partial``: this rank keeps only a part of the state.
+        """
         for (part, key, parameter), tensor in zip(items.owners, items.tensors, strict=True):
             name = state_name(path, part.path, key)
             alone = is_partial or part.piece is not None  # not every rank has it

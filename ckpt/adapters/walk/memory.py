@@ -30,9 +30,10 @@ _values: Final = methodcaller("values")
 
 
 class Memory:
-    """What the last walk found, so that the next need not look at it twice.
+    """What the last walk found, so that the next walk need not examine it again.
 
-    Threads: the training thread.
+    Thread safety:
+        The training thread.
     """
 
     def __init__(self) -> None:
@@ -95,13 +96,13 @@ class Structure:
 
 
 class OptimizerItems:
-    """What the tensors of an optimizer are called.
+    """The names of the tensors of an optimizer.
 
     Attributes:
         names: For each parameter group the paths of its parameters.
-        owners: For each tensor the parameter that it belongs to, or what that one consists of, and its key.
+        owners: For each tensor its key, and the parameter (or part of one) that it belongs to.
         tensors: The tensors of its state, each as often as it has a name.
-        others: Indices and names of the values of its state that are no tensors.
+        others: Indices and names of the values of its state that are not tensors.
     """
 
     __slots__ = ("_alone", "_items", "_known", "_own", "_sources", "names", "others", "owners", "tensors")

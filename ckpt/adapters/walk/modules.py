@@ -75,20 +75,21 @@ class Part(NamedTuple):
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank holds any of it."""
+        """Whether this rank holds any part of it."""
         return self.piece is None or self.piece.is_here
 
     def all_of(self, parameter: Source) -> Source:
-        """The parameter itself."""
+        """Return the parameter itself."""
         if self.piece is None or not isinstance(parameter, torch.Tensor):
             return parameter
         return self.piece.of(self.path, parameter)
 
     def keeps(self, value: object) -> bool:
-        """Whether this rank saves a value of the optimizer's state.
+        """Return True if this rank saves a value of the optimizer's state.
 
-        A value that belongs to the whole parameter, such as a step counter, is saved by the ranks that hold a part of the parameter,
-        since an optimizer does not step a parameter without elements.
+        The ranks that hold a part of the parameter save a value that belongs to the whole
+        parameter, such as a step counter, since an optimizer does not step a parameter without
+        elements.
         """
         return self.is_here or (
             isinstance(value, torch.Tensor) and self.piece is not None and self.piece.fits(value)
@@ -128,7 +129,7 @@ def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def is_capturable(optimizer: Optimizer) -> bool:
-    """Whether its steps are made to be captured in a graph, whose replays run no hook."""
+    """Return True if the steps are made for capture in a graph, whose replays run no hook."""
     return any(group.get("capturable") for group in optimizer.param_groups)
 
 
@@ -257,7 +258,7 @@ class ModuleItems:
 
 
 def items_of(path: str, module: nn.Module) -> ModuleItems:
-    """What the module at ``path`` of a state saves, and who holds the same."""
+    """Return what the module at ``path`` of a state saves, and the ranks that hold the same."""
     if isinstance(module, ModuleStandIn):
         return module.items(path)
     found = tuple(_shared(module, tuple(entries(path, module))))
@@ -316,7 +317,10 @@ def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
 
 
 class Parameters:
-    """The modules of a state, and the canonical paths of their parameters, by identity; the first module wins where two share one."""
+    """The modules of a state, and the canonical paths of their parameters, by identity.
+
+    If two modules share a parameter, the first module has it.
+    """
 
     def __init__(self, modules: Iterable[tuple[nn.Module, ModuleItems]]) -> None:
         self._items = {id(module): items for module, items in modules}
@@ -341,11 +345,11 @@ class Parameters:
                     self.alone.setdefault(id(parameter), path)
 
     def in_module(self, parameter: Source) -> bool:
-        """Whether a module of the state holds it."""
+        """Return True if a module of the state holds the parameter."""
         return any(id(parameter) in items.parts for items in self._items.values())
 
     def of(self, module: nn.Module) -> ModuleItems | None:
-        """The items of a module of the state; None for one that lies hidden in an object."""
+        """Return the items of a module of the state; None for a module inside of an object."""
         return self._items.get(id(module))
 
     def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
@@ -364,7 +368,7 @@ class Parameters:
 
 
 def placeless(group: int, position: int) -> str:
-    """What stands for the path of a parameter that the state does not hold."""
+    """Return a name in place of the path of a parameter that the state does not hold."""
     return f"{PLACELESS}{group}/{position}"
 
 
@@ -382,7 +386,7 @@ def state_name(optimizer_path: str, parameter_path: str, key: object) -> str:
 
 
 def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
-    """Whether a value of an optimizer's state can be filled in place."""
+    """Return True if a value of an optimizer's state can be filled in place."""
     if not isinstance(held, torch.Tensor | LocalShards):
         return False
     if held.dtype is not None and str(held.dtype) != f"torch.{saved.dtype}":

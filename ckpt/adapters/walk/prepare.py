@@ -1,7 +1,8 @@
-"""What was collected -> a plan, kept while the structure is the same, and a snapshot to take by it.
+"""The plan for a collected state, kept while the structure is the same, and its snapshots.
 
-The structure is compared on every save, part by part: a plan is never used for a state it was not made for. Copies of a segment's tensors are kept too, for each slot, since a
-segment that is handed out again vouches for its tensors' memory.
+The structure is compared on every save, part by part, so a plan is never used for another state.
+Copies of a segment's tensors are kept too, for each slot, since an unchanged segment means that its
+tensors have the same memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ _SMALL_STATE_BYTES: Final = 512  # a step counter, and its entries in the header
 
 
 class _Place(NamedTuple):
-    """Where an item of the plan comes from: ``region`` of the memory of box ``piece`` of its leaf; None if it is all of it."""
+    """The source of an item of the plan.
+
+    It is ``region`` of the memory of box ``piece`` of its leaf; None stands for all of it.
+    """
 
     item: int
     piece: int
@@ -71,7 +75,11 @@ class Prepared:
     def snapshot(
         self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool, check: CheckMode = "sampled"
     ) -> Snapshot:
-        """Sources matched with their places in ``slot``, and what they hold now as far as ``check`` says. Nothing is copied yet."""
+        """Return a snapshot: sources matched with their places in ``slot``, and sampled as
+        ``check`` says.
+
+        Nothing is copied yet.
+        """
         with self.lock:
             image, chosen = self._lay(slot, parts, overlap)
             return Snapshot(step, chosen, image.window(), check=check)
@@ -124,9 +132,10 @@ class Prepared:
 
 
 class PlanCache:
-    """The plan of the last structure seen.
+    """The plan of the last structure.
 
-    Threads: the training thread.
+    Thread safety:
+        The training thread.
     """
 
     def __init__(

@@ -1,10 +1,12 @@
 """The tensors of one module or optimizer, remembered from save to save.
 
-Naming thousands of tensors takes longer than a training step can spare; seeing that they are still the same does not. A segment is used again only if every tensor is the same object
-with the same address, shape, stride, dtype and lazy conjugation or negation.
+Naming thousands of tensors takes longer than a training step can spare. A comparison with the last
+save does not. A segment is used again only if every tensor is the same object with the same
+address, shape, stride, dtype and lazy conjugation or negation.
 
-A tensor object may take another dtype, shape or memory at any time (``model.half()``, ``parameter.data = other``). A segment
-therefore keeps what it knows of its tensors as values that are made when the segment is made, on the training thread.
+A tensor object may take another dtype, shape or memory at any time (``model.half()``,
+``parameter.data = other``). So a segment keeps what it knows of its tensors as values, which are
+made with the segment on the training thread.
 """
 
 from __future__ import annotations
@@ -42,16 +44,17 @@ At = dict[int, list[tuple[torch.Tensor, str]]]
 
 
 class Segment:
-    """Named tensors that are looked at together.
+    """Named tensors that are compared together.
 
     Attributes:
         held: Those that are stored under a name of their own.
         forms: The form of each of these.
         tied: The others: name -> the name that their bytes are stored under.
         seen: Identity of each tensor -> the name that its bytes are stored under.
-        at: Where they lie.
+        at: Their addresses.
         closed: Whether no tie leads to another segment; only then may it be used again.
-        apart_from: The segments before it with which it was found to share no tensor and no memory; None if that is not known.
+        apart_from: The earlier segments with which it shares no tensor and no memory; None if that
+            is not known.
     """
 
     __slots__ = ("_facts", "_key", "_tensors", "apart_from", "at", "closed", "forms", "held", "seen", "tied")
@@ -74,7 +77,10 @@ class Segment:
         self.forms = tuple(form_of(item.tensor) for item in self.held)
 
     def still(self, key: Sequence[object], tensors: Sequence[Source]) -> bool:
-        """Whether ``tensors`` are those of this segment, unmoved and of the same form, and ``key`` is the same."""
+        """Return True if ``tensors`` are those of this segment, unmoved and of the same form.
+
+        ``key`` must be the same too.
+        """
         return (
             len(tensors) == len(self._tensors)
             and all(map(is_, tensors, self._tensors))
@@ -100,7 +106,7 @@ class Table:
         self.segment: Segment | None = None
 
     def is_of(self, value: Mapping[str, Source], tensors: Sequence[Source]) -> bool:
-        """Whether it is the same keys, and the very same tensors."""
+        """Return True if the dict has the same keys and the very same tensors."""
         return self.keys == tuple(value) and all(
             ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True)
         )
@@ -176,9 +182,10 @@ class Facts:
 
 
 def _guards_of(memories: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Torch's own comparison of types, dtypes, shapes, strides and lazy views of many tensors in one call, as ``torch.compile`` uses it.
+    """Return torch's own comparison of many tensors in one call, as ``torch.compile`` uses it.
 
-    It answers False where it cannot tell: for a tensor that comes twice, and where this version of torch does not have it.
+    It compares types, dtypes, shapes, strides and lazy views. It is False if it cannot tell: for a
+    tensor that comes twice, and if this version of torch does not have it.
     """
     core: Any = torch._C
     try:
@@ -219,9 +226,10 @@ _dtype: Final = attrgetter("dtype")
 
 
 def place_of(tensor: Source) -> int:
-    """Where the memory of a tensor begins, to find others of the same memory by; 0 if that cannot be told.
+    """Return the address of a tensor's memory, or 0 if there is none.
 
-    Ranks must agree on which DTensors share their memory, also those that hold nothing of them: there the storage tells.
+    Tensors of the same memory are found by it. Ranks must agree on which DTensors share their
+    memory, also ranks that hold no part of them; their storage decides then.
     """
     if is_plain(tensor):
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
@@ -231,7 +239,10 @@ def place_of(tensor: Source) -> int:
 
 
 def same_view(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Of two tensors at one address, whether they have the same elements: conj and neg are lazy views of the same memory with other values."""
+    """Return True if two tensors at one address have the same elements.
+
+    Conjugation and negation are lazy views of the same memory with other values.
+    """
     if isinstance(one, DTensor) or isinstance(two, DTensor):
         if not (isinstance(one, DTensor) and isinstance(two, DTensor)) or one._spec != two._spec:
             return False

@@ -34,7 +34,9 @@ class ModuleStandIn(nn.Module, StandIn):
 
     @abstractmethod
     def items(self, path: str) -> ModuleItems:
-        """What it holds, if it stands at ``path`` of a state. The very same object while nothing has changed."""
+        """Return its items at ``path`` of a state. They are the same object while nothing has
+        changed.
+        """
 
 
 class OptimizerStandIn(Optimizer, StandIn):
@@ -49,7 +51,10 @@ class OptimizerStandIn(Optimizer, StandIn):
 
     @abstractmethod
     def extra(self) -> dict[str, Any]:
-        """What else must be kept, equal on all ranks. Whoever restores into another kind of optimizer does without."""
+        """Return other values to save, equal on all ranks.
+
+        A restore into another kind of optimizer leaves them out.
+        """
 
     @abstractmethod
     def load_extra(self, extra: dict[str, Any]) -> None:
