@@ -100,6 +100,22 @@ class Best:
                 )
 
 
+def check_retention(keep_last: object, keep_every: object, keep_best: object) -> None:
+    """Check what a tier is to keep, wherever it was written.
+
+    Raises:
+        ConfigError: A number is out of bounds, or ``keep_last`` is missing.
+    """
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None:
+            whole(name, value, 1, 10**18)
+    for name, value in (("keep_every", keep_every), ("keep_best", keep_best)):
+        if value is not None and keep_last is None:
+            raise ConfigError(
+                f"{name} adds to keep_last: say how many of the newest to keep, such as keep_last=3"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Tier:
     """A place for checkpoints. Its repr hides the options and the password of a URL.
@@ -157,14 +173,7 @@ class Tier:
                 f"options of {self.url!r} must be a table of names and values, not {type(self.options).__name__}"
             )
         whole("every", self.every, 1, 10**18)
-        for name in ("keep_last", "keep_every"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), 1, 10**18)
-        for name in ("keep_every", "keep_best"):
-            if getattr(self, name) is not None and self.keep_last is None:
-                raise ConfigError(
-                    f"{name} adds to keep_last: say how many of the newest to keep, such as keep_last=3"
-                )
+        check_retention(self.keep_last, self.keep_every, self.keep_best)
         if self.keep_best is not None:
             Best.of(self.keep_best)
         if self.capacity is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -156,20 +155,14 @@ def _check_apart(source: str, destination: str) -> None:
     A step's folder would be searched among the files of the other place.
     """
     from ckpt.errors import ConfigError
+    from ckpt.storage.places import relation
 
-    one, two = (_place(url) for url in (source, destination))
-    if one == two:
+    how = relation(source, destination)
+    if how == "same":
         raise ConfigError(f"{source} and {destination} are the same place: name another one to copy to")
-    if two.startswith(one) or one.startswith(two):
-        inside, outside = (destination, source) if two.startswith(one) else (source, destination)
+    if how != "apart":
+        inside, outside = (source, destination) if how == "inside" else (destination, source)
         raise ConfigError(f"{inside} is inside of {outside}: name a place beside it to copy to")
-
-
-def _place(url: str) -> str:
-    """Ends in '/', so that 'runs/gpt2' is not inside of 'runs/gpt'."""
-    from ckpt.storage.registry import scheme_of
-
-    return (os.path.realpath(url) if scheme_of(url) == "file" else url).rstrip("/") + "/"
 
 
 def _show(done: list[_Copied], place: str) -> None:

@@ -82,7 +82,7 @@ def restore(
     """
     from ckpt.cli import output
     from ckpt.errors import ConfigError
-    from ckpt.storage.registry import scheme_of
+    from ckpt.storage.places import is_folder
 
     roots, step = places_and_step(where, root, step)
     if latest and step is not None:
@@ -91,7 +91,7 @@ def restore(
         raise ConfigError("--root and --config exclude each other: leave one out")
     sources = _sources(roots, config, timeout)
     for source in sources[1:]:
-        if scheme_of(source.url) == "file" and not os.path.exists(source.url):
+        if is_folder(source.url) and not os.path.exists(source.url):
             output.warn(
                 f"{source.url} does not exist, so nothing is read from there (--to names where to copy)"
             )
@@ -151,13 +151,13 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
     """None: what is in a local folder already stays there."""
     from ckpt.cli.watched import open_watched
     from ckpt.errors import ConfigError
-    from ckpt.storage.registry import scheme_of
+    from ckpt.storage.places import is_folder
 
-    if to is not None and scheme_of(to) != "file":
+    if to is not None and not is_folder(to):
         raise ConfigError(
             f"--to {to} is a URL, and restore fetches into a local folder: copy between stores with ckpt copy {sources[0].url} {to}"
         )
-    folders = [source for source in sources if scheme_of(source.url) == "file"]
+    folders = [source for source in sources if is_folder(source.url)]
     if to is None and len(sources) == 1 and folders:
         return None
     if to is None and folders:

@@ -12,18 +12,16 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
+import zstandard
 
 from ckpt.config import parse_codec
-from ckpt.errors import ChecksumMismatch, ConfigError
+from ckpt.errors import ChecksumMismatch
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Tensor
 from ckpt.model.validate import MAX_CHUNK_BYTES
-
-if TYPE_CHECKING:
-    import zstandard
 
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -62,12 +60,11 @@ class Encoder:
         codec: ``zstd``, or ``zstd:LEVEL``: then that level's search is tried beside Huffman coding alone, and the shorter taken.
 
     Raises:
-        ConfigError: The codec is unknown, or the package it needs is not installed.
+        ConfigError: The codec is unknown.
     """
 
     def __init__(self, codec: str) -> None:
         self.name, self._level = parse_codec(codec)
-        _library()
         self._local = threading.local()  # a compressor serves one thread at a time
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
@@ -108,13 +105,15 @@ class Encoder:
 
     def _compressors(self) -> tuple[zstandard.ZstdCompressor, zstandard.ZstdCompressor]:
         if (found := getattr(self._local, "made", None)) is None:
-            zstd = _library()
             # the least search that zstd can do: what is left is Huffman coding
-            settings = zstd.ZstdCompressionParameters(
-                window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstd.STRATEGY_FAST,
+            settings = zstandard.ZstdCompressionParameters(
+                window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST,
             )  # fmt: skip
             level = _DEFAULT_LEVEL if self._level is None else self._level
-            found = zstd.ZstdCompressor(compression_params=settings), zstd.ZstdCompressor(level=level)
+            found = (
+                zstandard.ZstdCompressor(compression_params=settings),
+                zstandard.ZstdCompressor(level=level),
+            )
             self._local.made = found
         return found
 
@@ -125,18 +124,16 @@ def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: 
     Raises:
         ChecksumMismatch: ``data`` is no encoding of a chunk of that length, or not of the chunk
             with the checksum ``digest``.
-        ConfigError: A package that the codec needs is not installed.
     """
-    zstd = _library()
     try:
-        _decode(data, out, zstd)
-    except (ValueError, struct.error, zstd.ZstdError):
+        _decode(data, out)
+    except (ValueError, struct.error, zstandard.ZstdError):
         raise ChecksumMismatch(key, offset, data.nbytes) from None
     if digest is not None and checksum(out) != digest:
         raise ChecksumMismatch(key, offset, data.nbytes)
 
 
-def _decode(data: memoryview, out: memoryview, zstd: Any) -> None:
+def _decode(data: memoryview, out: memoryview) -> None:
     width, shift, base, zero = _HEAD.unpack_from(data)
     if width not in (1, 2, 4, 8) or shift > (_MOST_SHIFT if width > 1 else 0) or zero or out.nbytes % width:
         raise ValueError("not the head of an encoded chunk")
@@ -146,40 +143,31 @@ def _decode(data: memoryview, out: memoryview, zstd: Any) -> None:
         raise ValueError("the lengths of its planes do not add up")
     planes: list[Bytes] = []
     for index, length in enumerate(lengths):
-        planes.append(_plane(data[start : start + length], size, 0 if index else shift, zstd))
+        planes.append(_plane(data[start : start + length], size, 0 if index else shift))
         start += length
     _join(planes, np.frombuffer(out, dtype=f"<u{width}"), shift, base)
 
 
-def _plane(data: memoryview, size: int, shift: int, zstd: Any) -> Bytes:
+def _plane(data: memoryview, size: int, shift: int) -> Bytes:
     if data.nbytes == size:
         return np.frombuffer(data, dtype=np.uint8)
     if shift and data.nbytes == _packed_bytes(size, shift):
         return _unpack(data, size, shift)
-    return np.frombuffer(_unpacked(data, size, zstd), dtype=np.uint8)
+    return np.frombuffer(_unpacked(data, size), dtype=np.uint8)
 
 
-def _unpacked(frame: memoryview, size: int, zstd: Any) -> bytes:
+def _unpacked(frame: memoryview, size: int) -> bytes:
     """Return the unpacked frame. Its size is known, so a frame that claims another size gets no
     memory.
     """
-    if zstd.frame_content_size(frame) != size:
+    if zstandard.frame_content_size(frame) != size:
         raise ValueError("a plane has another length")
     if (decompressor := getattr(_local, "decompressor", None)) is None:
-        decompressor = _local.decompressor = zstd.ZstdDecompressor()
+        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
     plane: bytes = decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     if len(plane) != size:
         raise ValueError("a plane has another length")
     return plane
-
-
-def _library() -> Any:
-    """Return the zstd package. It is imported late, so that only users of a codec pay for it."""
-    try:
-        import zstandard
-    except ImportError:
-        raise ConfigError("the codec zstd needs a package: pip install zstandard") from None
-    return zstandard
 
 
 def _shortest(plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes) -> memoryview:

@@ -9,6 +9,8 @@ import time
 from base64 import b64decode, b64encode
 from typing import Final
 
+import zstandard
+
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CommitError
 
@@ -17,8 +19,6 @@ _PIECE_BYTES: Final = 4 << 20
 
 def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     """Post ``data`` on ``subject``, and return the number of pieces, which ``drop`` needs."""
-    import zstandard  # only jobs on several nodes pay for the import
-
     # a store's words are text
     text = b64encode(zstandard.ZstdCompressor(level=3).compress(data))
     pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
@@ -38,8 +38,6 @@ def receive(coordinator: Coordinator, subject: str, rank: int, *, limit: int, ti
     Raises:
         CommitError: The message has not arrived, is damaged, or has more than ``limit`` bytes.
     """
-    import zstandard
-
     deadline = time.monotonic() + timeout
     count, _, first = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
     rest = [_hear(coordinator, f"{subject}/{number}", rank, deadline) for number in range(1, int(count))]

@@ -27,7 +27,8 @@ from ckpt.manager import CheckpointManager
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef
 from ckpt.staging.image import copyable
-from ckpt.storage.registry import open_backend, scheme_of
+from ckpt.storage.places import is_folder, relation
+from ckpt.storage.registry import open_backend
 
 _BUFFERS: Final = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked)$")
 _ALIASES: Final = {"state_dict": "model", "optim": "optimizer"}
@@ -87,7 +88,7 @@ def import_checkpoint(
     found = kind or detect(source)
     check_kind(source, found)
     _check_free(backend.url, step, (look or partial(committed, backend))())
-    local = backend.url if scheme_of(backend.url) == "file" else None
+    local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
     origin = {"imported_from": os.path.abspath(source), "imported_as": found}
     # what the tier would give up for a new step is not an import's to remove
@@ -138,11 +139,9 @@ def _made(folder: str | None) -> Generator[str | None]:
 
 
 def _check_apart(source: str, root: str) -> None:
-    if scheme_of(source) != "file":
+    if not is_folder(source):
         raise ConfigError(f"{source} is a URL: copy it to a local folder first")
-    one = os.path.realpath(source).rstrip("/") + "/"
-    two = os.path.realpath(root).rstrip("/") + "/" if scheme_of(root) == "file" else root
-    if two.startswith(one):
+    if relation(root, source) in ("same", "inside"):
         raise ConfigError(f"{root} is inside of {source}: name a root beside it")
 
 

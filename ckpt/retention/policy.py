@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckpt.config import Best, Tier
-from ckpt.errors import ConfigError
+from ckpt.config import Best, Tier, check_retention
 from ckpt.model.keys import StepRef
 
 NEWEST: Final = "newest"
@@ -31,17 +30,7 @@ class Retention:
     keep_best: Best | None = None
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(
-                    f"{name}={value!r}: give a whole number from 1 on, or leave it out to keep all"
-                )
-        for name in ("keep_every", "keep_best"):
-            if getattr(self, name) is not None and self.keep_last is None:
-                raise ConfigError(
-                    f"{name} adds to keep_last: say how many of the newest to keep, such as keep_last=3"
-                )
+        check_retention(self.keep_last, self.keep_every, self.keep_best)
 
     @classmethod
     def of(cls, tier: Tier) -> Retention:

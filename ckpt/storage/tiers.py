@@ -11,7 +11,8 @@ from ckpt.config import MEMORY, NO_CODEC, Tier
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend
-from ckpt.storage.registry import open_backend, scheme_of
+from ckpt.storage.places import is_folder, is_object_store, relation
+from ckpt.storage.registry import open_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def open_tiers(tiers: Sequence[Tier]) -> tuple[OpenTier, ...]:
                 _check_apart(other, opened[-1])
             if opened[-1].in_memory:
                 _check_memory(opened[-1], opened[:-1])
-            elif opened[-1].local and scheme_of(url) in ("s3", "gs", "gcs"):
+            elif opened[-1].local and is_object_store(url):
                 raise ConfigError(f"{opened[-1].url} is seen by all nodes: leave local out")
     except BaseException:
         for done in opened:
@@ -157,26 +158,20 @@ def _check_memory(memory: OpenTier, nearer: Sequence[OpenTier]) -> None:
 
 
 def _check_apart(one: OpenTier, two: OpenTier) -> None:
-    """Two tiers that are one place would take each other's files for their own."""
-    here, there = _place(one), _place(two)
-    if here == there:
+    """Refuse two tiers that are one place: each would take the other's files for its own."""
+    if _endpoint(one) != _endpoint(two):
+        return
+    how = relation(one.url, two.url)
+    if how == "same":
         spelled = f", once as {one.url}" if one.url != two.url else ""
         raise ConfigError(f"the tier {two.url} is named twice{spelled}")
-    inner, outer = (one, two) if here.startswith(there) else (two, one)
-    if here.startswith(there) or there.startswith(here):
+    if how != "apart":
+        inner, outer = (one, two) if how == "inside" else (two, one)
         raise ConfigError(
             f"the tier {inner.url} is inside of the tier {outer.url}: give each a root of its own, such as two folders side by side"
         )
 
 
-def _place(tier: OpenTier) -> str:
-    """Return the place of a tier, whatever its spelling; it ends in a slash.
-
-    The place of an object store includes the endpoint.
-    """
-    url = tier.url
-    if "://" not in url:
-        return os.path.join(os.path.realpath(url), "")
-    scheme, _, path = url.partition("://")
-    scheme = "gs" if scheme.lower() == "gcs" else scheme.lower()
-    return f"{tier.tier.options.get('endpoint_url', '')} {scheme}://{path.rstrip('/')}/"
+def _endpoint(tier: OpenTier) -> str:
+    """Return the server of an object store, if an option names it."""
+    return "" if is_folder(tier.url) else str(tier.tier.options.get("endpoint_url", ""))

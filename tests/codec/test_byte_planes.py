@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from ckpt.codec.byte_planes import Encoder, decode, widths_of
-from ckpt.errors import ChecksumMismatch, ConfigError
+from ckpt.errors import ChecksumMismatch
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Shard, Tensor
@@ -214,9 +213,3 @@ def test_widths_follow_the_tensors_of_a_file() -> None:
         tensor("c", "bool", 4136, 3),
     ]
     assert widths_of([4096, 16, 16, 8, 3], tensors) == [1, 4, 4, 2, 1]
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match="pip install zstandard"):
-        Encoder("zstd")
