@@ -136,11 +136,11 @@ class StorageBackendOnFsspec:
         return self._url
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        path, value = self._path(key), b"".join(parts)
+        path, value = self.path_of(key), b"".join(parts)
         if if_absent and not self._creates and self._exists(key):
             raise ObjectExists(key)
         mode = {"mode": "create"} if if_absent and self._creates else {}
-        with self._errors(key):
+        with self.errors(key):
             self._make_folder(path)
             if self._renames:
                 self._replace(path, value)
@@ -160,8 +160,8 @@ class StorageBackendOnFsspec:
         if not out.nbytes:
             self.head(key)
             return
-        with self._errors(key):
-            found = self._fs.cat_file(self._path(key), start=offset, end=offset + out.nbytes)
+        with self.errors(key):
+            found = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
         if len(found) != out.nbytes:
             raise StorageError(
                 key, f"ends at byte {offset + len(found)}, bytes up to {offset + out.nbytes} were asked for"
@@ -169,8 +169,8 @@ class StorageBackendOnFsspec:
         out.cast("B")[:] = found
 
     def head(self, key: str) -> ObjectInfo:
-        path = self._path(key)
-        with self._errors(key):
+        path = self.path_of(key)
+        with self.errors(key):
             self._fs.invalidate_cache()
             found = self._fs.info(path)
         if found["type"] != "file":
@@ -179,7 +179,7 @@ class StorageBackendOnFsspec:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = posixpath.dirname(check_prefix(prefix))
-        with self._errors(prefix):
+        with self.errors(prefix):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.find(f"{self._root}/{folder}".rstrip("/"), detail=True)
@@ -192,7 +192,7 @@ class StorageBackendOnFsspec:
 
     def folders(self, prefix: str) -> Iterator[str]:
         folder = check_prefix(prefix).removesuffix("/")
-        with self._errors(prefix):
+        with self.errors(prefix):
             self._fs.invalidate_cache()
             try:
                 found = self._fs.ls(f"{self._root}/{folder}".rstrip("/"), detail=True)
@@ -204,13 +204,14 @@ class StorageBackendOnFsspec:
                 yield posixpath.basename(key)
 
     def delete(self, key: str) -> None:
-        with self._errors(key), suppress(FileNotFoundError):
-            self._fs.rm_file(self._path(key))
+        with self.errors(key), suppress(FileNotFoundError):
+            self._fs.rm_file(self.path_of(key))
 
     def close(self) -> None:
         """The file system is dropped with this object."""
 
-    def _path(self, key: str) -> str:
+    def path_of(self, key: str) -> str:
+        """Return the path of an object in the file system."""
         return f"{self._root}/{check_key(key)}"
 
     def _key(self, path: str) -> str:
@@ -225,6 +226,10 @@ class StorageBackendOnFsspec:
         except ObjectNotFound:
             return False
         return True
+
+    def open_for_writing(self, path: str) -> Any:
+        """Open a file that takes its bytes in parts."""
+        return self._fs.open(path, "wb", block_size=self.capabilities.part_bytes)
 
     def _make_folder(self, path: str) -> None:
         if not self._object_store:  # there it would try to create the bucket
@@ -242,7 +247,8 @@ class StorageBackendOnFsspec:
                 self._fs.rm_file(temporary)
             raise
 
-    def _errors(self, key: str) -> AbstractContextManager[None]:
+    def errors(self, key: str) -> AbstractContextManager[None]:
+        """Turn the errors of any client into ours inside of the ``with`` block."""
         return foreign(key, secrets=self._secrets, bucket=self._root.partition("/")[0])
 
 
@@ -279,7 +285,7 @@ class _StreamUpload:
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         try:
-            with self._backend._errors(self._key):
+            with self._backend.errors(self._key):
                 self._send()
                 self._size = check_written(self._key, self._sent, self._size, size)
                 file, self._file = self._file, None
@@ -300,12 +306,12 @@ class _StreamUpload:
             _throw_away(file)
 
     def _send(self) -> None:
-        with self._backend._errors(self._key):
+        with self._backend.errors(self._key):
             try:
                 if self._file is None:
                     self._sent = 0
-                    path = self._backend._path(self._key)
-                    self._file = self._backend._fs.open(path, "wb", block_size=self.part_bytes)
+                    path = self._backend.path_of(self._key)
+                    self._file = self._backend.open_for_writing(path)
                 while (part := self._parts.get(self._sent)) is not None and part.nbytes:
                     self._file.write(part)
                     self._sent += part.nbytes

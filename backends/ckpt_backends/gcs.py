@@ -130,10 +130,10 @@ class GCSBackend(StorageBackendOnFsspec):
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         """In a single request, whatever its size: emulators drop the condition of a resumable upload."""
         value = b"".join(parts)
-        path, token = self._path(key), entropy.token_hex(16)
+        path, token = self.path_of(key), entropy.token_hex(16)
         mode = "create" if if_absent else "overwrite"
         try:
-            with self._errors(key):
+            with self.errors(key):
                 self._fs.pipe_file(
                     path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST
                 )
@@ -150,8 +150,8 @@ class GCSBackend(StorageBackendOnFsspec):
         if size < 2 * self._capabilities.part_bytes:
             return PutUpload(self, key, size)
         self._check_bucket(key)
-        bucket, _, name = self._path(key).partition("/")
-        with self._errors(key):
+        bucket, _, name = self.path_of(key).partition("/")
+        with self.errors(key):
             from fsspec.asyn import sync
             from gcsfs.core import initiate_upload
 
@@ -176,7 +176,7 @@ class GCSBackend(StorageBackendOnFsspec):
         from fsspec.asyn import sync
 
         once = type(self._fs)._request.__wrapped__
-        with self._errors(key):
+        with self.errors(key):
             found: Any = sync(self._fs.loop, once, self._fs, method, url, headers=headers, data=data)
         return found[0], found[1]
 
@@ -204,13 +204,13 @@ class GCSBackend(StorageBackendOnFsspec):
         """For gcsfs a bucket that is not there is an empty one."""
         bucket = self._root.partition("/")[0]
         try:
-            with self._errors(key):
+            with self.errors(key):
                 self._fs.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
         except ObjectNotFound:
             raise StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL") from None
 
     def _token_of(self, key: str) -> str:
-        with suppress(StorageError), self._errors(key):
+        with suppress(StorageError), self.errors(key):
             self._fs.invalidate_cache()
-            return str(self._fs.info(self._path(key)).get("metadata", {}).get(_TOKEN, ""))
+            return str(self._fs.info(self.path_of(key)).get("metadata", {}).get(_TOKEN, ""))
         return ""

@@ -13,22 +13,40 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from ckpt.errors import ObjectNotFound, StorageError, TransientStorageError
-from ckpt.storage.api import ObjectInfo, check_written
-
-if TYPE_CHECKING:
-    from ckpt_backends.gcs import GCSBackend
+from ckpt.storage.api import Capabilities, ObjectInfo, check_written
 
 STEP_BYTES: Final = 256 << 10
 """All parts of a session but the last are multiples of this."""
 
 
+class Server(Protocol):
+    """The backend, as an upload uses it."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def head(self, key: str) -> ObjectInfo: ...
+
+    def request(
+        self,
+        key: str,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        data: memoryview | None = None,
+    ) -> tuple[int, Mapping[str, Any]]:
+        """Send one request. Returns the status and the headers of the answer."""
+        ...
+
+
 class ResumableUpload:
     """Threads: one call at a time."""
 
-    def __init__(self, backend: GCSBackend, key: str, size: int, location: str) -> None:
+    def __init__(self, backend: Server, key: str, size: int, location: str) -> None:
         self._backend, self._key, self._size, self._location = backend, key, size, location
         self._early: dict[int, memoryview] = {}
         self._sent = 0

@@ -71,7 +71,7 @@ class MemoryBackend:
         return self._url
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        return self._place(key, b"".join(parts), if_absent=if_absent)
+        return self.place(key, b"".join(parts), if_absent=if_absent)
 
     def upload(self, key: str, size: int) -> Upload:
         return _MemoryUpload(self, check_key(key), size)
@@ -107,7 +107,8 @@ class MemoryBackend:
     def close(self) -> None:
         """Nothing is held; the store stays for others."""
 
-    def _place(self, key: str, value: bytes | bytearray, *, if_absent: bool = False) -> ObjectInfo:
+    def place(self, key: str, value: bytes | bytearray, *, if_absent: bool = False) -> ObjectInfo:
+        """Put ``value`` under ``key`` at once."""
         full = self._prefix + check_key(key)
         with self._store.lock:
             if if_absent and full in self._store.objects:
@@ -145,7 +146,7 @@ class _MemoryUpload:
     def finish(self, size: int | None = None) -> ObjectInfo:
         size = check_written(self._key, sum(self._written.values()), len(self._value), size)
         del self._value[size:]
-        return self._backend._place(self._key, self._value)
+        return self._backend.place(self._key, self._value)
 
     def abort(self) -> None:
         self._value = bytearray()

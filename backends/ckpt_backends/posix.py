@@ -142,9 +142,9 @@ class PosixBackend(RootedFolder):
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                self._publish(temporary, target, if_absent=if_absent and self._capabilities.put_if_absent)
+                self.publish(temporary, target, if_absent=if_absent and self._capabilities.put_if_absent)
             except BaseException:
-                self._discard(temporary)
+                self.remove_temporary(temporary)
                 raise
         return ObjectInfo(key=key, size=size)
 
@@ -158,7 +158,7 @@ class PosixBackend(RootedFolder):
                 writer = DirectWriter(temporary, fd, size, direct=self._direct)
             except BaseException:
                 os.close(fd)
-                self._discard(temporary)
+                self.remove_temporary(temporary)
                 raise
         return _PosixUpload(self, key, _Paths(temporary, target), writer, size)
 
@@ -289,7 +289,8 @@ class PosixBackend(RootedFolder):
         self._root_synced = True
         self._remember_root()
 
-    def _publish(self, temporary: str, target: str, *, if_absent: bool) -> None:
+    def publish(self, temporary: str, target: str, *, if_absent: bool) -> None:
+        """Give the file ``temporary`` its name ``target``, durably."""
         (rename_if_absent if if_absent else os.rename)(temporary, target)
         above = self._top().rstrip("/") + "/"
         folder = os.path.dirname(target)
@@ -299,7 +300,8 @@ class PosixBackend(RootedFolder):
             folder = os.path.dirname(folder)
             _sync_folder(folder)
 
-    def _discard(self, temporary: str) -> None:
+    def remove_temporary(self, temporary: str) -> None:
+        """Remove a temporary file, and the folder that it leaves empty."""
         with suppress(OSError):
             os.unlink(temporary)
         self._remove_empty(os.path.dirname(temporary))
@@ -370,7 +372,7 @@ class _PosixUpload:
             with mapped(self._key, missing=StorageError):
                 self._writer.sync(size)
                 self._writer.close()
-                self._backend._publish(self._paths.temporary, self._paths.target, if_absent=False)
+                self._backend.publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException as error:
             if isinstance(error, StorageError):
                 self._failed = type(error)(self._key, error.detail)  # without what its traceback sees
@@ -381,7 +383,7 @@ class _PosixUpload:
     def abort(self) -> None:
         with suppress(OSError):
             self._writer.close()
-        self._backend._discard(self._paths.temporary)
+        self._backend.remove_temporary(self._paths.temporary)
 
 
 def _path_of(url: str) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import secrets as entropy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -86,12 +87,8 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
     return S3Backend(
-        fs,
-        bulk,
-        writer,
-        bucket,
-        split.path.strip("/"),
-        shown.rstrip("/"),
+        S3Clients(fs, bulk, writer),
+        S3Place(bucket, split.path.strip("/"), shown.rstrip("/")),
         secrets=secrets,
         put_if_absent=put_if_absent,
         orphan_hours=orphan_hours,
@@ -144,17 +141,37 @@ def _is_true(given: object) -> bool:
     return str(given).lower() not in ("false", "0", "no", "off")
 
 
+@dataclass(frozen=True, slots=True)
+class S3Clients:
+    """What speaks to the server.
+
+    Attributes:
+        fs: An s3fs file system, for small requests.
+        bulk: Moves the bytes of large objects.
+        writer: Writes large objects instead, if the option ``client`` says so.
+    """
+
+    fs: Any
+    bulk: S3Bulk
+    writer: ObstoreWriter | None
+
+
+@dataclass(frozen=True, slots=True)
+class S3Place:
+    """A prefix of a bucket, and the URL that names it without credentials."""
+
+    bucket: str
+    prefix: str
+    url: str
+
+
 class S3Backend(StorageBackendOnFsspec):
     """A prefix of a bucket. Threads: every method from any thread, at once; not across ``fork``."""
 
     def __init__(
         self,
-        fs: Any,
-        bulk: S3Bulk,
-        writer: ObstoreWriter | None,
-        bucket: str,
-        prefix: str,
-        url: str,
+        clients: S3Clients,
+        place: S3Place,
         *,
         secrets: Sequence[str],
         put_if_absent: bool,
@@ -165,12 +182,13 @@ class S3Backend(StorageBackendOnFsspec):
             shared=True,
             part_bytes=PART_BYTES,
             max_concurrency=_CONCURRENCY,
-            parallel_parts=writer is None,
+            parallel_parts=clients.writer is None,
             takes_parts=True,
         )
-        super().__init__(fs, f"{bucket}/{prefix}", url, secrets=secrets, capabilities=capabilities)
-        self._bucket, self._prefix = bucket, f"{prefix}/" if prefix else ""
-        self._bulk, self._writer = bulk, writer
+        root = f"{place.bucket}/{place.prefix}"
+        super().__init__(clients.fs, root, place.url, secrets=secrets, capabilities=capabilities)
+        self._bucket, self._prefix = place.bucket, f"{place.prefix}/" if place.prefix else ""
+        self._bulk, self._writer = clients.bulk, clients.writer
         self._hushed: object = None
         after = timedelta(hours=orphan_hours)
         self._orphans = Orphans(self._about_bucket, self._prefix, after) if orphan_hours else None
@@ -203,7 +221,7 @@ class S3Backend(StorageBackendOnFsspec):
             self.head(key)
             return
         name = self._prefix + check_key(key)
-        with self._errors(key):
+        with self.errors(key):
             done = self._bulk.receive(self._bucket, name, key, offset, out.cast("B"))
         if done != out.nbytes:
             raise StorageError(
@@ -242,7 +260,7 @@ class S3Backend(StorageBackendOnFsspec):
     def call(self, key: str, method: str, **arguments: object) -> Any:
         """One request about ``key``, with errors mapped."""
         check_key(key)
-        with self._errors(key):
+        with self.errors(key):
             if method == "put_object":
                 self._ask_no_leave()
             return self._fs.call_s3(method, Bucket=self._bucket, Key=self._prefix + key, **arguments)
@@ -253,10 +271,6 @@ class S3Backend(StorageBackendOnFsspec):
         if client is not self._hushed:
             client.meta.events.register_last("before-call.s3", expect_nothing)
             self._hushed = client
-
-    def errors(self, key: str) -> AbstractContextManager[None]:
-        """Inside, errors of any client become ours."""
-        return self._errors(key)
 
     def etag_of(self, key: str) -> str | None:
         """The size and ETag of what is there now."""
@@ -284,12 +298,12 @@ class S3Backend(StorageBackendOnFsspec):
             self._orphans.abort(found)
 
     def _about_bucket(self, method: str, **arguments: object) -> Any:
-        with self._errors(""):
+        with self.errors(""):
             return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
 
     def send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> dict[str, Any]:
         """One part of an upload; returns what its end must say about it."""
-        with self._errors(key):
+        with self.errors(key):
             return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
 
     def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
@@ -324,7 +338,7 @@ class S3Backend(StorageBackendOnFsspec):
     def _pages(self, prefix: str, **arguments: object) -> Iterator[Any]:
         token: dict[str, object] = {}
         while True:
-            with self._errors(prefix):
+            with self.errors(prefix):
                 page = self._fs.call_s3(
                     "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix + prefix, **arguments, **token
                 )

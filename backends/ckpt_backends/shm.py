@@ -204,12 +204,12 @@ class ShmBackend(PosixBackend):
                     os.ftruncate(descriptor, size)
                 finally:
                     os.close(descriptor)
-                self._publish(beside, target, if_absent=False)
+                self.publish(beside, target, if_absent=False)
             finally:
-                self._discard(
+                self.remove_temporary(
                     beside
                 )  # still there if the target was this very file: a rename of one to the other does nothing
-                self._discard(temporary)
+                self.remove_temporary(temporary)
         return ObjectInfo(key=key, size=size)
 
 

@@ -92,6 +92,7 @@ def export(
     from ckpt.catalog.reading import StepReader
     from ckpt.catalog.verify import Meter
     from ckpt.cli import output
+    from ckpt.exchange.export import ExportOptions
     from ckpt.exchange.export import export as write
 
     place, out = source_and_other(where, root, "OUT")
@@ -113,9 +114,11 @@ def export(
             reader,
             out,
             chosen.value,
-            globs=name or (),
-            strip=strip,
-            max_shard_bytes=size_bytes("--max-shard-size", max_shard_size) if max_shard_size else None,
+            ExportOptions(
+                globs=name or (),
+                strip=strip,
+                max_shard_bytes=size_bytes("--max-shard-size", max_shard_size) if max_shard_size else None,
+            ),
             on_start=start,
         )
     if json:

@@ -50,7 +50,7 @@ class Watched:
     """A ``StorageBackend`` that knows for how long it has not answered. Threads: as the backend."""
 
     def __init__(self, backend: StorageBackend, timeout: float) -> None:
-        self._backend, self._timeout = backend, timeout
+        self.backend, self._timeout = backend, timeout
         self._lock = threading.Lock()
         self._pending = 0
         self._asked_at: float | None = None  # since when an answer is due
@@ -107,7 +107,8 @@ class Watched:
             return self._gone
 
     @contextmanager
-    def _asking(self) -> Generator[None]:
+    def asking(self) -> Generator[None]:
+        """Watch the request that the block makes."""
         with self._lock:
             if self._gone is not None:
                 raise self._gone
@@ -127,10 +128,11 @@ class Watched:
                 if failure is None:
                     self._asked_at = time.monotonic() if self._pending else None
 
-    def _iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
+    def iterate(self, items: Callable[[], Iterator[T]]) -> Iterator[T]:
+        """Watch each request of an iterator."""
         found: Iterator[T] | None = None
         while True:
-            with self._asking():  # to make a generator is no answer of the store yet
+            with self.asking():  # to make a generator is no answer of the store yet
                 found = found or items()
                 item = next(found, _END)
             if item is _END:
@@ -141,56 +143,56 @@ class Watched:
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._backend.capabilities
+        return self.backend.capabilities
 
     @property
     def url(self) -> str:
-        return self._backend.url
+        return self.backend.url
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        with self._asking():
-            return self._backend.put(key, parts, if_absent=if_absent)
+        with self.asking():
+            return self.backend.put(key, parts, if_absent=if_absent)
 
     def upload(self, key: str, size: int) -> Upload:
-        with self._asking():
-            return _WatchedUpload(self._backend.upload(key, size), self._asking)
+        with self.asking():
+            return _WatchedUpload(self.backend.upload(key, size), self.asking)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
-        with self._asking():
-            self._backend.read_into(key, offset, out)
+        with self.asking():
+            self.backend.read_into(key, offset, out)
 
     def head(self, key: str) -> ObjectInfo:
-        with self._asking():
-            return self._backend.head(key)
+        with self.asking():
+            return self.backend.head(key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._iterate(partial(self._backend.list, prefix))
+        return self.iterate(partial(self.backend.list, prefix))
 
     def folders(self, prefix: str) -> Iterator[str]:
-        return self._iterate(partial(self._backend.folders, prefix))
+        return self.iterate(partial(self.backend.folders, prefix))
 
     def delete(self, key: str) -> None:
-        with self._asking():
-            self._backend.delete(key)
+        with self.asking():
+            self.backend.delete(key)
 
     def close(self) -> None:
-        self._backend.close()
+        self.backend.close()
 
 
 class _WatchedUpload:
     def __init__(self, upload: Upload, asking: Callable[[], Any]) -> None:
-        self._upload, self._asking = upload, asking
+        self._upload, self.asking = upload, asking
 
     @property
     def part_bytes(self) -> int:
         return self._upload.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
-        with self._asking():
+        with self.asking():
             self._upload.write(offset, data)
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        with self._asking():
+        with self.asking():
             return self._upload.finish(size)
 
     def abort(self) -> None:
@@ -199,10 +201,10 @@ class _WatchedUpload:
 
 def _passed_on(name: str) -> Callable[..., Any]:
     def method(store: Watched, *args: Any) -> Any:
-        call = partial(getattr(store._backend, name), *args)
+        call = partial(getattr(store.backend, name), *args)
         if name == "unfinished":
-            return store._iterate(call)
-        with store._asking():
+            return store.iterate(call)
+        with store.asking():
             return call()
 
     return method

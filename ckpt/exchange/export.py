@@ -20,7 +20,7 @@ from ckpt.exchange.opened import TensorView
 from ckpt.exchange.tree import Notes, StateTree, chosen
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import exact, following
-from ckpt.storage.registry import scheme_of
+from ckpt.storage.places import is_folder
 
 Format = Literal["safetensors", "torch", "dcp"]
 SHARD_BYTES: Final = 5 * 10**9
@@ -36,33 +36,51 @@ class Exported:
     notes: Notes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What to export, and how.
+
+    Attributes:
+        globs: Patterns of names; all names if there are none.
+        strip: A prefix that is removed from the names (safetensors).
+        max_shard_bytes: The most bytes of one file (safetensors, into a folder).
+    """
+
+    globs: Sequence[str] = ()
+    strip: str = ""
+    max_shard_bytes: int | None = None
+
+
+_ALL: Final = ExportOptions()
+
+
 def export(
     reader: StepReader,
     out: str,
     kind: Format,
+    options: ExportOptions = _ALL,
     *,
-    globs: Sequence[str] = (),
-    strip: str = "",
-    max_shard_bytes: int | None = None,
     on_start: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Write the tensors that match ``globs`` to ``out``, and the plain values if the format holds
-    them.
+    """Write tensors, and plain values if the format holds them, to ``out``.
 
     ``out`` appears when all of it is complete.
 
     Args:
-        strip: A prefix that is removed from the names (safetensors).
-        max_shard_bytes: The most bytes of one file (safetensors, into a folder).
+        reader: The checkpoint.
+        out: A file or folder that does not exist yet.
+        kind: The format.
+        options: What to export.
         on_start: Called with the number of bytes that will be read.
 
     Raises:
         ConfigError: ``out`` exists, or an option does not fit the format.
         EntryMissing: No name matches.
     """
-    if kind != "safetensors" and (strip or max_shard_bytes is not None):
+    globs, max_shard_bytes = options.globs, options.max_shard_bytes
+    if kind != "safetensors" and (options.strip or max_shard_bytes is not None):
         raise ConfigError(f"--strip and --max-shard-size are of safetensors, not of {kind}: leave them out")
-    if scheme_of(out) != "file":
+    if not is_folder(out):
         raise ConfigError(f"{out} is a URL: export to a local file or folder, and copy it from there")
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
@@ -76,7 +94,7 @@ def export(
         on_start(nbytes)
         match kind:
             case "safetensors":
-                _safetensors(reader, place, out, names, notes, globs, strip, max_shard_bytes)
+                _safetensors(reader, place, out, names, notes, options)
             case "torch":
                 _torch(reader, place, list(stored.values()), notes, globs)
             case "dcp":
@@ -90,10 +108,9 @@ def _safetensors(
     out: str,
     names: Sequence[str],
     notes: Notes,
-    globs: Sequence[str],
-    strip: str,
-    max_shard_bytes: int | None,
+    options: ExportOptions,
 ) -> None:
+    strip, max_shard_bytes = options.strip, options.max_shard_bytes
     kept: dict[str, str] = {}  # stored name -> the first of its names
     shared: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (name in reader.manifest.tied, name)):
@@ -107,7 +124,7 @@ def _safetensors(
     short = {stored: name.removeprefix(strip) for stored, name in kept.items()}
     safetensors_file.check_names(short)
     safetensors_file.note_dtypes(tensors, notes)
-    _leave_out_values(reader, notes, globs)
+    _leave_out_values(reader, notes, options.globs)
     write: Callable[..., None] = partial(safetensors_file.write_file, place)
     if not out.endswith(safetensors_file.SUFFIX):
         os.mkdir(place)
