@@ -11,11 +11,16 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+import warnings
 from collections.abc import Iterator
+from dis import opmap
+from traceback import walk_tb
 from types import FrameType
 from typing import Final
 
 _EXITS: Final = frozenset({"exit", "_exit", "quit", "abort", "raise_signal", "kill"})
+_WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
+"""The instruction that calls ``__exit__`` for an error."""
 
 
 def ending_error(*, but: BaseException | None) -> BaseException | None:
@@ -32,8 +37,10 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     If ``error`` was raised while another one was handled, that one's clauses count too: it may go on after this one.
     """
     found = False
+    sources: dict[str, _Source] = {}
+    passed = list(_passed(error))
     while frame is not None:
-        for ends in _clauses(frame):
+        for ends in _clauses(frame, sources, passed):
             if ends:
                 return False
             if error.__context__ is None:
@@ -43,33 +50,65 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     return found
 
 
-def _clauses(frame: FrameType) -> Iterator[bool]:
-    """For each clause that the frame's line stands in, the innermost first: whether an error goes on after it."""
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    try:
-        tree = ast.parse("".join(lines))
-    except (SyntaxError, ValueError, RecursionError):
+class _Source:
+    """A file that the code of a frame comes from. It is empty if it cannot be read as Python."""
+
+    def __init__(self, frame: FrameType) -> None:
+        try:
+            lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+            with warnings.catch_warnings():  # the source was compiled before, with all its warnings
+                warnings.simplefilter("ignore")
+                self.tree = ast.parse("".join(lines))
+        except Exception:  # noqa: BLE001 - a loader of another package may raise anything
+            self.tree = ast.Module([], [])
+        self._functions: dict[int, ast.AST] = {}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+                first = min([node.lineno, *(each.lineno for each in decorators)])
+                self._functions.setdefault(first, node)
+
+    def body(self, frame: FrameType) -> ast.AST:
+        """Return the function that the frame runs, or the module."""
+        if frame.f_code.co_name == "<module>":
+            return self.tree
+        return self._functions.get(frame.f_code.co_firstlineno, self.tree)
+
+
+def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Yield each frame that the error, or one that was handled when it was raised, has reached, with the line there."""
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield from walk_tb(one.__traceback__)
+        one = one.__context__
+
+
+def _clauses(
+    frame: FrameType, sources: dict[str, _Source], passed: list[tuple[FrameType, int]]
+) -> Iterator[bool]:
+    """For each clause that the frame's line stands in, the innermost first: whether an error goes on after it.
+
+    A ``finally`` clause counts if an error goes through it, and so does the end of a ``with`` block.
+    """
+    code, line = frame.f_code, frame.f_lineno
+    if not code.co_exceptiontable or line is None:  # it has no clause
         return
-    line = frame.f_lineno
+    if frame.f_lasti >= 0 and code.co_code[frame.f_lasti] == _WITH_EXIT:
+        yield True
+    if code.co_filename not in sources:
+        sources[code.co_filename] = _Source(frame)
+    lines = [at for other, at in passed if other is frame]
     found: list[tuple[int, bool]] = []
-    for function in _bodies(tree, frame.f_code.co_firstlineno):
-        for node in _of_this_frame(function):
-            if isinstance(node, ast.Try | ast.TryStar):
-                found += [(h.lineno, _goes_on(h.body)) for h in node.handlers if _holds(h.body, line)]
-                found += [(node.finalbody[0].lineno, True)] if _holds(node.finalbody, line) else []
+    for node in _of_this_frame(sources[code.co_filename].body(frame)):
+        if isinstance(node, ast.Try | ast.TryStar):
+            found += [(h.lineno, _goes_on(h.body)) for h in node.handlers if _holds(h.body, line)]
+            if _holds(node.finalbody, line):
+                final = node.finalbody[0].lineno
+                found += [(final, True)] if any(node.lineno <= at < final for at in lines) else []
     for _, ends in sorted(found, reverse=True):
         yield ends
-
-
-def _bodies(tree: ast.Module, first: int) -> list[ast.AST]:
-    """The function whose code begins at line ``first``, or the module."""
-    functions: list[ast.AST] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
-            if first == min([node.lineno, *(each.lineno for each in decorators)]):
-                functions.append(node)
-    return functions[:1] or [tree]
 
 
 def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:
