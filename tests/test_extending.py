@@ -76,6 +76,11 @@ COMMAND = """
     from typing import Annotated
     import typer
 
+    number = 3
+
+    def odd(size: "Missing") -> None:
+        "Take what has no type."
+
     def count(root: Annotated[str, typer.Argument()]) -> None:
         "Count the checkpoints below ROOT."
         import ckpt.catalog.index, ckpt.storage.registry
@@ -91,7 +96,9 @@ def test_a_command_of_another_distribution_is_listed_and_runs(tmp_path: Path) ->
     assert "Count the checkpoints below ROOT." in listed
 
 
-@pytest.mark.parametrize("entry", ["ckpt_count:missing", "nosuch_module:count"])
+@pytest.mark.parametrize(
+    "entry", ["ckpt_count:missing", "nosuch_module:count", "ckpt_count:number", "ckpt_count:odd"]
+)
 def test_a_command_that_cannot_be_loaded_does_not_cost_the_others(tmp_path: Path, entry: str) -> None:
     outside = Distribution(tmp_path, "ckpt_count", COMMAND, f"[ckpt.commands]\ncount = {entry}\n")
     done = outside.run("-m", "ckpt.cli.main", "--help")

@@ -126,12 +126,15 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
             continue
         try:
             command: Callable[..., object] = entry.load()
+            found = typer.Typer()
+            found.command(entry.name, help=_help(command.__doc__ or ""), cls=_Verb)(command)
+            typer.main.get_command(found)  # raises for what cannot be a command
         except Exception as error:  # noqa: BLE001 - another package's mistake must not cost our commands
             sys.stderr.write(
                 f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
             )
             continue
-        app.command(entry.name, help=_help(command.__doc__ or ""), cls=_Verb)(command)
+        app.registered_commands += found.registered_commands
 
 
 def main() -> int:
