@@ -5,8 +5,11 @@ Events of a save come in background threads. Those of a restore come in the trai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +88,21 @@ class Restored:
 
 Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Repaired | CommitFinished | Restored
 Observer = Callable[[Event], None]
+
+
+class Observers:
+    """The observers of one manager.
+
+    Thread safety: ``notify`` may be called from any thread. The observers never change.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    def notify(self, event: Event) -> None:
+        """Call every observer with ``event``. An observer that raises costs one log entry."""
+        for observer in self._observers:
+            try:
+                observer(event)
+            except BaseException:  # noqa: BLE001 - an observer's mistake must not cost a checkpoint
+                _log.exception("ckpt: an observer failed on %s", type(event).__name__)

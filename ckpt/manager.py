@@ -30,18 +30,19 @@ from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.elastic.handled import ending_error
 from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, alone_in, one_at_a_time
-from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists, TierBehind
-from ckpt.events import Observer, SaveFailed
+from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
+from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.values import dumps, to_json
-from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_tell
+from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restore.report import RestoreReport
-from ckpt.restore.restorer import Replicas, Restorer
+from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
+from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
+from ckpt.save.ledger import SaveLedger
 from ckpt.save.rank_files import SaveJob
-from ckpt.save.saver import SKIPPED, UNHEARD
-from ckpt.save.threads import Background, HandOver
+from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import as_tiers, closed_on_error, open_tiers
@@ -108,14 +109,13 @@ class CheckpointManager:
         self._fence = Fence()
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
-        self._background = Background(
-            self._tiers, self._coordinator, self._config, observers=observers, on_end=self._end
-        )
-        self._pending: list[PendingSave] = []
-        self._saved: set[int] = set()
-        self._trials: dict[int, int] = {}
+        self._observers = Observers(observers)
+        self._ledger = SaveLedger(self._observers)
+        notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
+        reports = Reports(self._ledger, self._observers, notices)
+        self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
         self._last_step: int | None = None
-        self._begun: StepRef | None = None  # the background tells the other ranks how it ends
+        self._begun: StepRef | None = None  # the saver lets the other ranks know how it ends
         self._restores = 0
         self._stop: StopSignals | None = None
         # outlive a restore: a tier that does not answer must not hold it up
@@ -126,8 +126,11 @@ class CheckpointManager:
         self._earlier = sys.exception()  # handled around all of this manager's life: it does not end it
         close_at_exit(self)
         self._pid = os.getpid()
-        self.skipped = 0
+
+    @property
+    def skipped(self) -> int:
         """Saves that were not made because no slot was free (``on_busy="skip"``)."""
+        return self._ledger.skipped
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str] | None = None, **settings: Unpack[Settings]) -> Self:
@@ -160,10 +163,10 @@ class CheckpointManager:
     def _prepare(self, collected: Collected) -> None:
         prepared, growth = self._plans.prepare(collected), self._plans.growth(collected)
         nbytes = prepared.plan.size + growth
-        self._background.slots.plan(nbytes)
+        self._saver.slots.plan(nbytes)
         overlap, check = self._config.overlap == "auto", self._config.check
         warm = partial(prepared.warm, parts=tuple(collected.parts), overlap=overlap, check=check)
-        self._background.reserve(nbytes, None if growth else warm, devices=prepared.devices)
+        self._saver.reserve(nbytes, None if growth else warm, devices=prepared.devices)
 
     def _prepare_quietly(self, state: Mapping[str, Any]) -> None:
         """Prepare for saves after a restore, and only log errors.
@@ -205,8 +208,8 @@ class CheckpointManager:
                 same.
         """
         pending = self._begin(state, step, metrics)
-        if pending.step != self._background.saver.last_step:  # the caller leaves after that one
-            self._raise_unheard(but=pending)
+        if pending.step != self._saver.steps.last_step:  # the caller leaves after that one
+            self._ledger.raise_unreported(but=pending)
         return pending
 
     @one_at_a_time("save_async")
@@ -221,24 +224,23 @@ class CheckpointManager:
                 "ckpt: step %d is saved after step %d: a restore takes the highest number", step, before
             )
         if self._stop is not None and self._stop.requested(step):
-            self._background.saver.last_step = step
-            if step in self._saved:  # just now, since it was its turn
-                return self._pending[-1]
-        trial = self._trials.get(step, 0)
-        self._trials[step] = trial + 1
+            self._saver.steps.set_last_step(step)
+            if self._ledger.has(step):  # just now, since it was its turn
+                return self._ledger.pending[-1]
+        trial = self._ledger.next_trial(step)
         # another try at a step has a folder of its own: nothing that may be committed is ever written again
         ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
-        reason = UNHEARD
+        reason = EARLIER_FAILED
         try:
-            if step != self._background.saver.last_step:  # nothing may come before that one
-                self._raise_unheard(kept=False)  # a farther tier's error must not cost this step
+            if step != self._saver.steps.last_step:  # nothing may come before that one
+                self._ledger.raise_unreported(kept=False)  # a farther tier's error must not cost this step
             reason = ""
-            if step in self._saved:
+            if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
             return self._save(state, ref, trial, began, as_metrics(metrics or {}))
         except BaseException as error:
             if self._coordinator.world_size > 1 and self._begun != ref:  # so that the others do not wait
-                self._background.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
+                self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             raise
 
     def save(
@@ -253,7 +255,7 @@ class CheckpointManager:
         raise.
         """
         pending = self._begin(state, step, metrics).result(timeout)
-        self._raise_unheard()
+        self._ledger.raise_unreported()
         return pending
 
     def fence(self) -> None:
@@ -264,10 +266,10 @@ class CheckpointManager:
         """
         self._check_open()
         self._fence.wait()
-        for pending in self._pending:
+        for pending in self._ledger.pending:
             if not pending.done():
                 pending.wait_staged()
-        self._raise_unheard()
+        self._ledger.raise_unreported()
 
     # -- finding and restoring ----------------------------------------------------------------------------------------------
 
@@ -322,16 +324,20 @@ class CheckpointManager:
         selection = Selection.of(only, strict=strict, rename=rename, cast=cast)
         self._fence.wait()  # a copy under way must not see what is restored
         with Workers("read", max(_READERS, self._config.threads)) as workers:
-            restorer = Restorer(
-                self._tiers, self._coordinator, workers, self._background.notify,
-                serial=self._restores, listers=self._listers, read_through=read_through, selection=selection,
-                replicas=replicas, waiting=self._background.saver.waiting,
-            )  # fmt: skip
+            context = RestoreContext(
+                tiers=self._tiers,
+                coordinator=self._coordinator,
+                listers=self._listers,
+                observers=self._observers,
+                waiting=self._saver.steps.waiting,
+            )
+            options = RestoreOptions(selection=selection, read_through=read_through, replicas=replicas)
+            restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
         if report is not None:
             self._last_step = report.step
-            self._background.saver.set_restored(StepRef(report.step, report.attempt))
+            self._saver.set_restored(StepRef(report.step, report.attempt))
             self._memory.forget()  # objects that were loaded may hold other tensors now
             self._plans.forget()
         self._prepare_quietly(state)
@@ -361,8 +367,8 @@ class CheckpointManager:
             ConfigError: The call is not in the main thread.
         """
         self._check_open()
-        heard = signals or STOP_SIGNALS
-        self._stop = StopSignals(self._coordinator, heard, grace_seconds, reraise=reraise, owner=self)
+        chosen = signals or STOP_SIGNALS
+        self._stop = StopSignals(self._coordinator, chosen, grace_seconds, reraise=reraise, owner=self)
         return self._stop
 
     def close(self, timeout: float | None = None) -> None:
@@ -395,13 +401,13 @@ class CheckpointManager:
             closer = Workers("close", 3)
             listed = closer.submit(self._listers.close)
             done = closer.submit(self._finish, reason)
-            if in_time := wait_and_tell(done, self._pending, timeout):
+            if in_time := wait_and_log(done, self._ledger.pending, timeout):
                 if wait([listed], _LIST_SECONDS).done:  # else a tier that a restore left out is silent
                     closer.close()
             elif reason:
-                missing = missing_at_the_end(self._pending, timeout)
+                missing = missing_at_the_end(self._ledger.pending, timeout)
                 _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
-                self._pending = []
+                self._ledger.clear()
                 if self._coordinator.world_size > 1:
                     wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
                     wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)  # waits for others end
@@ -410,17 +416,17 @@ class CheckpointManager:
                 self._stop.close(error)
             if in_time:
                 done.result()
-            self._raise_unheard(kept=False)
-            if (missing := missing_at_the_end(self._pending, timeout)) is not None:
+            self._ledger.raise_unreported(kept=False)
+            if (missing := missing_at_the_end(self._ledger.pending, timeout)) is not None:
                 raise missing
 
     def _finish(self, reason: str) -> None:
         """All of ``close`` that may take long. ``reason``: why this rank leaves the others, if it does."""
-        self._background.finish()
+        self._saver.finish()
         self._fence.remove()
         self._plans.forget()
         self._memory.forget()
-        self._background.slots.close()
+        self._saver.slots.close()
         if reason:
             self._coordinator.leave(reason)
         if not reason or self._coordinator.rank != LEADER:  # the leader would wait for the others
@@ -447,15 +453,15 @@ class CheckpointManager:
     def _save(
         self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float, metrics: dict[str, float]
     ) -> PendingSave:
-        tiers = self._background.saver.names_of(ref.step)
+        tiers = self._saver.names_of(ref.step)
         if not tiers:  # as every rank finds
             pending = PendingSave(ref.step, 0, None, began=began)
-            pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), heard=True)
+            pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
             return pending
         collected = self._collect(state)
         prepared = self._plans.prepare(collected)
-        wait = self._config.on_busy == "wait" or self._background.saver.last_step == ref.step
-        slot = self._background.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)
+        wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
+        slot = self._saver.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)
         if slot is None:
             return self._skip(ref, trial)
         hand_over: HandOver | None = None
@@ -466,24 +472,21 @@ class CheckpointManager:
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
             pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
-            hand_over = self._background.hand_over(job, snapshot, pending, slot)
+            hand_over = self._saver.hand_over(job, snapshot, pending, slot)
             self._begun = ref
-            self._pending = [other for other in self._pending if not other.done() or other.unheard]
-            self._pending.append(pending)
-            self._saved.add(ref.step)
+            self._ledger.begin(pending, owner=self)
             if not snapshot.landed:
                 self._fence.watch(snapshot)
             hand_over.begin()
         except BaseException as error:
             if hand_over is None or hand_over.call_off(error):
                 self._begun = None
-                self._saved.discard(ref.step)
-                self._pending = [other for other in self._pending if other.step != ref.step]
-                self._background.slots.release(slot)
+                self._ledger.cancel(ref.step)
+                self._saver.slots.release(slot)
             raise
         pending.call_seconds = pending.age
         if self._config.slots > 1:  # the next slot is made before it is asked for
-            self._background.reserve_quietly(prepared.plan.size, prepared.devices)
+            self._saver.reserve_quietly(prepared.plan.size, prepared.devices)
         return pending
 
     def _job(
@@ -495,28 +498,28 @@ class CheckpointManager:
         collected: Collected,
         metrics: dict[str, float],
     ) -> SaveJob:
-        told = {**self._metadata, METRICS: metrics} if metrics and self._coordinator.rank == LEADER else None
+        metadata = self._packed_metadata
+        if metrics and self._coordinator.rank == LEADER:
+            metadata = to_json("metadata", {**self._metadata, METRICS: metrics})
         return SaveJob(
-            ref=ref, trial=trial, plan=prepared.plan, image=snapshot.window, tied=collected.tied,
-            tree=dumps(collected.tree, "state"), per_rank=dumps(collected.per_rank, "state"), replicas=snapshot.replicas,
-            metadata=to_json("metadata", told) if told else self._packed_metadata, created_at=time.time(),
-        )  # fmt: skip
-
-    def _end(self, pending: PendingSave, error: CkptError | None) -> None:
-        skipped = isinstance(error, SaveSkipped | TierBehind)
-        if error is not None:
-            if not isinstance(error, TierBehind):  # else nearer tiers have it, as was wanted
-                self._saved.discard(pending.step)
-            self.skipped += isinstance(error, SaveSkipped)
-            _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
-            self._background.notify(SaveFailed(step=pending.step, error=error))
-        pending.finish(error, heard=skipped)  # skipping is what was asked for: no later call raises it
+            ref=ref,
+            trial=trial,
+            plan=prepared.plan,
+            image=snapshot.window,
+            tied=collected.tied,
+            tree=dumps(collected.tree, "state"),
+            per_rank=dumps(collected.per_rank, "state"),
+            replicas=snapshot.replicas,
+            metadata=metadata,
+            created_at=time.time(),
+            confirm=snapshot.confirm,
+        )
 
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
         pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
-        self._end(pending, SaveSkipped(ref.step))
+        self._ledger.end(pending, SaveSkipped(ref.step))
         if self._coordinator.world_size > 1:
-            self._background.give_up(ref, trial, SKIPPED)
+            self._saver.give_up(ref, trial, SKIPPED)
         return pending
 
     def _check_open(self) -> None:
@@ -527,21 +530,15 @@ class CheckpointManager:
                 "this CheckpointManager was made before a fork: build one in the process that uses it (spawn, not fork)"
             )
 
-    def _raise_unheard(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
-        """Raise the first error that no call has raised yet, but for that of ``but``, whose caller has its handle. Without ``kept``: only of saves that no tier has."""
-        for pending in list(self._pending):
-            if pending is but or (pending.kept and not kept):
-                continue
-            if (error := pending.unheard) is not None:
-                pending.exception()
-                self._pending.remove(pending)
-                raise error
-
 
 def _warn_of_untested(version: str) -> None:
     """Log a warning, once in a process, if ``version`` of torch is not of the tested release."""
     release = ".".join(version.split(".")[:2])
     if release != TESTED_TORCH and release not in _warned:
         _warned.add(release)
-        told = f"this version of ckpt was tested with torch {TESTED_TORCH} only"
-        _log.warning("ckpt: torch %s is installed, and %s: save and restore once and compare before you rely on it", version, told)  # fmt: skip
+        _log.warning(
+            "ckpt: torch %s is installed, and this version of ckpt was tested with torch %s only: "
+            "save and restore once and compare before you rely on it",
+            version,
+            TESTED_TORCH,
+        )

@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ckpt")
 _SILENT_SECONDS: Final = 2.0
-"""How long ``close`` waits without a word."""
+"""How long ``close`` waits before it logs what it waits for."""
 
 
 @final
 class PendingSave:
     """A save that was asked for: staged first, durable later.
 
-    Threads: all methods from any thread.
-
     Attributes:
-        step: What is saved.
-        call_seconds: Seconds that ``save_async`` cost the calling thread; with the wait of the optimizer's step they are ``stall_seconds``.
+        step: The step that is saved.
+        call_seconds: Seconds that ``save_async`` cost the calling thread. With the wait of the
+            optimizer's step they are ``stall_seconds``.
         nbytes: Bytes of this rank's image.
-        durable_seconds: Seconds from the call to the commit on the last of its tiers; None until then.
+        durable_seconds: Seconds from the call to the commit on the last of its tiers; None until
+            then.
+
+    Thread safety: all methods may be called from any thread. ``_changed`` guards what changes.
+    Single fields are read without it, because they change once.
     """
 
     def __init__(
@@ -43,7 +46,15 @@ class PendingSave:
         began: float,
         tiers: Mapping[str, str] | None = None,
     ) -> None:
-        """``began``: ``time.perf_counter()`` at the call. ``tiers``: where it goes: URL -> what the user calls it."""
+        """Make the handle.
+
+        Args:
+            step: The step.
+            nbytes: Bytes of this rank's image.
+            snapshot: The copying of the state; None for a save that is not made.
+            began: ``time.perf_counter()`` at the call.
+            tiers: Where the save goes: URL -> what the user calls it.
+        """
         self.step, self.nbytes = step, nbytes
         self.call_seconds = 0.0
         self.durable_seconds: float | None = None
@@ -59,7 +70,7 @@ class PendingSave:
         self._pid = os.getpid()
         self._finished = False
         self._error: CkptError | None = None
-        self._heard = False
+        self._reported = False
 
     @property
     def progress(self) -> float:
@@ -90,7 +101,8 @@ class PendingSave:
             snapshot.settle()
 
     def result(self, timeout: float | None = None, *, tier: str | None = None) -> PendingSave:
-        """Return this when the checkpoint is committed on all its tiers (or on ``tier``), or raise why it never will be.
+        """Return this when the checkpoint is committed on all its tiers (or on ``tier``), or raise
+        why it never will be.
 
         Raises:
             TimeoutError: Not yet; the save goes on.
@@ -102,12 +114,12 @@ class PendingSave:
         return self
 
     def exception(self, timeout: float | None = None, *, tier: str | None = None) -> CkptError | None:
-        """The error, None if it was committed. Waits like ``result``."""
+        """Return the error, or None if the step was committed. It waits as ``result`` does."""
         if tier is not None:
             return self._wait_for_tier(tier, timeout)
         if not self._await(lambda: self._finished, timeout):
             raise TimeoutError(f"step {self.step} is not committed after {timeout} s; it goes on")
-        self._heard = True
+        self._reported = True
         return self._error
 
     def _wait_for_tier(self, tier: str, timeout: float | None) -> CkptError | None:
@@ -121,9 +133,9 @@ class PendingSave:
         return self._ends.get(url, self._error)
 
     def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
-        """Wait until it is ``over``. False if it is not by then."""
+        """Wait until ``over`` returns True. Returns whether it did in time."""
         check_timeout(timeout, "; a tier is named by tier=...")
-        if os.getpid() != self._pid and not over():  # what a fork copied is not told any more
+        if os.getpid() != self._pid and not over():  # a copy in a fork gets no news
             raise ConfigError(
                 f"step {self.step} is saved by process {self._pid}: only that process can wait for it"
             )
@@ -148,7 +160,11 @@ class PendingSave:
             self._written += nbytes
 
     def end_on(self, tier: str, error: CkptError | None, *, required: bool = True) -> CkptError | bool | None:
-        """It is over on ``tier``. Returns True while others are left, else what the whole ended with."""
+        """The save has ended on ``tier``.
+
+        Returns:
+            True while other tiers are left; else the first error of a required tier, or None.
+        """
         with self._changed:
             self._ends[tier] = error
             self._left.discard(tier)
@@ -160,10 +176,15 @@ class PendingSave:
             self._changed.notify_all()
             return True if self._left else first
 
-    def finish(self, error: CkptError | None, *, heard: bool = False) -> None:
-        """End the save. ``heard``: no later call needs to raise the error."""
+    def finish(self, error: CkptError | None, *, reported: bool = False) -> None:
+        """End the save.
+
+        Args:
+            error: Why there is no checkpoint, if there is none.
+            reported: Whether no later call needs to raise the error.
+        """
         with self._changed:
-            self._heard = heard
+            self._reported = reported
             self._error = error
             if error is None:
                 self.durable_seconds = self.age
@@ -177,60 +198,71 @@ class PendingSave:
         return None in self._ends.values()
 
     def lacking(self) -> dict[str, CkptError | None]:
-        """URLs of tiers that do not have the step: with the error, or None where it is on its way."""
+        """Return the URLs of tiers that do not have the step, with the error, or None if it is on
+        its way.
+        """
         with self._changed:
             return {**self._refused, **dict.fromkeys(sorted(self._left))}
 
     @property
-    def unheard(self) -> CkptError | None:
+    def unreported(self) -> CkptError | None:
         """The error, if no call has raised it."""
-        return None if self._heard or not self.done() else self._error
+        return None if self._reported or not self.done() else self._error
 
 
 def check_timeout(timeout: float | None, hint: str = "") -> None:
-    """Raise ``ConfigError`` for what is no time to wait."""
+    """Check a time to wait.
+
+    Raises:
+        ConfigError: It is no number of seconds.
+    """
     if timeout is not None and not is_number(timeout):
         raise ConfigError(f"timeout={timeout!r}: give seconds{hint}")
 
 
-def wait_and_tell(done: Future[Any], saves: Sequence[PendingSave], timeout: float | None) -> bool:
-    """Wait until what finishes ``saves`` is ``done``, and log once what is waited for. False if it is not done after ``timeout`` seconds."""
+def wait_and_log(done: Future[Any], saves: Sequence[PendingSave], timeout: float | None) -> bool:
+    """Wait until ``done``, which ends ``saves``, and log once which tiers it waits for.
+
+    Returns:
+        Whether it was done in time.
+    """
     first = _SILENT_SECONDS if timeout is None else min(timeout, _SILENT_SECONDS)
     if wait([done], first).done:
         return True
     for tier, steps in _under_way(saves).items():
-        told = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
-        _log.warning("ckpt: waiting for %s: %s", tier, told)
+        which = f"{len(steps)} step{'s' if len(steps) > 1 else ''}, newest {max(steps)}"
+        _log.warning("ckpt: waiting for %s: %s", tier, which)
     return bool(wait([done], None if timeout is None else timeout - first).done)
 
 
 def missing_at_the_end(saves: Sequence[PendingSave], timeout: float | None) -> StepsMissing | None:
-    """Return one error for all of ``saves`` that some tier lacks and no call has raised.
+    """Return one error for all of ``saves`` that some tier lacks, unless a call has raised their
+    error.
 
     Saves that are under way count as given up.
     """
-    told: list[tuple[PendingSave, str, str]] = []
+    lost: list[tuple[PendingSave, str, str]] = []
     for save in saves:
-        if not save.done() or save.unheard:
+        if not save.done() or save.unreported:
             for tier, error in save.lacking().items():
                 why = f"{error.what} ({error.detail})" if isinstance(error, StorageError) else str(error)
-                told.append((save, tier, why if error else f"not finished within {timeout} s"))
-    if not told:
+                lost.append((save, tier, why if error else f"not finished within {timeout} s"))
+    if not lost:
         return None
     missing: dict[str, list[int]] = {}
-    for save, tier, _ in told:
+    for save, tier, _ in lost:
         missing.setdefault(tier, []).append(save.step)
-    error = StepsMissing(missing, told[0][2], nearer=all(save.kept for save, _, _ in told))
-    for save in {save for save, _, _ in told}:
+    error = StepsMissing(missing, lost[0][2], nearer=all(save.kept for save, _, _ in lost))
+    for save in {save for save, _, _ in lost}:
         if save.done():
             save.exception()  # marks it as raised
         else:
-            save.finish(error, heard=True)
+            save.finish(error, reported=True)
     return error
 
 
 def _under_way(saves: Sequence[PendingSave]) -> dict[str, list[int]]:
-    """URLs of tiers -> steps on their way there."""
+    """Return the steps under way: URL of the tier -> steps."""
     found: dict[str, list[int]] = {}
     for save in saves:
         for tier, error in save.lacking().items():

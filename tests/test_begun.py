@@ -13,7 +13,7 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError, StagingError, ThreadLimit
 from ckpt.pipeline.workers import Workers
-from ckpt.save.threads import HandOver
+from ckpt.save.active_save import HandOver
 from ckpt.staging.fence import Fence
 from ckpt.staging.snapshot import Snapshot
 from tests.overlap.jobs import train, trained

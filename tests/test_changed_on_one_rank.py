@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,21 +11,22 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.coordination.api import Coordinator
 from ckpt.errors import CkptError, PeerFailed, TensorChanged
+from ckpt.save.active_save import ActiveSave
 from ckpt.save.saver import Saver
 from tests.coordination.world import World
 
 
 def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypatch) -> None:
-    run = Saver.run
+    stream = Saver._stream
 
-    def changed(self, job, listener, *, intact, over):
+    def changed(self: Saver, save: ActiveSave) -> None:
         def raises() -> None:
-            raise TensorChanged("x", job.ref.step)
+            raise TensorChanged("x", save.job.ref.step)
 
-        bad = job.ref.step == 1 and self._writers[0]._coordinator.rank == 1
-        run(self, job, listener, intact=raises if bad else intact, over=over)
+        bad = save.job.ref.step == 1 and self._writers[0]._coordinator.rank == 1
+        stream(self, replace(save, job=replace(save.job, confirm=raises)) if bad else save)
 
-    monkeypatch.setattr(Saver, "run", changed)
+    monkeypatch.setattr(Saver, "_stream", changed)
     tiers = [
         Tier(str(tmp_path / "first"), required=False),
         Tier(str(tmp_path / "disk")),

@@ -19,7 +19,7 @@ import torch
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, PendingSave
 from ckpt.coordination.abort_reason import Aborted
-from ckpt.coordination.commit import Durable, Failed
+from ckpt.coordination.commit import Bounds, Durable, Failed
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.leaving import Leaving, who_left
 from ckpt.elastic import handled
@@ -428,8 +428,7 @@ def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out
             coordinator,  # type: ignore[arg-type]
             OneTier(open_backend("memory://leaving")),
             name="save",
-            timeout=3600,
-            takeover=0.05,
+            bounds=Bounds(3600, 0.05),
         )
         return committer.commit(ref, Durable(FragmentRef("rank-00000.json", 0, 1, "x")))
 
@@ -457,7 +456,7 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
             return super().verdict(subject, timeout=timeout)
 
     committer = Committer(
-        Late(world, 0), OneTier(open_backend("memory://late")), name="save", timeout=3600, takeover=0.05
+        Late(world, 0), OneTier(open_backend("memory://late")), name="save", bounds=Bounds(3600, 0.05)
     )
     heard.append(committer.commit(ref, Durable(FragmentRef("rank-00000.json", 0, 1, "x"))))
     assert "its own reason" in str(heard[0])

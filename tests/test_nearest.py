@@ -28,7 +28,7 @@ from ckpt.errors import (
 from ckpt.events import Event, Repaired, StepDamaged
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune
+from ckpt.retention.prune import PruneContext, prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.restore.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
@@ -486,7 +486,7 @@ def test_a_partial_cache_is_used_and_pruned_in_the_end(
         with CheckpointManager([fresh, far]) as other:
             assert other.restore(target) is not None
         assert not any("safetensors" in key for key in reads(store))
-    prune(cache, Retention(keep_last=1), grace_seconds=-1)
+    prune(cache, Retention(keep_last=1), PruneContext(grace_seconds=-1))
     assert attempts(cache) == []
 
 

@@ -79,7 +79,7 @@ def test_a_second_close_while_the_first_waits_does_nothing(
     manager = CheckpointManager(root)
     manager.save(job(), 1)
     raised = handler(manager.close)
-    monkeypatch.setattr("ckpt.manager.wait_and_tell", lambda done, *_: interrupt() or done.result() is None)
+    monkeypatch.setattr("ckpt.manager.wait_and_log", lambda done, *_: interrupt() or done.result() is None)
     manager.close()
     assert not raised
 

@@ -48,7 +48,6 @@ def finalize(
     job_is_dead: bool | Callable[[Owner], bool] = False,
     read_data: bool = True,
     on_progress: OnProgress | None = None,
-    retry: RetryPolicy | None = None,
 ) -> Manifest:
     """Make an unfinished attempt the checkpoint that its leader would have made it.
 
@@ -63,7 +62,7 @@ def finalize(
         CommitError: It cannot, or must not, become a checkpoint; the sentence says why.
         IntegrityError: What its ranks have written is damaged.
     """
-    retry = retry or RetryPolicy()
+    retry = RetryPolicy()
     ask = partial(retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
     owner = ask()
     _check_last(backend, ref, owner)

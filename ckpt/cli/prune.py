@@ -74,8 +74,9 @@ def prune(
     from ckpt.config import resolve_tier
     from ckpt.coordination.owner import read_owner
     from ckpt.errors import NoCheckpoint
+    from ckpt.retention.guard import FixedGuard
     from ckpt.retention.inventory import Inventory
-    from ckpt.retention.prune import carry_out, judge
+    from ckpt.retention.prune import PruneContext, carry_out, judge
 
     root = one_place(places([where] if where else None, [root] if root else None))
     tier = resolve_tier(root, config)
@@ -95,10 +96,12 @@ def prune(
     judged = judge(
         found,
         rule,
-        own=owner.attempt if owner else "",
-        alive=owner is not None and owner.alive,
-        undated=owner is None,
-        protected=lambda: late,
+        PruneContext(
+            own=owner.attempt if owner else "",
+            alive=owner is not None and owner.alive,
+            undated=owner is None,
+            guard=FixedGuard(late),
+        ),
     )
     with telling(backend):
         gone = carry_out(backend, judged, dry_run=dry_run)

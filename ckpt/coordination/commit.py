@@ -246,7 +246,7 @@ class Bounds:
     """
 
     timeout: float
-    takeover: float
+    takeover: float = 10.0
 
     def stagger(self, rank: int) -> float:
         return min(self.takeover, self.timeout) * rank.bit_length()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol, TypeVar, assert_never
+from typing import Protocol, TypeVar, assert_never
 
 import msgspec
 
@@ -62,9 +63,6 @@ from ckpt.plan.merge import Known, merge
 from ckpt.storage.api import StorageBackend, is_there, read_object
 
 T = TypeVar("T")
-
-TAKEOVER_SECONDS: Final = 10.0
-"""After which rank 1 looks whether the leader has left something to do. What it does too early is only done twice."""
 
 
 class Retry(Protocol):
@@ -186,13 +184,15 @@ class OneTier:
 class Committer:
     """Commits saves of one attempt to one tier.
 
-    Threads: one background thread at a time.
-
     Args:
-        name: Tells this tier's subjects from those of others.
-        timeout: Seconds a rank waits for the last rank's word before it refuses.
-        takeover: Seconds after which others look whether the leader has left something to do.
-        read_all: See `ReadAll`.
+        coordinator: The connection to the other ranks.
+        place: Where fragments and manifests are.
+        name: Distinguishes the subjects of this tier from those of other tiers.
+        bounds: How long ranks wait for each other.
+        known: What the last merge found, so that the next one need not find it again.
+        read_all: Reads the fragments. See `ReadAll`.
+
+    Thread safety: one background thread at a time.
     """
 
     def __init__(
@@ -201,40 +201,54 @@ class Committer:
         place: Place,
         *,
         name: str,
-        timeout: float,
-        takeover: float = TAKEOVER_SECONDS,
+        bounds: Bounds,
         known: Known | None = None,
         read_all: ReadAll = in_turn,
     ) -> None:
-        self._read_all = read_all
-        self._coordinator, self._place, self._name = coordinator, place, name
-        self._bounds = Bounds(timeout, takeover)
-        self._known = known or Known()
+        self._setup = _Setup(coordinator, place, name, bounds, known or Known(), read_all)
 
     def commit(self, ref: StepRef, vote: Vote, *, abort: CkptError | None = None) -> Verdict:
-        """Say this rank's word and return the verdict, which is the same on all ranks.
+        """Post the vote of this rank and return the verdict, which is the same on all ranks.
 
         Args:
-            veto: On the leader, a reason to refuse whatever the words are.
+            ref: The step.
+            vote: The vote of this rank.
+            abort: On the leader: a reason to abort whatever the votes are.
 
         Raises:
-            CommitError: The verdict cannot be had: the job's store is gone.
+            CommitError: There is no verdict, because the job's store is gone.
         """
-        return _Commit(self, ref).run(vote, abort)
+        return _Commit(self._setup, ref).run(vote, abort)
 
     def offer(self, ref: StepRef, vote: Durable) -> None:
-        """Before ``commit`` with that word. Raises what keeps others from reading the fragment."""
-        self._place.offer(ref, vote.fragment)
+        """Let others read the fragment of ``vote``, before ``commit`` with that vote.
+
+        Raises:
+            CkptError: Others cannot read it.
+        """
+        self._setup.place.offer(ref, vote.fragment)
+
+
+@dataclass(frozen=True, slots=True)
+class _Setup:
+    """What all commits of one `Committer` use."""
+
+    coordinator: Coordinator
+    place: Place
+    name: str
+    bounds: Bounds
+    known: Known
+    read_all: ReadAll
 
 
 class _Commit:
-    """One save: the actions of the machine, carried out."""
+    """One save: it carries out the actions of the commit machine."""
 
-    def __init__(self, committer: Committer, ref: StepRef) -> None:
-        self._coordinator, self._place = committer._coordinator, committer._place
-        self._bounds, self._known = committer._bounds, committer._known
-        self._read_all = committer._read_all
-        self._ref, self._subject = ref, f"{committer._name}/{ref.folder}"
+    def __init__(self, setup: _Setup, ref: StepRef) -> None:
+        self._coordinator, self._place = setup.coordinator, setup.place
+        self._bounds, self._known = setup.bounds, setup.known
+        self._read_all = setup.read_all
+        self._ref, self._subject = ref, f"{setup.name}/{ref.folder}"
         self._manifest = b""
 
     def run(self, vote: Vote, abort: CkptError | None) -> Verdict:

@@ -142,7 +142,7 @@ class StopSignals:
         finally:
             os.write(self._mouth, bytes([_CLOSE]))
             self._workers.close()
-            self._uninstall()  # not before: an earlier handler may raise
+            self.uninstall()  # not before: an earlier handler may raise
             while self.signal is None and (late := self._next(0)) != -1:
                 self.signal = signal.Signals(late) if late in self._signals else None
             os.close(self._mouth)
@@ -166,7 +166,8 @@ class StopSignals:
         if not self._wakes:
             signal.set_wakeup_fd(other)
 
-    def _uninstall(self) -> None:
+    def uninstall(self) -> None:
+        """Give the signals back to the handlers that were there before."""
         global _active
         _active = None
         if self._wakes and (other := signal.set_wakeup_fd(-1)) != self._mouth:
@@ -263,7 +264,7 @@ def _let_go() -> None:
     job's.
     """
     if _active is not None:
-        _active._uninstall()
+        _active.uninstall()
 
 
 os.register_at_fork(after_in_child=_let_go)

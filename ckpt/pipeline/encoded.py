@@ -19,67 +19,59 @@ from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes, Source, check_room, losing
+from ckpt.pipeline.writer import ImageWrite, check_room, losing
 from ckpt.storage.api import StorageBackend, Upload, aligned_memory
 
 
 def write_encoded(
-    source: Source,
-    chunks: Sequence[int],
-    *,
-    widths: Sequence[int],
-    lengths: list[int],
-    encoder: Encoder,
-    backend: StorageBackend,
-    key: str,
-    workers: Workers,
-    retry: RetryPolicy,
-    on_bytes: OnBytes,
-    known: tuple[Chunk, ...] = (),
-) -> tuple[Chunk, ...]:
-    """Write an image as ``write_image`` does, encoded.
+    write: ImageWrite, backend: StorageBackend, encoder: Encoder, widths: Sequence[int]
+) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
+    """Do as ``write_image``, with a codec.
 
     Args:
-        widths: The bytes of one number of each chunk (see ``codec.widths_of``).
-        lengths: Called with the length of each chunk on the tier.
+        write: The image.
+        backend: The store.
+        encoder: Encodes the chunks.
+        widths: For each chunk the bytes of one of its numbers (see ``codec.widths_of``).
+
+    Returns:
+        The chunk table, and the length of each chunk on the tier.
     """
-    upload = retry.call(lambda: backend.upload(key, source.size))
+    source, retry = write.source, write.retry
+    upload = retry.call(lambda: backend.upload(write.key, source.size))
     abilities = backend.capabilities
     file = _File(upload, retry, parallel=abilities.parallel_parts, reuse=abilities.takes_parts)
-    job = _Job(source, chunks, widths, encoder, file, on_bytes, known, lengths)
+    job = _Job(write, encoder, widths, file)
     try:
-        check_room(source, max(chunks, default=0), 0, takes_parts=abilities.takes_parts, key=key)
-        workers.run_all(partial(job.take, index) for index in range(len(chunks)))
+        largest = max(write.chunks, default=0)
+        check_room(source, largest, 0, takes_parts=abilities.takes_parts, key=write.key)
+        write.workers.run_all(partial(job.take, index) for index in range(len(write.chunks)))
         file.flush()
         retry.call(lambda: upload.finish(file.size))
     except BaseException:
         upload.abort()
         raise
-    return tuple(job.table)
+    return tuple(job.table), tuple(job.lengths)
 
 
 class _Job:
-    """Threads: ``take`` from the workers."""
+    """The encoding of one image.
 
-    def __init__(
-        self,
-        source: Source,
-        chunks: Sequence[int],
-        widths: Sequence[int],
-        encoder: Encoder,
-        file: _File,
-        on_bytes: OnBytes,
-        known: tuple[Chunk, ...],
-        lengths: list[int],
-    ) -> None:
-        self._source, self._widths, self._encoder, self._file = source, widths, encoder, file
-        self._on_bytes, self._known, self._lengths = on_bytes, known, lengths
-        self._starts = list(accumulate(chunks, initial=0))
+    Thread safety: ``take`` is called by the workers. ``table`` and ``lengths`` belong to the thread
+    whose turn it is.
+    """
+
+    def __init__(self, write: ImageWrite, encoder: Encoder, widths: Sequence[int], file: _File) -> None:
+        self._source, self._known, self._on_bytes = write.source, write.known, write.on_bytes
+        self._encoder, self._widths, self._file = encoder, widths, file
+        self._starts = list(accumulate(write.chunks, initial=0))
         self.table: list[Chunk] = []
+        self.lengths: list[int] = []
 
     def take(self, index: int) -> None:
-        """One chunk. They begin in file order: one that waits for its turn waits for chunks that are under way."""
+        """One chunk. They begin in file order: one that waits for its turn waits for chunks that
+        are under way.
+        """
         with losing(self._file.fail, self._source.lost):
             self._take(index, self._starts[index], self._starts[index + 1])
 
@@ -90,7 +82,7 @@ class _Job:
         with self._file.turn(index):
             full = self._file.append(pieces)
             self.table.append(chunk)
-            self._lengths.append(sum(piece.nbytes for piece in pieces))
+            self.lengths.append(sum(piece.nbytes for piece in pieces))
         self._source.written(start, end)
         self._source.hashed(start, end)
         for offset, part in full:
@@ -121,7 +113,9 @@ class _File:
 
     @contextmanager
     def turn(self, index: int) -> Generator[None]:
-        """Wait until all chunks before ``index`` are appended; afterwards the next one may. Raises what another chunk was lost for."""
+        """Wait until all chunks before ``index`` are appended; afterwards the next one may. Raises
+        what another chunk was lost for.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._error or self._next == index)
             if self._error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import sys
@@ -189,8 +190,6 @@ def _settle(group: str, nice: int, cpus: frozenset[int] | None) -> None:
 
 
 def _set_os_name(name: str) -> None:
-    import ctypes
-
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"ckpt-{name}"[:15].encode(), 0, 0, 0)
 

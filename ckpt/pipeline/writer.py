@@ -1,8 +1,10 @@
 """An image in memory -> a file on a tier and its chunk table.
 
-Parts are written as soon as they have landed, so that the disk is busy from the first one on; chunks are hashed by the same few threads beside the second half of the parts, when copying is over. Copying, hashing and
-training at once would be three for two cores, and cost training twice as much (docs/decisions/0009). In a ring each chunk is hashed beside its parts, for it makes
-room only then. Each part is retried by itself; the first lasting error aborts the upload and is raised.
+Parts are written as soon as they have landed, so that the disk is busy from the first one on;
+chunks are hashed by the same few threads beside the second half of the parts, when copying is over.
+Copying, hashing and training at once would be three for two cores, and cost training twice as much
+(docs/decisions/0009). In a ring each chunk is hashed beside its parts, for it makes room only then.
+Each part is retried by itself; the first lasting error aborts the upload and is raised.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -59,30 +62,43 @@ class Source(Protocol):
         ...
 
 
-def write_image(
-    source: Source,
-    chunks: Sequence[int],
-    *,
-    backend: StorageBackend,
-    key: str,
-    workers: Workers,
-    retry: RetryPolicy,
-    on_bytes: OnBytes,
-    known: tuple[Chunk, ...] = (),
-) -> tuple[Chunk, ...]:
-    """Make ``source`` durable under ``key``; returns its chunk table.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageWrite:
+    """An image that is to become a file.
 
-    Args:
-        source: The whole file. Its memory must not change until this returns.
-        chunks: Lengths in bytes that cover it.
+    Attributes:
+        source: The whole file. Its memory must not change until the write has ended.
+        chunks: The lengths of the chunks in bytes. They cover the file.
+        key: Where the file is to be.
+        workers: The threads that write and hash.
+        retry: How each request is retried.
+        on_bytes: Called with the number of bytes just written.
         known: The chunk table, if these very bytes were hashed before.
+    """
+
+    source: Source
+    chunks: Sequence[int]
+    key: str
+    workers: Workers
+    retry: RetryPolicy
+    on_bytes: OnBytes
+    known: tuple[Chunk, ...] = ()
+
+
+def write_image(write: ImageWrite, backend: StorageBackend) -> tuple[Chunk, ...]:
+    """Make an image durable on ``backend``.
+
+    Returns:
+        The chunk table.
 
     Raises:
-        StorageError: Nothing is visible under ``key``.
-        CkptError: What ``source`` raised; nor is anything then.
+        StorageError: Nothing is visible under the key.
+        CkptError: The source has raised it. Nothing is visible either.
     """
+    source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
+    known, retry = write.known, write.retry
     upload = retry.call(lambda: backend.upload(key, source.size))
-    job = _Job(source, [] if known else chunks, upload, retry, on_bytes)
+    job = _Job(source, [] if known else chunks, upload, retry, write.on_bytes)
     try:
         check_room(
             source,
@@ -102,22 +118,14 @@ def write_image(
     return known or tuple(chunk for chunk in job.table if chunk is not None)
 
 
-def adopt_image(
-    source: Source,
-    chunks: Sequence[int],
-    *,
-    backend: Adopting,
-    key: str,
-    workers: Workers,
-    retry: RetryPolicy,
-    on_bytes: OnBytes,
-    known: tuple[Chunk, ...] = (),
-) -> tuple[Chunk, ...]:
-    """Store an image in a store that takes it where it is: it is only hashed.
+def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
+    """Do as ``write_image``, for a store that takes the image where it is. It is only hashed.
 
     Raises:
-        StagingError: The image is not as a whole in /dev/shm.
+        StagingError: The image is not all in /dev/shm.
     """
+    source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
+    known, retry = write.known, write.retry
     if (path := source.path) is None:
         raise StagingError(f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole")
     table: list[Chunk] = list(known)
@@ -126,7 +134,7 @@ def adopt_image(
         source.view(0, source.size)  # not beside the copying: see above
         table = workers.run_all(partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets))
     retry.call(lambda: backend.adopt(key, path, source.size))
-    on_bytes(source.size)
+    write.on_bytes(source.size)
     return tuple(table)
 
 
@@ -160,14 +168,14 @@ def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts
 
 
 @contextmanager
-def losing(*told: Callable[[CkptError], None]) -> Generator[None]:
-    """Report a failure in the body, of any class, so that no thread waits for its result."""
+def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
+    """Report any error of the body, so that no thread waits for the part that is lost."""
     try:
         yield
     except BaseException as error:
         lost = error if isinstance(error, CkptError) else StagingError(f"a part of it was lost: {error!r}")
-        for tell in told:
-            tell(lost)
+        for each in report:
+            each(lost)
         raise
 
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
@@ -37,7 +38,7 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.plan.sources import without
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
-from ckpt.storage.registry import scheme_of
+from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 
 _DONE: Final = b"done"
@@ -48,15 +49,67 @@ _REFUSED: Final = b"refused"
 _log = logging.getLogger("ckpt")
 
 
+@dataclass(frozen=True, slots=True)
+class _CacheGuard:
+    """The steps of a cache that must stay: see `StepGuard`.
+
+    Attributes:
+        tiers: The sources of ``origin``, as tiers.
+        position: Which of them the cache is.
+        saving: Steps that saves under way still read from nearer tiers.
+    """
+
+    tiers: Sequence[OpenTier]
+    position: int
+    origin: TieredReader
+    retry: RetryPolicy
+    saving: Callable[[], frozenset[StepRef]]
+
+    def waiting(self) -> frozenset[StepRef]:
+        return self.saving()
+
+    def protected(self) -> frozenset[StepRef]:
+        return self.saving()
+
+    def is_elsewhere(self, ref: StepRef) -> bool:
+        for place, tier in enumerate(self.tiers):
+            if place != self.position and not tier.in_memory and not self.origin.gone(place, ""):
+                with suppress(IntegrityError, StorageError):
+                    self.retry.call(partial(tier.backend.head, ref.manifest))
+                    return True
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheContext:
+    """What a restore works with when it fills caches.
+
+    Attributes:
+        coordinator: The connection to the other ranks.
+        subject: Distinguishes this restore from others.
+        patience: Seconds to wait for other ranks, in all.
+        workers: The threads that copy.
+        retry: How requests are retried.
+        waiting: Returns the steps that saves under way still read from nearer tiers. They stay where a
+            cache has a capacity.
+    """
+
+    coordinator: Coordinator
+    subject: str
+    patience: float
+    workers: Workers
+    retry: RetryPolicy
+    waiting: Callable[[], frozenset[StepRef]] = frozenset
+
+
 class ReadThrough:
     """One restore's use of its caches. Threads: the owner's.
 
     Args:
-        tiers: The sources of ``origin``, as tiers; none to go without.
+        tiers: The sources of ``origin``, as tiers; none for a restore without caches.
+        origin: Reads the chunks of the step.
         found: The step.
-        subject: Tells this restore from others.
-        patience: Seconds to wait for other ranks, in all.
-        waiting: Steps that stay where a cache has a capacity, for farther tiers read them.
+        context: What the restore works with.
     """
 
     def __init__(
@@ -64,18 +117,13 @@ class ReadThrough:
         tiers: Sequence[OpenTier],
         origin: TieredReader,
         found: Found,
-        *,
-        coordinator: Coordinator,
-        subject: str,
-        patience: float,
-        workers: Workers,
-        retry: RetryPolicy,
-        waiting: Callable[[], frozenset[StepRef]] = frozenset,
+        context: CacheContext,
     ) -> None:
-        self._tiers, self.origin, self._found, self._coordinator = tiers, origin, found, coordinator
-        self._subject, self._patience, self._workers, self._retry = subject, patience, workers, retry
-        self._me = Owner.here(coordinator.attempt)
-        self._waiting, self._deadline = waiting, time.monotonic() + patience
+        self._tiers, self.origin, self._found = tiers, origin, found
+        self._coordinator, self._subject = context.coordinator, context.subject
+        self._patience, self._workers, self._retry = context.patience, context.workers, context.retry
+        self._me = Owner.here(context.coordinator.attempt)
+        self._waiting, self._deadline = context.waiting, time.monotonic() + context.patience
         self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[File] = []
@@ -223,7 +271,7 @@ class ReadThrough:
         try:
             claim = Claim(cache.backend, self._me)
             evictor = Evictor(
-                cache, claim, waiting=self._waiting, elsewhere=partial(self._elsewhere, position)
+                cache, claim, _CacheGuard(self._tiers, position, self.origin, self._retry, self._waiting)
             )
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
@@ -248,15 +296,6 @@ class ReadThrough:
             _log.warning("ckpt: %s is another job's, and is left as it is: %s", cache.url, error)
             return False
         return True
-
-    def _elsewhere(self, position: int, ref: StepRef) -> bool:
-        """Whether a durable tier other than the cache has a step."""
-        for place, tier in enumerate(self._tiers):
-            if place != position and not tier.in_memory and not self.origin.gone(place, ""):
-                with suppress(IntegrityError, StorageError):
-                    self._retry.call(partial(tier.backend.head, ref.manifest))
-                    return True
-        return False
 
     def mend(self) -> None:
         """After all was read: write files anew of which a cache had chunks damaged, once each. What is there is replaced at once by a file of which every byte was verified, never written into."""
@@ -358,7 +397,7 @@ class ReadThrough:
 
 
 def _is_folder(tier: OpenTier) -> bool:
-    return scheme_of(tier.tier.url) == "file" and not tier.in_memory  # "memory" looks like a path
+    return is_folder(tier.tier.url) and not tier.in_memory  # "memory" looks like a path
 
 
 class _Taster:

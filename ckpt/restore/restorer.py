@@ -1,8 +1,9 @@
 """The newest step that is whole -> the state, on all ranks the same one.
 
-The leader lists and proposes; every rank matches; when all fit, every rank reads, each chunk from the nearest tier that has it intact; only when all have
-read is anything but tensor memory touched. A rank that finds some chunk intact nowhere makes all
-go to the step before. What comes from far is put into the nearest folder on the way.
+The leader lists and proposes; every rank matches; when all fit, every rank reads, each chunk from
+the nearest tier that has it intact; only when all have read is anything but tensor memory touched.
+A rank that finds some chunk intact nowhere makes all go to the step before. What comes from far is
+put into the nearest folder on the way.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
-from ckpt.events import CommitFinished, Event, Repaired, Restored, StepDamaged
+from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.nodes.server import Peer
 from ckpt.nodes.survey import NodeSurvey, Sources
@@ -41,7 +42,7 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.copies import nearest_copies
 from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.restore.finish import Finisher
-from ckpt.restore.read_through import ReadThrough
+from ckpt.restore.read_through import CacheContext, ReadThrough
 from ckpt.restore.report import RestoreReport
 from ckpt.storage.tiers import OpenTier
 
@@ -60,7 +61,8 @@ _log = logging.getLogger("ckpt")
 class _Proposal(msgspec.Struct, frozen=True):
     """``nearest`` lists the step; ``answering`` are the tiers that may be asked for it. Indices.
 
-    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
+    ``peers`` have parts of it on other nodes. ``passed`` are newer (step, reason) that are not
+    whole any more; with no folder, all that were looked for. ``finished``: (step, URL) so far.
     """
 
     folder: str
@@ -92,28 +94,57 @@ class _Fit:
     cache: ReadThrough
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreContext:
+    """What all restores of one manager work with.
+
+    Attributes:
+        tiers: All tiers, nearest first.
+        coordinator: The connection to the other ranks.
+        listers: The threads that list tiers. One may still wait for a tier when a restore has
+            ended.
+        observers: They learn of repairs and of the end.
+        waiting: Returns the steps that saves under way still read from nearer tiers.
+    """
+
+    tiers: Sequence[OpenTier]
+    coordinator: Coordinator
+    listers: Workers
+    observers: Observers
+    waiting: Callable[[], frozenset[StepRef]] = frozenset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """What a user asks a restore for. See ``CheckpointManager.restore``."""
+
+    selection: Selection = ALL
+    read_through: bool = True
+    replicas: Replicas = "read"
+
+
 class Restorer:
-    """Threads: the training thread. All ranks call ``restore`` alike."""
+    """One restore.
+
+    Args:
+        context: What all restores of the manager work with.
+        options: What the user asks for.
+        workers: The threads that read.
+        serial: Distinguishes this restore from others of the manager, because subjects are used
+            once.
+
+    Thread safety: only the training thread may use it. All ranks call ``restore`` alike.
+    """
 
     def __init__(
-        self,
-        tiers: Sequence[OpenTier],
-        coordinator: Coordinator,
-        workers: Workers,
-        notify: Callable[[Event], None],
-        *,
-        serial: int,
-        listers: Workers,
-        read_through: bool = True,
-        selection: Selection = ALL,
-        replicas: Replicas = "read",
-        waiting: Callable[[], frozenset[StepRef]] = frozenset,
+        self, context: RestoreContext, options: RestoreOptions, workers: Workers, *, serial: int
     ) -> None:
-        """``serial`` tells this restore from the manager's others: subjects are used once. ``listers`` may be waiting for a tier still when the restore has ended. ``waiting``: steps that saves under way read from nearer tiers."""
-        self._tiers, self._coordinator, self._workers, self._notify = tiers, coordinator, workers, notify
-        self._retry, self._listers = RetryPolicy(), listers
-        self._read_through, self._selection, self._waiting = read_through, selection, waiting
-        self._shared = _is_shared(replicas, coordinator)
+        coordinator = context.coordinator
+        self._tiers, self._coordinator, self._workers = context.tiers, coordinator, workers
+        self._notify, self._retry, self._listers = context.observers.notify, RetryPolicy(), context.listers
+        self._read_through, self._selection = options.read_through, options.selection
+        self._waiting = context.waiting
+        self._shared = _is_shared(options.replicas, coordinator)
         self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
         self._overwritten = False
         self._finished: tuple[tuple[int, str], ...] = ()
@@ -122,7 +153,8 @@ class Restorer:
         """Fill ``state``. None if there is no checkpoint and none was asked for by number.
 
         Raises:
-            RestoreError: It does not fit, or no step is intact; tensors may have been overwritten in the latter case, and the message says so.
+            RestoreError: It does not fit, or no step is intact; tensors may have been overwritten
+                in the latter case, and the message says so.
             StorageError: The tiers cannot be listed.
         """
         began = time.perf_counter()
@@ -194,7 +226,9 @@ class Restorer:
     # -- the leader's choice ------------------------------------------------------------------------------------------------
 
     def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
-        """Listed once more when none would do: another job may have pruned what there was, and saved newer ones."""
+        """Listed once more when none would do: another job may have pruned what there was, and
+        saved newer ones.
+        """
         stores = neighbours.stores()
         seen: set[StepRef] = set()
         passed: list[tuple[int, str]] = []
@@ -263,7 +297,9 @@ class Restorer:
         )  # fmt: skip
 
     def _take(self, taking: _Taking, fit: _Fit, step: int) -> tuple[int, int]:
-        """Read everything into place, on all ranks; returns the bytes that this one has read, and those it got from others."""
+        """Read everything into place, on all ranks; returns the bytes that this one has read, and
+        those it got from others.
+        """
 
         def agree(what: str, work: Callable[[], object]) -> None:
             self._together.do(what, step, lambda: (work(),), lambda _: ())
@@ -280,11 +316,16 @@ class Restorer:
     def _fit(self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader) -> _Fit:
         with _uncollected():
             found, matched, plan = origin.whole(partial(self._matched, state, sources, origin))
-        cache = ReadThrough(
-            sources.tiers if self._read_through and self._selection.only is None else (), origin, found,
-            coordinator=self._coordinator, subject=f"{self._together.subject}/fetch",
-            patience=_PATIENCE_SECONDS, workers=self._workers, retry=self._retry, waiting=self._waiting,
-        )  # fmt: skip
+        context = CacheContext(
+            coordinator=self._coordinator,
+            subject=f"{self._together.subject}/fetch",
+            patience=_PATIENCE_SECONDS,
+            workers=self._workers,
+            retry=self._retry,
+            waiting=self._waiting,
+        )
+        caches = sources.tiers if self._read_through and self._selection.only is None else ()
+        cache = ReadThrough(caches, origin, found, context)
         cache.look(plan)
         return _Fit(found, matched, plan, cache)
 
@@ -358,7 +399,9 @@ def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
 
 @contextmanager
 def _uncollected() -> Generator[None]:
-    """No garbage collection meanwhile: a plan is thousands of objects that live, and to look through a process with torch in it costs as long as reading half a GiB."""
+    """No garbage collection meanwhile: a plan is thousands of objects that live, and to look
+    through a process with torch in it costs as long as reading half a GiB.
+    """
     wanted = gc.isenabled()
     gc.disable()
     try:

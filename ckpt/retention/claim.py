@@ -8,13 +8,16 @@ in another container, cannot be seen. So a job removes only what it can answer f
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from ckpt.catalog.index import committed
+from ckpt.coordination.api import Coordinator
 from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release, succeed
 from ckpt.errors import RootInUse
-from ckpt.model.keys import StepRef
+from ckpt.model.keys import StepRef, parse_folder
 from ckpt.storage.api import StorageBackend
 
 _TRIAL: Final = re.compile(r"t\d+$")
@@ -33,8 +36,10 @@ class Claim:
     (``retention.prune``).
 
     Args:
-        found_by_leader: For a rank that never takes the root itself, though its job saves: returns
-            the checkpoints that the leader found when it took the root, None before that.
+        backend: The store of the root.
+        me: This process.
+        found: For a rank that never takes the root itself, though its job saves: the checkpoints
+            that the leader has found there.
 
     Attributes:
         claimed: Whether ``writer.json`` may name this job.
@@ -48,11 +53,10 @@ class Claim:
         backend: StorageBackend,
         me: Owner,
         *,
-        found_by_leader: Callable[[], frozenset[StepRef] | None] | None = None,
+        found: FoundSteps | None = None,
     ) -> None:
-        self._backend, self._me, self._found_by_leader = backend, me, found_by_leader
+        self._backend, self._me, self._found = backend, me, found
         self._there: frozenset[StepRef] | None = None
-        self._found: frozenset[StepRef] | None = None
         self._brought: set[StepRef] = set()
         self._ended: frozenset[str] = frozenset()
         self._seen = me.attempt
@@ -125,13 +129,12 @@ class Claim:
 
     def may_remove(self, ref: StepRef) -> bool:
         """Return True if this job may remove a checkpoint."""
-        if self._there is None and self._found_by_leader is None:  # it has the use of a root that is no job's
+        if self._there is None and self._found is None:  # it has the use of a root that is no job's
             return True
         if ref in self._brought or job_of(ref) == self.own or job_of(ref) in self._ended:
             return True
-        if self._found is None:
-            self._found = self._found_by_leader() if self._found_by_leader is not None else self._there
-        return ref in (self._found or ())
+        found = self._there if self._found is None else self._found.refs()
+        return found is not None and ref in found
 
     def is_dead(self, ref: StepRef) -> bool:
         """Return True if no process can complete the save that was begun as ``ref``.
@@ -145,6 +148,38 @@ class Claim:
     def has_heritage(self) -> bool:
         """Whether jobs that owned the root before are known to have ended."""
         return bool(self._ended)
+
+
+class FoundSteps:
+    """The checkpoints that were on a tier when the leader of its ranks took the root.
+
+    The leader posts them once; the other ranks ask for them when they must make room.
+
+    Args:
+        coordinator: The ranks that share the store of the tier.
+        index: Counts the tier from the nearest.
+
+    Thread safety: all methods may be called from any thread. ``_refs`` is set once, to a value that
+    every thread would set.
+    """
+
+    def __init__(self, coordinator: Coordinator, index: int) -> None:
+        self._coordinator, self._subject = coordinator, f"found/{index}"
+        self._refs: frozenset[StepRef] | None = None
+
+    def post(self, refs: Iterable[StepRef]) -> None:
+        """Let the other ranks know what was there."""
+        folders = msgspec.json.encode([ref.folder for ref in refs])
+        self._coordinator.set_once(self._subject, folders)
+
+    def refs(self) -> frozenset[StepRef] | None:
+        """Return what was there; None while the leader has not taken the root."""
+        if self._refs is None:
+            posted = self._coordinator.verdict(self._subject, timeout=0)
+            if posted is not None:
+                folders = map(parse_folder, msgspec.json.decode(posted, type=list[str]))
+                self._refs = frozenset(ref for ref in folders if ref is not None)
+        return self._refs
 
 
 def job_of(ref: StepRef) -> str:

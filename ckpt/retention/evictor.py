@@ -1,9 +1,13 @@
-"""Eviction on a tier without room: first remains, then the oldest steps."""
+"""Removal of steps from a tier that is full.
+
+Remains of failed saves go first, then the oldest steps. The newest step goes only if another
+durable tier has it too.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 
 from ckpt.config import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
@@ -11,41 +15,32 @@ from ckpt.model.keys import StepRef
 from ckpt.model.units import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim
+from ckpt.retention.guard import StepGuard
 from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.policy import Retention, first_to_go, newest
-from ckpt.retention.prune import judge, remove
+from ckpt.retention.prune import PruneContext, judge, remove
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
 
 
 class Evictor:
-    """Evicts steps of one tier.
+    """Frees room on one tier.
 
-    The newest step is evicted only if another tier has it. Several evictors of one tier, of ranks
-    or threads, may evict more than is needed, but never a step that must stay. Each lists the tier
-    by itself, a step that farther tiers wait for waits on every rank until all of them have it, and
-    the second evictor finds a step gone.
+    Several evictors may work on one tier at once, in other ranks or threads. They may remove more
+    than is needed, but never a step that must stay: each lists the tier itself, and a step that a
+    farther tier waits for stays on every rank until all ranks have it there.
 
     Args:
-        claim: The job's claim on the root.
-        waiting: Returns the steps that a farther tier still reads from here.
-        elsewhere: Returns True if another durable tier has a step. It is called only if nothing
-            else can be evicted.
+        tier: The tier to free room on.
+        claim: The job's hold on the root.
+        guard: The steps that must stay. Its ``is_elsewhere`` is called only if nothing else can go.
 
-    Thread safety:
-        One thread at a time.
+    Thread safety: one thread at a time.
     """
 
-    def __init__(
-        self,
-        tier: OpenTier,
-        claim: Claim,
-        *,
-        waiting: Callable[[], frozenset[StepRef]],
-        elsewhere: Callable[[StepRef], bool],
-    ) -> None:
-        self._tier, self._claim, self._waiting, self._elsewhere = tier, claim, waiting, elsewhere
+    def __init__(self, tier: OpenTier, claim: Claim, guard: StepGuard) -> None:
+        self._tier, self._claim, self._guard = tier, claim, guard
         self._retry = RetryPolicy()
         self._inventory = Inventory(tier.backend, part=tier.tier.local is True)
         self._rule = Retention.of(tier.tier)
@@ -91,7 +86,9 @@ class Evictor:
             over -= self._remove(going, "its capacity is reached", tried)
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
-        """After ``ref`` was encoded and committed, and its size is known: what is over the capacity goes. Never raises."""
+        """After ``ref`` was encoded and committed, and its size is known: what is over the capacity
+        goes. Never raises.
+        """
         capacity = self._tier.tier.capacity_bytes or 0
         try:
             found = self._inventory.look()
@@ -123,17 +120,17 @@ class Evictor:
     ) -> Iterator[StoredStep]:
         """Yield what is to be removed to free ``over`` bytes.
 
-        Remains come first, then steps as the rule ranks them. The newest step comes last, and only if another tier has it too.
-        What was ``tried`` before is left out.
+        Remains come first, then steps as the rule ranks them. The newest step comes last, and only
+        if another tier has it too. What was ``tried`` before is left out.
         """
         own = self._claim.own
         whole = {held.ref: held for held in found if held.state == "whole"}
         metrics = {other: held.metrics for other, held in whole.items()}
         last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
-        waiting = self._waiting()
+        waiting = self._guard.waiting()
         order = [
             one.held
-            for one in judge(found, self._rule, own=own, claim=self._claim)
+            for one in judge(found, self._rule, PruneContext(own=own, claim=self._claim))
             if not one.kept and one.held.ref not in whole
         ]
         order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
@@ -150,7 +147,7 @@ class Evictor:
                 and held.ref not in tried
                 and held.ref != ref
                 and (held.ref not in whole or self._claim.may_remove(held.ref))
-                and (held.ref != last or self._elsewhere(held.ref))
+                and (held.ref != last or self._guard.is_elsewhere(held.ref))
             ):
                 over -= held.nbytes
                 yield held
@@ -189,7 +186,7 @@ class Evictor:
         return freed
 
     def _why(self, found: list[StoredStep], needed: int, capacity: int) -> str:
-        waiting = self._waiting() & {held.ref for held in found}
+        waiting = self._guard.waiting() & {held.ref for held in found}
         held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
         return (
             f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and nothing there can be removed: the newest has no other copy, farther tiers wait for "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ckpt.catalog.index import attempts
@@ -19,12 +19,15 @@ from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef, is_file_name, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.guard import FixedGuard, StepGuard
 from ckpt.retention.inventory import Inventory, State, StoredStep
 from ckpt.retention.policy import Retention, reasons
 from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
 
 GRACE_SECONDS: Final = 24 * 3600.0
-"""What was begun later than this ago, and never committed, is left alone: somebody may still commit it."""
+"""What was begun later than this ago, and never committed, is left alone: somebody may still commit
+it.
+"""
 
 _RETRY: Final = RetryPolicy()
 
@@ -58,31 +61,37 @@ class Judged:
     kept: tuple[str, ...]
 
 
-def judge(
-    found: Sequence[StoredStep],
-    rule: Retention,
-    *,
-    own: str = "",
-    alive: bool = True,
-    grace_seconds: float = GRACE_SECONDS,
-    undated: bool = False,
-    protected: Callable[[], frozenset[StepRef]] = frozenset,
-    claim: Claim | None = None,
-) -> list[Judged]:
-    """Return what happens to each of ``found``, in their order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneContext:
+    """Who prunes, and what is certain about the steps.
 
-    Args:
-        own: The running attempt. Its newest step stays, whatever numbers others have.
-        alive: Whether the attempt is known to run. Its uncommitted files then stay until they are
-            old, even if the store gives no dates.
-        grace_seconds: The age from which an incomplete step counts as remains.
-        undated: Whether files without a date count as remains too.
-        protected: Returns the steps that always stay; called after the steps were listed.
-        claim: The job's claim on the root; None if a person decides.
+    Attributes:
+        own: The running attempt. Its newest step stays whatever the numbers of other attempts.
+        alive: Whether that attempt is known to run. Then its uncommitted steps stay until they are
+            old, also where the store has no dates.
+        grace_seconds: Age from which a step that is not whole counts as remains.
+        undated: Whether a step without any date counts as remains, too.
+        guard: The steps that stay whatever the rule. It is asked after the steps were listed.
+        claim: The job's hold on the root. It is left out where a person decides.
     """
+
+    own: str = ""
+    alive: bool = True
+    grace_seconds: float = GRACE_SECONDS
+    undated: bool = False
+    guard: StepGuard = field(default_factory=FixedGuard)
+    claim: Claim | None = None
+
+
+_NOBODY: Final = PruneContext()
+
+
+def judge(found: Sequence[StoredStep], rule: Retention, context: PruneContext = _NOBODY) -> list[Judged]:
+    """Return what becomes of each of ``found``, in their order."""
+    own, claim, grace_seconds = context.own, context.claim, context.grace_seconds
     metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
     why = reasons(metrics, rule, metrics, own=own)
-    needed = protected()
+    needed = context.guard.protected()
     now = time.time()
 
     def kept(held: StoredStep) -> tuple[str, ...]:
@@ -99,9 +108,9 @@ def judge(
             return ()
         if held.state == "begun" and claim is not None and claim.is_dead(held.ref) and not held.is_part:
             return ()
-        if alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
+        if context.alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
             return ("the running job's",)
-        young = not undated if held.touched is None else now - held.touched <= grace_seconds
+        young = not context.undated if held.touched is None else now - held.touched <= grace_seconds
         in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
         return (YOUNG,) if young and in_use else ()
 
@@ -116,40 +125,46 @@ def _is_old(held: StoredStep, grace_seconds: float) -> bool:
 def prune(
     backend: StorageBackend,
     rule: Retention,
+    context: PruneContext = _NOBODY,
     *,
-    own: str = "",
     dry_run: bool = False,
-    grace_seconds: float = GRACE_SECONDS,
-    undated: bool = False,
-    protected: Callable[[], frozenset[StepRef]] = frozenset,
     inventory: Inventory | None = None,
-    claim: Claim | None = None,
 ) -> list[Pruned]:
-    """Apply ``rule``, and clear away what failed saves have left and, unless all is kept, checkpoints that have lost files. Only files in folders of steps are touched, and only those named as ours.
+    """Apply ``rule``, and remove what failed saves have left.
 
-    Cut at any moment it leaves whole checkpoints and remains that the next call removes. Arguments are those of ``judge``; ``holdings`` remembers from call to call.
+    Checkpoints that have lost files are removed, too, unless the rule keeps everything. Only files
+    in folders of steps are touched, and only those named as this package names them. Cut off at any
+    moment, it leaves whole checkpoints, and remains that the next call removes.
+
+    Args:
+        backend: The store.
+        rule: What to keep.
+        context: Who prunes.
+        dry_run: Whether nothing is removed.
+        inventory: Remembers the steps from call to call.
+
+    Returns:
+        What was removed, or would be.
+
+    Raises:
+        RootInUse: Another job has taken the root over.
+        StorageError: A step could not be removed. The others were removed unless the store does not
+            answer.
     """
     found = (inventory or Inventory(backend)).look(begun=rule.keeps_all)
-    judged = judge(
-        found,
-        rule,
-        own=own,
-        grace_seconds=grace_seconds,
-        undated=undated,
-        protected=protected,
-        claim=claim,
-    )
-    return carry_out(backend, judged, dry_run=dry_run, claim=claim)
+    return carry_out(backend, judge(found, rule, context), dry_run=dry_run, claim=context.claim)
 
 
 def carry_out(
     backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False, claim: Claim | None = None
 ) -> list[Pruned]:
-    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held nothing and what somebody finishes just now.
+    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held
+    nothing and what somebody finishes just now.
 
     Raises:
         RootInUse: Another job has taken the root over. Nothing was removed since.
-        StorageError: Of one that could not be removed, the others all the same; unless the store does not answer.
+        StorageError: Of one that could not be removed, the others all the same; unless the store
+            does not answer.
     """
     gone: list[StoredStep] = []
     failure: StorageError | None = None
@@ -167,11 +182,13 @@ def carry_out(
 
 
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
-    """Take one attempt off, if ``claim`` still holds: the mark, then the manifest, then the files, and the mark last.
+    """Take one attempt off, if ``claim`` still holds: the mark, then the manifest, then the files,
+    and the mark last.
 
-    What somebody finishes just now, or copies there, stays. A folder that holds nothing goes too where the store has such, with
-    the cut-off writes of a dead process in it. A removal that is cut off leaves a checkpoint, or remains that no process can
-    make one again and that the next retention removes.
+    What somebody finishes just now, or copies there, stays. A folder that holds nothing goes too
+    where the store has such, with the cut-off writes of a dead process in it. A removal that is cut
+    off leaves a checkpoint, or remains that no process can make one again and that the next
+    retention removes.
 
     Returns:
         Whether it is gone.
@@ -222,7 +239,9 @@ def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
 
 
 def discard_left(backend: StorageBackend, claim: Claim) -> None:
-    """Free what unfinished writes of jobs that have ended take. Of other jobs: what no folder shows, and no process can still be at."""
+    """Free what unfinished writes of jobs that have ended take. Of other jobs: what no folder
+    shows, and no process can still be at.
+    """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
         # where there are folders, each write lies in that of its step, and others are not ours to look into

@@ -1,12 +1,13 @@
 """Room on a tier that has a capacity: the oldest steps go before a save that would exceed it.
 
-How much a save will write is known before its first byte, but for what a codec makes of it: each rank says the size of its image, and the leader makes room for the sum, or for the part of
-it that the newest step there took. What was reckoned too small goes off after the commit. A disk that is full although the capacity is not reached is treated alike, by the rank that meets it.
+The size of a save is known before its first byte, except for the effect of a codec. Each rank posts
+the size of its image. The leader makes room for the sum, or, with a codec, for the part of it that
+the newest step on the tier took. If the estimate was too small, the leader removes the excess after
+the commit. A disk that is full below the capacity is treated alike, by the rank that finds it full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -19,20 +20,25 @@ from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
+from ckpt.retention.guard import StepGuard
 from ckpt.storage.tiers import OpenTier
 
 _OK: Final = b"ok"
 _GRACE_SECONDS: Final = 30.0
-"""How much longer than the leader the others wait: its own time-out must reach them."""
+"""How much longer than the leader the others wait, so that its time-out still reaches them."""
 
 
 class Quota:
-    """Threads: the one that serves the tier.
+    """The capacity of one tier, which the ranks that share it use together.
 
     Args:
+        tier: A tier with a capacity.
+        coordinator: The ranks that share the store of the tier.
         claim: The job's hold on the root.
-        waiting: Steps that a farther tier still reads from here.
-        elsewhere: Whether another durable tier has a step. Asked only where nothing else can go.
+        guard: The steps that must stay.
+        timeout: How many seconds to wait for the sizes of the other ranks.
+
+    Thread safety: only the thread that serves the tier may call the methods.
     """
 
     def __init__(
@@ -40,26 +46,29 @@ class Quota:
         tier: OpenTier,
         coordinator: Coordinator,
         claim: Claim,
+        guard: StepGuard,
         *,
         timeout: float,
-        waiting: Callable[[], frozenset[StepRef]],
-        elsewhere: Callable[[StepRef], bool],
     ) -> None:
         self._tier, self._coordinator, self._timeout = tier, coordinator, timeout
-        self._evictor = Evictor(tier, claim, waiting=waiting, elsewhere=elsewhere)
+        self._evictor = Evictor(tier, claim, guard)
 
     def agree(
         self, ref: StepRef, trial: int, nbytes: int, *, restored: int | None, asked: bool = True
     ) -> None:
-        """Return when there is room for the images of all ranks, of which this one's has ``nbytes``.
+        """Return when there is room for the images of all ranks.
 
         Args:
-            restored: What the job goes on from; stays until there is a newer step of its own.
-            asked: On the leader, whether anybody shall make room: not for a save that will be refused anyway.
+            ref: The step to save.
+            trial: Which try at the step this is.
+            nbytes: The size of this rank's image.
+            restored: The step that the job continues from. It stays until the job has a newer one.
+            asked: On the leader: whether to make room. False for a save that will be refused
+                anyway.
 
         Raises:
-            OutOfSpace: There will be none, as all ranks are told.
-            CommitTimeout: Some rank, or the leader, was not heard of.
+            OutOfSpace: There is no room. All ranks raise it.
+            CommitTimeout: Some rank, or the leader, did not answer.
         """
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(nbytes))
@@ -79,26 +88,32 @@ class Quota:
                 self._coordinator.forget(subject)
         else:
             wait = self._timeout + _GRACE_SECONDS
-            heard = self._coordinator.verdict(subject, timeout=wait)
+            given = self._coordinator.verdict(subject, timeout=wait)
             self._coordinator.forget(subject)
-            if heard is None:
+            if given is None:
                 raise CommitTimeout(ref.step, [LEADER], wait, "room on the tier")
-            if heard != _OK:
-                raise OutOfSpace(ref.folder, heard.decode())
+            if given != _OK:
+                raise OutOfSpace(ref.folder, given.decode())
 
     def give_up(self, ref: StepRef, trial: int) -> None:
-        """This rank has no part in a save: nobody need wait for its size, nor for the leader's answer if this is the leader."""
+        """Let the other ranks not wait for the size of this rank, which has no part in a save.
+
+        On the leader, this also answers the other ranks.
+        """
         subject = self._subject(ref, trial)
         self._coordinator.post(subject, msgspec.json.encode(None))
         if self._coordinator.rank == LEADER:
             self._coordinator.set_once(subject, _OK)
 
     def evict(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """The store was full: free ``nbytes`` or more. Returns whether something went."""
+        """Free ``nbytes`` or more in a store that was full. Returns whether something was removed."""
         return self._evictor.free(ref, nbytes, restored=restored)
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:
-        """After a commit: how large it is behind a codec is known only now. By the leader; for the others nothing."""
+        """Remove what exceeds the capacity, now that the size behind the codec is known.
+
+        Only the leader does so. On other ranks this has no effect.
+        """
         if self._coordinator.rank == LEADER and self._tier.tier.codec != NO_CODEC:
             self._evictor.settle(ref, restored=restored)
 
@@ -106,7 +121,7 @@ class Quota:
         return f"room/{self._tier.index}/{trial}/{ref.folder}"
 
     def _sum(self, ref: StepRef, subject: str) -> int | None:
-        """Of all ranks; None if one has given up."""
+        """Return the size of the images of all ranks; None if a rank has given up."""
         total, wait = 0, Wait(self._timeout, "the size", ref.step)
         ranks = range(self._coordinator.world_size)
         for _, message in arrivals(self._coordinator, subject, ranks, wait):

@@ -1,10 +1,11 @@
-"""What one rank puts on one tier: its image, encoded or as it is, and the fragment that tells of it."""
+"""The files that one rank puts on one tier: its image, encoded or raw, and the fragment that
+describes it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,7 +20,7 @@ from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import OnBytes, Source, adopt_image, write_image
+from ckpt.pipeline.writer import ImageWrite, OnBytes, Source, adopt_image, write_image
 from ckpt.plan.restore import chunks_of
 from ckpt.plan.save import SavePlan
 from ckpt.storage.api import Adopting
@@ -28,12 +29,21 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """All that streaming needs to know.
+    """What the writers of tiers need to know about one save.
 
     Attributes:
+        ref: The step.
         trial: Counts the tries at one step.
-        image: Lent until the job is done.
-        replicas: Gives the digests of replicas, once all of the image has landed; raises if it never does.
+        plan: What the image consists of.
+        image: The bytes, on loan until the save has ended.
+        tied: Names of tensors that share memory with another -> that other.
+        tree: The plain values of the state, encoded.
+        per_rank: The plain values that only this rank has, encoded.
+        replicas: Returns the digests of replicas once all of the image has landed; raises if it
+            never does.
+        metadata: The metadata of the manifest, encoded.
+        created_at: When the save began.
+        confirm: Raises if the image is not what it should be. It is called before each commit.
         known: The chunk table, once the image has been written.
     """
 
@@ -47,6 +57,7 @@ class SaveJob:
     replicas: Callable[[], Mapping[str, str]]
     metadata: bytes
     created_at: float
+    confirm: Callable[[], None]
     known: tuple[Chunk, ...] = ()
 
     @property
@@ -54,9 +65,25 @@ class SaveJob:
         """Whether the image comes from a nearer tier's files."""
         return isinstance(self.image, StoredImage)
 
+    @property
+    def passes_by(self) -> bool:
+        """Whether the image goes through memory in parts, so that it cannot be read twice."""
+        return self.image.capacity < self.image.size
+
+    def from_files(self, image: StoredImage) -> SaveJob:
+        """Return this job for a farther tier, which reads ``image`` instead of the slot."""
+        return replace(self, image=image, replicas=dict(self.replicas()).copy, confirm=_intact)
+
+
+def _intact() -> None:
+    """The files of a nearer tier were confirmed when they were committed there."""
+
 
 class RankFiles:
-    """Threads: one save at a time."""
+    """Writes the files of one rank on one tier.
+
+    Thread safety: one save at a time. The tier writer that owns it holds a lock meanwhile.
+    """
 
     def __init__(
         self, tier: OpenTier, rank: int, world_size: int, config: SaveConfig, workers: Workers
@@ -71,7 +98,7 @@ class RankFiles:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the fragment, and of the data."""
+        """The names of the fragment file and of the data file."""
         return fragment_name(self._rank), self._data_name
 
     @property
@@ -79,43 +106,49 @@ class RankFiles:
         return data_name(self._rank, encoded=self._encoder is not None)
 
     def stored(self, job: SaveJob, retry: RetryPolicy) -> StoredImage:
-        """The image of a job that was written here, the last that was not stored already."""
+        """Return the image of ``job`` as it is stored here. The job is the last that was written
+        from memory.
+        """
         file = File(self._data_name, self._rank, job.plan.size, job.known)
         return StoredImage.of(self._backend, job.ref.key(file.name), chunks_of(file, self._streamed), retry)
 
     def write(
         self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy
     ) -> tuple[tuple[Chunk, ...], Encoding | None]:
-        """Make the image durable. One that is stored elsewhere is begun anew if the store fails for longer than a request is retried.
+        """Make the image durable.
+
+        An image that is read from another tier is written again from its start if the store fails
+        for longer than a request is retried.
+
+        Returns:
+            The chunk table, and how the chunks are encoded.
 
         Raises:
             ChecksumMismatch: What was read back from the nearer tier is not what was written there.
             StorageError: Nothing is visible then.
         """
-        key, lengths = job.ref.key(self._data_name), list[int]()
-        write, sent = self._way(job, lengths), list[int]()
+        sent: list[int] = []
 
         def count(nbytes: int) -> None:
             sent.append(nbytes)
             on_bytes(nbytes)
 
-        def attempt() -> tuple[Chunk, ...]:
-            on_bytes(-sum(sent))  # begun anew
-            sent.clear()
-            lengths.clear()
-            return write(
-                job.image,
-                job.plan.chunks,
-                key=key,
-                workers=self._workers,
-                retry=RetryPolicy(),
-                on_bytes=count,
-                known=job.known,
-            )
+        write = ImageWrite(
+            source=job.image,
+            chunks=job.plan.chunks,
+            key=job.ref.key(self._data_name),
+            workers=self._workers,
+            retry=RetryPolicy(),
+            on_bytes=count,
+            known=job.known,
+        )
 
-        chunks = retry.call(attempt) if job.is_stored else attempt()
-        encoder = self._encoder
-        encoding = Encoding(self._rank, encoder.name, tuple(lengths)) if encoder else None
+        def attempt() -> tuple[tuple[Chunk, ...], Encoding | None]:
+            on_bytes(-sum(sent))  # it starts again
+            sent.clear()
+            return self._write(write, job)
+
+        chunks, encoding = retry.call(attempt) if job.is_stored else attempt()
         if not job.is_stored:
             self._streamed = encoding
         return chunks, encoding
@@ -123,22 +156,20 @@ class RankFiles:
     def put_fragment(
         self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None, retry: RetryPolicy
     ) -> FragmentRef:
-        """Tell of the image, once it is durable."""
+        """Write the fragment, which describes the image. The image is durable by now."""
         name, _ = self.names
         data = pack(pack_fragment(self._fragment(job, chunks, encoding), self._frames_of(job.plan)))
         retry.call(lambda: self._backend.put(job.ref.key(name), [data]))
         return FragmentRef(name, self._rank, len(data), checksum(data))
 
-    def _way(self, job: SaveJob, lengths: list[int]) -> Callable[..., tuple[Chunk, ...]]:
-        """How images are written here; ``lengths`` takes those of encoded chunks."""
+    def _write(self, write: ImageWrite, job: SaveJob) -> tuple[tuple[Chunk, ...], Encoding | None]:
         if isinstance(self._backend, Adopting):
-            return partial(adopt_image, backend=self._backend)
-        if self._encoder is None:
-            return partial(write_image, backend=self._backend)
+            return adopt_image(write, self._backend), None
+        if (encoder := self._encoder) is None:
+            return write_image(write, self._backend), None
         widths = widths_of(job.plan.chunks, job.plan.tensors)
-        return partial(
-            write_encoded, backend=self._backend, encoder=self._encoder, widths=widths, lengths=lengths
-        )
+        chunks, lengths = write_encoded(write, self._backend, encoder, widths)
+        return chunks, Encoding(self._rank, encoder.name, lengths)
 
     def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None) -> Fragment:
         return Fragment(

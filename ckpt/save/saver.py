@@ -1,10 +1,13 @@
-"""An image that is landing -> a checkpoint on every tier. The background half of a save.
+"""The background half of a save: from an image that is landing to a checkpoint on every tier.
 
-Writing follows the copying as it goes. Memory and the nearest durable tier of all are served in turn on the streaming thread, from the image itself; then its memory is free. Farther tiers drain from
-that tier's files, each at its own pace on a thread of its own, so that none holds up a nearer one, nor training.
+Writing follows the copying. The tiers in memory and the nearest durable tier are served in turn on
+the streaming thread, from the image itself; then its memory is free. Farther tiers read the files
+of that tier, each at its own pace on a thread of its own, so that none delays a nearer tier, nor
+training.
 
-All steps for a farther tier go through its queue, also those that no nearer durable tier takes. Their image is kept until the queue has come to them. A tier that two threads served at once would be
-served in another order on each rank, and the ranks would wait for each other (decision 17).
+All steps for a farther tier go through its queue, also those that no nearer durable tier takes.
+These keep their image until the queue comes to them. Two threads that served one tier at once would
+serve it in another order on each rank, and the ranks would wait for each other (decision 17).
 """
 
 from __future__ import annotations
@@ -15,200 +18,224 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol
 
-from ckpt.config import SaveConfig
+from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
-from ckpt.errors import CkptError, SaveSkipped, TensorChanged
+from ckpt.errors import CkptError, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
-from ckpt.save.backfill import Backfill, BackfillRoute
+from ckpt.pending import PendingSave
+from ckpt.pipeline.workers import Once, Workers
+from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
+from ckpt.save.backfill import Backfill
+from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
 from ckpt.save.rank_files import SaveJob
+from ckpt.save.slot_steps import SlotSteps
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
+from ckpt.staging.device import Devices
+from ckpt.staging.slot import Slot
+from ckpt.staging.slots import SlotPool
+from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-SKIPPED: Final = "skipped: no slot was free"
-"""The reason a rank gives for a save it had no slot for."""
-UNHEARD: Final = "an earlier save had failed there"
-"""The reason a rank gives for a save that it did not begin, because the call raised the error of an earlier one."""
 
 
-class Listener(Protocol):
-    """Who is told how a save goes. Called from background threads."""
+@dataclass(frozen=True, slots=True)
+class _FromImage:
+    """Serve ``save`` from its image on the first of ``writers``; the others follow."""
 
-    def written(self, nbytes: int) -> None:
-        """So much more is on some tier."""
-        ...
-
-    def committed(self, url: str) -> None:
-        """It is a checkpoint there."""
-        ...
-
-    def failed(self, url: str, error: BaseException, *, required: bool) -> None:
-        """It did not become one there, and never will."""
-        ...
+    writers: Sequence[TierWriter]
+    save: ActiveSave
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Save:
-    """What a save needs on its way from tier to tier, as long as it is served from its image."""
+@dataclass(frozen=True, slots=True)
+class _FromFiles:
+    """Take ``job`` to the tier of ``writer``, from the files of a nearer tier."""
 
+    writer: TierWriter
     job: SaveJob
-    listener: Listener
-    intact: Callable[[], None]
-    over: Callable[[], None]
+    outcome: SaveOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """A save that this rank has no part in, and why."""
+
+    ref: StepRef
+    trial: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Vote on the tier of ``writer`` that this rank has failed a step, in the turn of that step."""
+
+    writer: TierWriter
+    refused: _Refused
+
+
+_Task = _FromImage | _FromFiles | _Refusal
 
 
 class Saver:
-    """Threads: ``run`` and ``give_up`` from the streaming thread; ``names_of`` and ``set_restored`` from the training thread; ``close`` from the owner, when the streaming thread has stopped; all else from any.
-    A `Listener` hears from the streaming thread and from those of the drains.
+    """Owns the threads of a manager's saves, the slots, and the queues before farther tiers.
+
+    One thread copies (``ckpt-copy``), one streams (``ckpt-save``), one makes slots ahead
+    (``ckpt-slots``), and one for each farther tier takes what its queue gives out (``ckpt-queue1``,
+    ...). A `TierWriter` owns a step on one tier.
+
+    Args:
+        tiers: All tiers, nearest first.
+        coordinator: The connection to the other ranks.
+        config: How to save.
+        reports: Where the outcomes of saves go.
+
+    Thread safety: only the training thread may call the methods, except for ``finish``, which the
+    closing thread calls once, after the last save was handed over. ``_untaken`` belongs to the
+    training thread until then. ``_lock`` guards ``_swept``. All other fields are set once, or guard
+    themselves.
     """
 
     def __init__(
-        self,
-        tiers: Sequence[OpenTier],
-        coordinator: Coordinator,
-        config: SaveConfig,
-        *,
-        on_room: Callable[[], None] = lambda: None,
+        self, tiers: Sequence[OpenTier], coordinator: Coordinator, config: SaveConfig, reports: Reports
     ) -> None:
-        """``on_room`` is told when memory that an earlier job had left was freed."""
+        self._config, self._reports = config, reports
+        self._is_leader = coordinator.rank == LEADER
+        durable = [tier for tier in tiers if not tier.in_memory]
+        # of several nodes' own tiers the leader sees only a part
+        fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
+        patience = config.commit_timeout_seconds
+        earlier = EarlierSteps(durable[0].backend, coordinator.attempt, patience) if fills else None
+        self.steps = JobSteps(tiers, earlier)
+        self._slot_steps = SlotSteps(coordinator.rank)
+        limit = config.staging_bytes
+        self.slots = SlotPool(
+            config.slots, ranks=ranks_on_this_node(), limit=limit, contents=self._slot_steps
+        )
         # farther tiers wait at their own pace, each with a connection of its own to the other ranks
         self._writers = [
             TierWriter(
                 tier,
                 coordinator.clone() if tier.index else coordinator,
                 config,
-                waiting=self.waiting,
-                elsewhere=partial(self._elsewhere, tier),
-                needed=self._needed,
+                TierSteps(self.steps, tier),
+                self._slot_steps,
             )
             for tier in tiers
         ]
         self._durable = [writer for writer in self._writers if not writer.in_memory]
-        self._queues = {
+        self._queues: dict[str, TierQueue[_Task]] = {
             writer.url: TierQueue(
-                writer.tier.index,
-                coordinator.clone(),
-                backlog=config.backlog,
-                timeout=config.commit_timeout_seconds,
-                nice=config.nice,
-                cpus=config.cpus,
+                writer.tier.index, coordinator.clone(), backlog=config.backlog, timeout=patience
             )
             for writer in self._durable[1:]
         }
-        self._backfill = self._make_backfill(coordinator, config)
+        self._queue_threads = {
+            writer.url: Workers(f"queue{writer.tier.index}", 1, nice=config.nice, cpus=config.cpus)
+            for writer in self._durable[1:]
+        }
+        self._backfill: Backfill | None = None
+        if earlier is not None:
+            self._backfill = Backfill(self._durable[0], self._durable[1:], earlier, self.steps, config)
         self._lock = threading.Lock()
-        self._durable_step = -1
-        self._restored_step = -1
-        self._is_leader = coordinator.rank == LEADER
-        self._leaving: set[StepRef] = set()
         self._swept = False
         self._untaken: int | None = None
-        self.last_step: int | None = None
-        """Goes to every tier: the job stops after it (`ckpt.elastic.planned_stop`)."""
-        self._on_room = on_room
+        self._copier = Workers("copy", 1)
+        self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
+        self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
+        # started now: a save that could not start one after it has begun would hold the optimizer's step
+        self._copier.start()
+        self._streamer.start()
+
+    # -- slots -------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        nbytes: int,
+        warm: Callable[[Sequence[Slot]], None] | None = None,
+        *,
+        devices: Devices = (),
+    ) -> None:
+        """Make the slots for images of ``nbytes`` in the background.
+
+        Args:
+            nbytes: The size of an image.
+            warm: Called with the slots when they are made.
+            devices: The slots are pinned for copies from these.
+        """
+        self._reserver.submit(self.slots.reserve, nbytes)
+        self._reserver.submit(self._pin, devices)
+        if warm is not None:
+            self._reserver.submit(lambda: warm(self.slots.made))
+
+    def reserve_quietly(self, nbytes: int, devices: Devices = ()) -> None:
+        """Do as ``reserve``, where a save makes the slots itself if this does not."""
+        try:
+            self.reserve(nbytes, devices=devices)
+        except (ThreadLimit, RuntimeError) as error:  # RuntimeError: the manager is closing
+            _log.debug("ckpt: no slot is made ahead: %s", error)
+
+    def acquire(self, nbytes: int, *, wait: bool, devices: Devices = ()) -> Slot | None:
+        """Return a slot to fill from ``devices``; None if none is free (see ``SlotPool.acquire``).
+
+        A step that was kept in the slot is removed.
+        """
+        slot = self.slots.acquire(nbytes, wait=wait)
+        if slot is not None:
+            slot.pin(devices)
+        return slot
+
+    def _pin(self, devices: Devices) -> None:
+        for slot in self.slots.made:
+            slot.pin(devices)
+
+    # -- a save ------------------------------------------------------------------------------------
 
     def writers_of(self, step: int) -> list[TierWriter]:
-        """The tiers that ``step`` goes to, nearest first."""
-        return [writer for writer in self._writers if writer.tier.takes(step) or step == self.last_step]
+        """Return the writers of the tiers that ``step`` goes to, nearest first."""
+        last = step == self.steps.last_step
+        return [writer for writer in self._writers if last or writer.tier.takes(step)]
 
     def names_of(self, step: int) -> dict[str, str]:
-        """Where ``step``, which is asked for now, goes, nearest first: URL -> what the user calls it."""
+        """Return where ``step``, which is asked for now, goes, nearest first: URL -> what the user
+        calls it.
+        """
         names = {writer.url: writer.tier.tier.url for writer in self.writers_of(step)}
         self._untaken = None if names else step
         return names
 
     def set_restored(self, ref: StepRef) -> None:
-        """The job goes on from ``ref``. Older steps that an earlier job has left in memory are of no use any more."""
-        self._durable_step, self._restored_step = min(self._durable_step, ref.step), ref.step
-        if self._backfill is not None:
-            self._backfill.restored(ref)
+        """The job continues from ``ref``. Older steps of an earlier job in memory are not needed
+        any more.
+        """
+        self.steps.set_restored(ref)
         for writer in self._writers:
-            writer.restored_step = ref.step
             writer.sweep(ref)
 
-    def run(
-        self, job: SaveJob, listener: Listener, *, intact: Callable[[], None], over: Callable[[], None]
-    ) -> None:
-        """Commit ``job`` to the nearest durable tier, and to those in memory before it; farther ones will have it from there.
-
-        Every tier's end is told to ``listener``; all ranks come to the same ends, for they hear the same verdicts.
-
-        Args:
-            intact: Asked last on each tier; raises if the image is not what it should be.
-            over: Called once, when the image is not needed any more: from this thread, or from that of a farther tier.
-        """
-        with self._lock:
-            self._leaving.add(job.ref)
-        save = _Save(job=job, listener=listener, intact=intact, over=over)
-        self._serve(self.writers_of(job.ref.step), save)
-
-    def _serve(self, writers: Sequence[TierWriter], save: _Save) -> None:
-        """Let the first of ``lanes`` have the image: now, or when its queue comes to it."""
-        if (queue := self._queues.get(writers[0].url)) is None:
-            self._commit(writers, save)
-        else:
-            work, missed = partial(self._commit, writers, save), partial(self._miss, writers, save)
-            if queue.shared:
-                for farther in writers[1:]:
-                    self._queues[farther.url].expect(save.job.ref)
-            queue.push(QueuedStep(save.job.ref, work, missed, held=True))
-
-    def _commit(self, writers: Sequence[TierWriter], save: _Save) -> None:
-        writer, farther = writers[0], writers[1:]
-        try:
-            known = writer.commit(save.job, on_bytes=save.listener.written, intact=save.intact)
-        except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
-            self._miss(writers, save, error)
-            return
-        job = replace(save.job, known=known)
-        save.listener.committed(writer.url)
-        self._on_commit(writer, job.ref)
-        if writer.in_memory and farther:
-            self._serve(farther, replace(save, job=job))
-            return
-        try:
-            if farther:
-                stored = replace(job, image=writer.stored(job), replicas=dict(job.replicas()).copy)
-                self._leave(farther, stored, save.listener)
-        finally:
-            self._end(save)
-
-    def _miss(self, writers: Sequence[TierWriter], save: _Save, error: BaseException) -> None:
-        """The first of ``lanes`` does not get the step."""
-        if self._goes_on(writers[0], writers[1:], save.job, error, save.listener):
-            self._serve(writers[1:], save)
-        else:
-            self._end(save)
-
-    def _end(self, save: _Save) -> None:
-        """The image is not needed any more. Its slot is given back once."""
-        for queue in self._queues.values():
-            queue.expect_no_more(save.job.ref)
-        with self._lock:
-            first = save.job.ref in self._leaving
-            self._leaving.discard(save.job.ref)
-        if first:
-            save.over()
+    def hand_over(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> HandOver:
+        """Return what takes a save into the background. Nothing happens until its ``begin``."""
+        save = ActiveSave(job, snapshot, slot, SaveOutcome(pending, self._reports))
+        stream, stage = Once(partial(self._stream, save)), Once(save.copy_late)
+        return HandOver(save, self._streamer, self._copier, stream, stage)
 
     def give_up(self, ref: StepRef, trial: int, reason: str) -> None:
-        """Tell the others that this rank has no part in a save, so that they need not wait."""
-        self._abort_all(self.writers_of(ref.step), ref, trial, reason, awaited=True)
+        """Let the other ranks know, in the background, that this one has no part in a save."""
+        self._streamer.submit(self._give_up, ref, trial, reason)
 
-    def evict(self, path: str) -> None:
-        """The slot that is this file will be overwritten."""
-        for writer in self._writers:
-            writer.evict(path)
+    def _give_up(self, ref: StepRef, trial: int, reason: str) -> None:
+        self._abort_all(self.writers_of(ref.step), _Refused(ref, trial, reason), awaited=True)
 
-    def keeps(self, path: str) -> int:
-        """The step that lies in the slot that is this file; -1 if there is none."""
-        return max(writer.keeps(path) for writer in self._writers)
+    def finish(self) -> None:
+        """Finish all saves, stop the threads and release the roots.
 
-    def close(self) -> None:
-        """Finish what is left to the farther tiers, stop the threads, give the roots back."""
+        The slots stay until ``slots.close``, because a caller may hold views of them.
+        """
+        self.slots.stop()
+        self._copier.close()
+        self._reserver.close(cancel=True)
+        self._streamer.close()
         if self._untaken is not None:
             _log.warning(
                 "ckpt: step %d, the last that was to be saved, was not: no tier takes it (every)",
@@ -216,132 +243,208 @@ class Saver:
             )
         for writer in self._writers:
             writer.hurry()
-        for queue in self._queues.values():
+        for url, queue in self._queues.items():
             queue.close()
+            self._queue_threads[url].close()
         if self._backfill is not None:
             self._backfill.close()
         for writer in self._durable[:-1]:  # what it kept for a farther tier need not stay any more
             writer.prune_later()
         if self._is_leader:
-            self._tell_what_is_not_durable()
+            self._warn_of_steps_in_memory()
         for writer in self._writers:
-            writer.close(self._durable_step)
+            writer.close(self.steps.durable_step)
 
-    def _tell_what_is_not_durable(self) -> None:
-        """Warn if only memory has the step that this job went on from, or all its steps: the lanes warn of the last steps alone."""
+    def _warn_of_steps_in_memory(self) -> None:
+        """Log a warning if only memory has the step that this job continued from, or all steps of
+        this job.
+        """
         durable, in_memory = self._durable, any(writer.in_memory for writer in self._writers)
-        kept = max(self._restored_step, *(writer.newest_kept for writer in self._writers))
-        if not in_memory or not durable or kept < 0 or max(self._restored_step, 0) <= self._durable_step:
+        durable_step = self.steps.durable_step
+        restored = -1 if self.steps.restored is None else self.steps.restored
+        kept = max(restored, self._slot_steps.newest())
+        if not in_memory or not durable or kept < 0 or max(restored, 0) <= durable_step:
             return
-        with contextlib.suppress(CkptError):  # a store that does not answer was told of before
-            newest = max(self._durable_step, *(writer.newest_committed() for writer in durable))
+        with contextlib.suppress(CkptError):  # the log has shown before that the store does not answer
+            newest = max(durable_step, *(writer.newest_committed() for writer in durable))
             if newest < 0:
-                _log.warning("ckpt: no durable tier has any step of this run: all of it is lost with this machine's memory, in which step %d is", kept)  # fmt: skip
-            elif newest < self._restored_step:
                 _log.warning(
-                    "ckpt: the newest durable step is %d, older than %d, which this job went on from: all after it is lost with this machine's memory, in which step %d is",
-                    newest, self._restored_step, kept,
-                )  # fmt: skip
+                    "ckpt: no durable tier has any step of this run: "
+                    "all of it is lost with this machine's memory, in which step %d is",
+                    kept,
+                )
+            elif newest < restored:
+                _log.warning(
+                    "ckpt: the newest durable step is %d, older than %d, which this job went on from: "
+                    "all after it is lost with this machine's memory, in which step %d is",
+                    newest,
+                    restored,
+                    kept,
+                )
 
-    def _goes_on(
-        self,
-        writer: TierWriter,
-        farther: Sequence[TierWriter],
-        job: SaveJob,
-        error: BaseException,
-        listener: Listener,
-    ) -> bool:
-        """After a failure: whether the next tier may have the image. If not, the save has failed everywhere, and a farther tier's queue is told so too."""
-        passing = (
-            job.image.capacity < job.image.size and not writer.in_memory
-        )  # it went by, and cannot be had again
+    # -- on the streaming thread, and on those of the queues ---------------------------------------
+
+    def _stream(self, save: ActiveSave) -> None:
+        """Commit a save to the nearest durable tier, and to those in memory before it; farther ones
+        follow.
+
+        All ranks see the same outcome on every tier, because they get the same verdicts.
+        """
+        self.steps.begin_image(save.job.ref)
+        self._serve(self.writers_of(save.job.ref.step), save)
+
+    def _serve(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
+        """Serve the first of ``writers`` from the image: now, or when its queue comes to it."""
+        if (queue := self._queues.get(writers[0].url)) is not None:
+            if queue.shared:
+                for farther in writers[1:]:
+                    self._queues[farther.url].expect(save.job.ref)
+            self._push(writers[0], QueuedStep(save.job.ref, _FromImage(writers, save), held=True))
+        else:
+            self._commit(writers, save)
+
+    def _commit(self, writers: Sequence[TierWriter], save: ActiveSave) -> None:
+        writer, farther = writers[0], writers[1:]
+        try:
+            known = writer.commit(save.job, on_bytes=save.outcome.written)
+        except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
+            self._miss(writers, save, error)
+            return
+        job = replace(save.job, known=known)
+        save.outcome.committed(writer.url)
+        self._on_commit(writer, job.ref)
+        if writer.in_memory and farther:
+            self._serve(farther, replace(save, job=job))
+            return
+        try:
+            if farther:
+                stored = job.from_files(writer.stored(job))
+                for each in farther:
+                    self._push(each, QueuedStep(job.ref, _FromFiles(each, stored, save.outcome)))
+        finally:
+            self._end_image(save)
+
+    def _miss(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> None:
+        """The first of ``writers`` does not get the step."""
+        if self._goes_on(writers, save, error):
+            self._serve(writers[1:], save)
+        else:
+            self._end_image(save)
+
+    def _end_image(self, save: ActiveSave) -> None:
+        """Release the slot of a save, once."""
+        for queue in self._queues.values():
+            queue.expect_no_more(save.job.ref)
+        if not self.steps.end_image(save.job.ref):
+            return
+        save.await_copies()
+        try:
+            if self.slots.release(save.slot):
+                self.reserve_quietly(save.job.plan.size)
+        finally:
+            save.outcome.slot_is_free()
+
+    def _goes_on(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> bool:
+        """Return whether the second of ``writers`` may have the image, after the first has failed.
+
+        If not, the save has failed everywhere, and the queues of farther tiers get a refusal.
+        """
+        writer, farther, job = writers[0], writers[1:], save.job
+        # an image that passes by cannot be read again
+        passing = job.passes_by and not writer.in_memory
         others_go_on = not writer.tier.required  # to them it is the failure of a peer, whatever it was
         goes_on = others_go_on and not isinstance(error, TensorChanged)
         if goes_on and farther and not passing:
-            listener.failed(writer.url, error, required=False)
+            save.outcome.failed(writer.url, error, required=False)
             return True
         if writer.in_memory and goes_on:
             error = SaveSkipped(job.ref.step, f"it was to be kept in memory only, and was not: {error}")
-        for each in (writer, *farther):
-            listener.failed(each.url, error, required=True)
-        reason = f"tier {writer.url}: {error}"
-        self._abort_all(farther, job.ref, job.trial, reason, awaited=others_go_on)
+        for each in writers:
+            save.outcome.failed(each.url, error, required=True)
+        refused = _Refused(job.ref, job.trial, f"tier {writer.url}: {error}")
+        self._abort_all(farther, refused, awaited=others_go_on)
         return False
 
-    def _abort_all(
-        self, writers: Sequence[TierWriter], ref: StepRef, trial: int, reason: str, *, awaited: bool
-    ) -> None:
-        """Tell the other ranks of ``lanes``. ``awaited``: whether they come to the first of them. They come to the next after one that is not required.
+    def _abort_all(self, writers: Sequence[TierWriter], refused: _Refused, *, awaited: bool) -> None:
+        """Vote on the tiers of ``writers`` that this rank has failed a step.
 
-        On a tier with a queue the step goes through that queue, awaited or not: each step does, once on each rank, or their orders would not match.
+        On a tier with a queue the vote goes through that queue, awaited or not: each step does,
+        once on each rank, or the orders of the ranks would differ.
+
+        Args:
+            writers: The tiers.
+            refused: The step, and why this rank has no part in it.
+            awaited: Whether the other ranks come to the first of them. They come to the next one
+                after a tier that is not required.
         """
         for writer in writers:
             queue = self._queues.get(writer.url)
             if queue is None:
                 if awaited:
-                    writer.refuse(ref, trial, reason)
+                    writer.refuse(refused.ref, refused.trial, refused.reason)
             elif queue.shared:
-                work = partial(writer.refuse, ref, trial, reason)
-                queue.push(QueuedStep(ref, work, lambda _: None, held=True))
+                self._push(writer, QueuedStep(refused.ref, _Refusal(writer, refused), held=True))
             awaited = awaited and not writer.tier.required
-
-    def _leave(self, writers: Sequence[TierWriter], job: SaveJob, listener: Listener) -> None:
-        for writer in writers:
-            failed = partial(listener.failed, writer.url, required=writer.tier.required)
-            take = partial(self._take, writer, job, listener)
-            self._queues[writer.url].push(QueuedStep(job.ref, take, failed, held=False))
-
-    def _take(self, writer: TierWriter, job: SaveJob, listener: Listener) -> None:
-        writer.commit(job, on_bytes=listener.written, intact=lambda: None)
-        listener.committed(writer.url)
-        self._on_commit(writer, job.ref)
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
         if not writer.in_memory:
-            with self._lock:
-                self._durable_step = max(self._durable_step, ref.step)
+            self.steps.set_durable(ref)
             if self._backfill is not None:
                 self._backfill.begin()
-        if not self._swept:
-            self._swept = True  # what an earlier job left in memory is outdated now
+        with self._lock:
+            first, self._swept = not self._swept, True
+        if first:  # what an earlier job left in memory is outdated now
             for each in self._writers:
                 each.sweep()
-            self._on_room()
+            self.slots.reconsider()
         writer.prune_later()
 
-    def waiting(self) -> frozenset[StepRef]:
-        """Steps that a nearer tier must keep for a farther one."""
-        with self._lock:
-            return frozenset(self._leaving).union(*(queue.waiting for queue in self._queues.values()))
+    # -- the queues before farther tiers -----------------------------------------------------------
 
-    def _make_backfill(self, coordinator: Coordinator, config: SaveConfig) -> Backfill | None:
-        """On the leader, where a durable tier has others behind it."""
-        durable = self._durable
-        # of several nodes' own tiers the leader sees a part
-        if coordinator.rank != LEADER or len(durable) < 2 or durable[0].tier.nodes:
-            return None
-        routes = [
-            BackfillRoute(
-                tier=writer.tier,
-                take=writer.claim,
-                claim=writer.root,
-                is_busy=partial(self._is_busy, writer.url),
-                committed=writer.prune_later,
-            )
-            for writer in durable[1:]
-        ]
-        return Backfill(durable[0].tier, routes, coordinator.attempt, config, at_end=durable[0].prune_later)
+    def _push(self, writer: TierWriter, step: QueuedStep[_Task]) -> None:
+        queue = self._queues[writer.url]
+        self.steps.begin_waiting(step.ref, writer.url)
+        if queue.push(step):
+            try:
+                self._queue_threads[writer.url].submit(self._serve_queue, writer.url)
+            except CkptError as error:  # the system has no thread for it
+                self._lose(writer.url, queue.lose_all(error))
 
-    def _is_busy(self, url: str) -> bool:
-        return bool(self._queues[url].waiting)
+    def _serve_queue(self, url: str) -> None:
+        """Take what the queue of a tier gives out, until no step waits."""
+        while (turn := self._queues[url].take()) is not None:
+            self._lose(url, turn.lost)
+            if turn.next is not None:
+                try:
+                    self._perform(turn.next.task)
+                finally:
+                    self.steps.end_waiting(turn.next.ref, url)
 
-    def _needed(self) -> frozenset[StepRef]:
-        """Steps that no rule may take from a nearer tier yet."""
-        late = self._backfill.needed() if self._backfill is not None else frozenset[StepRef]()
-        return self.waiting() | late
+    def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[_Task], CkptError]]) -> None:
+        """Steps never get to the tier ``url``, each for its error."""
+        for step, error in lost:
+            self.steps.end_waiting(step.ref, url)
+            self._fail(step.task, error)
 
-    def _elsewhere(self, here: OpenTier, ref: StepRef) -> bool:
-        """Whether a durable tier other than ``here`` has the step."""
-        return any(
-            writer.has(ref) for writer in self._writers if writer.tier is not here and not writer.in_memory
-        )
+    def _perform(self, task: _Task) -> None:
+        try:
+            match task:
+                case _FromImage(writers, save):
+                    self._commit(writers, save)
+                case _FromFiles(writer, job, outcome):
+                    writer.commit(job, on_bytes=outcome.written)
+                    outcome.committed(writer.url)
+                    self._on_commit(writer, job.ref)
+                case _Refusal(writer, refused):
+                    writer.refuse(refused.ref, refused.trial, refused.reason)
+        except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
+            self._fail(task, error)
+
+    def _fail(self, task: _Task, error: BaseException) -> None:
+        match task:
+            case _FromImage(writers, save):
+                self._miss(writers, save, error)
+            case _FromFiles(writer, _, outcome):
+                outcome.failed(writer.url, error, required=writer.tier.required)
+            case _Refusal():
+                pass  # the other ranks wait until their time-out

@@ -105,7 +105,12 @@ class Late:
     def of(cls, devices: Iterable[torch.device]) -> Self | None:
         """None if none of the ``devices`` has a stream: then every copy is over when its call returns."""
         late = cls(devices)
-        return late if late._streams else None
+        return late if late.has_streams else None
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether any of the devices has a stream."""
+        return bool(self._streams)
 
     def thread(self) -> AbstractContextManager[None]:
         """For the whole of a background thread's work here."""

@@ -50,11 +50,11 @@ class Fence:
         """Notice captures by any optimizer of the process from now on, also before it is guarded. ``remove`` ends it."""
         fence = weakref.ref(self)
 
-        def hear(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             if (listening := fence()) is not None:
-                listening._hear(optimizer)
+                listening.note_capture(optimizer)
 
-        handle = register_optimizer_step_pre_hook(_untraced(hear))
+        handle = register_optimizer_step_pre_hook(_untraced(on_step))
         self._stop_listening = weakref.finalize(self, handle.remove)
 
     def guard(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -114,7 +114,7 @@ class Fence:
         with self._lock:
             self._in_flight = []
 
-    def _hear(self, optimizer: torch.optim.Optimizer) -> None:
+    def note_capture(self, optimizer: torch.optim.Optimizer) -> None:
         # a fork does not save, and must not use a device
         if os.getpid() == self._pid and _is_captured(optimizer):
             self.captured.add(optimizer)

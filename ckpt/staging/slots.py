@@ -12,14 +12,15 @@ next pool is built.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final
+from typing import Final, Protocol
 
 from ckpt.errors import HostMemoryExhausted
 from ckpt.staging.budget import Budget, Room, decide, measure
@@ -30,20 +31,44 @@ _PREFIX: Final = "ckpt-slot"
 _log = logging.getLogger("ckpt")
 
 
+class SlotContents(Protocol):
+    """What the files of slots hold between two saves. Thread safety: any thread may call it."""
+
+    def evict(self, path: str) -> None:
+        """Give up what the file ``path`` holds: the slot is dropped, or is about to be filled
+        again.
+        """
+        ...
+
+    def step_in(self, path: str) -> int:
+        """Return the step that the file ``path`` holds; -1 if it holds none."""
+        ...
+
+
+class NoContents:
+    """Slots whose files hold nothing between two saves."""
+
+    def evict(self, path: str) -> None: ...
+
+    def step_in(self, path: str) -> int:  # noqa: ARG002 - part of the protocol
+        return -1
+
+
 class SlotPool:
     """Up to ``count`` slots of one size, made ahead (``reserve``) or when first needed, and kept.
 
     Args:
-        ranks: The ranks of this job on this node, which all ask for as much.
-        limit: The most bytes to use, beside the limits of the machine.
-        on_drop: Called with the file of a slot that is freed or filled again.
-        keeps: Returns the step that a slot's file keeps, -1 if none. The slot with the least is
-            used.
+        count: The most slots there may be.
+        ranks: Ranks of this job on this node. Each asks for as many bytes.
+        limit: Bytes to stay below, beside what the machine has.
+        contents: What the slots hold between two saves. The slot with the oldest step is taken
+            first.
 
-    Thread safety:
-        Call ``acquire`` and ``plan`` from the training thread, ``reserve`` from a background
-        thread, ``release`` and ``reconsider`` from the thread that has streamed the image, and
-        ``close`` once, from the owner. ``on_drop`` and ``keeps`` are called from all of these.
+    Thread safety: ``acquire`` and ``plan`` may be called from the training thread, ``reserve`` from
+    a background thread, ``release`` and ``reconsider`` from the threads that have streamed an
+    image, and ``close`` from the owner, once. ``_changed`` guards all fields, except for
+    ``_displaced``, of which a lost update changes the level of a log line at most. All of these
+    threads call ``contents``, some of them under the lock.
     """
 
     def __init__(
@@ -52,20 +77,21 @@ class SlotPool:
         *,
         ranks: int = 1,
         limit: int | None = None,
-        on_drop: Callable[[str], None] = lambda _: None,
-        keeps: Callable[[str], int] = lambda _: -1,
+        contents: SlotContents | None = None,
     ) -> None:
         self._count, self._ranks, self._limit = count, ranks, limit
-        self._on_drop, self._keeps = on_drop, keeps
+        self._contents = contents or NoContents()
         self._free: list[Slot] = []
         self._made: list[Slot] = []
         self._making = 0
         self._budget: Budget | None = None
         self._closed = False
         self._displaced = False
-        """Whether /dev/shm had no room for a slot that belongs there. One log line says so, until there is room again."""
+        """Whether /dev/shm had no room for a slot that belongs there. One log line says so, until
+        there is room again.
+        """
         self._changed = threading.Condition()
-        self._serial = 0
+        self._serials = itertools.count(1)
         _remove_orphans()
 
     @property
@@ -75,7 +101,9 @@ class SlotPool:
             return list(self._made)
 
     def plan(self, nbytes: int) -> None:
-        """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if there is no memory for one."""
+        """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if
+        there is no memory for one.
+        """
         with self._changed:
             self._may_make(nbytes)
 
@@ -96,9 +124,11 @@ class SlotPool:
                 return
 
     def acquire(self, nbytes: int, *, wait: bool) -> Slot | None:
-        """A free slot for an image of ``nbytes`` (smaller than that if the budget says waves); with ``wait`` until one is free, else None if none is.
+        """A free slot for an image of ``nbytes`` (smaller than that if the budget says waves); with
+        ``wait`` until one is free, else None if none is.
 
-        The first slot is waited for in any case. A slot whose file has vanished, or cannot grow back to its length, is replaced by another.
+        The first slot is waited for in any case. A slot whose file has vanished, or cannot grow
+        back to its length, is replaced by another.
 
         Raises:
             HostMemoryExhausted: There is no memory for it.
@@ -114,7 +144,9 @@ class SlotPool:
         return self._make(nbytes, free=False) if slot is None else self._renew(slot, nbytes)
 
     def release(self, slot: Slot) -> bool:
-        """The image in it is no longer needed. Returns whether there is room in /dev/shm again for slots that had to be elsewhere: ``reserve`` makes them."""
+        """The image in it is no longer needed. Returns whether there is room in /dev/shm again for
+        slots that had to be elsewhere: ``reserve`` makes them.
+        """
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
@@ -136,7 +168,9 @@ class SlotPool:
             self._free.clear()
 
     def reconsider(self) -> bool:
-        """There may be room in /dev/shm now that was not there before: decide again, if slots are elsewhere. Returns whether there is."""
+        """There may be room in /dev/shm now that was not there before: decide again, if slots are
+        elsewhere. Returns whether there is.
+        """
         with self._changed:
             return self._return()
 
@@ -164,10 +198,12 @@ class SlotPool:
         return measure(_SHM, ranks=self._ranks, limit=self._limit, held=held)
 
     def _renew(self, slot: Slot, nbytes: int) -> Slot:
-        """``slot``, ready to be filled; or another in its place, if its file or what was cut off it is gone."""
+        """``slot``, ready to be filled; or another in its place, if its file or what was cut off it
+        is gone.
+        """
         try:
             if slot.path:
-                self._on_drop(slot.path)
+                self._contents.evict(slot.path)
             slot.regrow()
             return slot
         except (SlotLost, HostMemoryExhausted):
@@ -183,7 +219,7 @@ class SlotPool:
         fitting = [slot for slot in self._free if slot.capacity >= self._slot_bytes(nbytes)]
         if not fitting:
             return None
-        slot = min(fitting, key=lambda slot: self._keeps(slot.path) if slot.path else -1)
+        slot = min(fitting, key=lambda slot: self._contents.step_in(slot.path) if slot.path else -1)
         self._free.remove(slot)
         return slot
 
@@ -206,7 +242,9 @@ class SlotPool:
         return min(nbytes, self._budget.slot_bytes) if known and self._budget else nbytes
 
     def _make(self, nbytes: int, *, free: bool) -> Slot:
-        """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes its time."""
+        """Make a slot that was counted in ``_making``. Does not hold the lock: touching pages takes
+        its time.
+        """
         made: list[Slot] = []
         try:
             slot = self._new(self._slot_bytes(nbytes))
@@ -230,8 +268,7 @@ class SlotPool:
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:
-            self._serial += 1
-            path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{self._serial}-{_namespace()}.{time.monotonic_ns():x}"
+            path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{next(self._serials)}-{_namespace()}.{time.monotonic_ns():x}"
             try:
                 return Slot(nbytes, path, self._is_open)
             except OSError as error:  # filled up since it was measured
@@ -262,7 +299,7 @@ class SlotPool:
         self._changed.notify_all()
         try:
             if slot.path and not self._closed:
-                self._on_drop(slot.path)
+                self._contents.evict(slot.path)
         finally:
             slot.close()
 
@@ -302,7 +339,9 @@ def _namespace() -> str:
 
 
 def _held_by_siblings() -> int:
-    """Bytes in slots of the other ranks of this node: of living processes that the same launcher has started."""
+    """Bytes in slots of the other ranks of this node: of living processes that the same launcher
+    has started.
+    """
     held = 0
     for name, pid, started in _slot_files():
         if pid != os.getpid() and _started(pid) == started and _parent(pid) == os.getppid():

@@ -18,7 +18,7 @@ import numpy as np
 from ckpt.catalog.finalize import finalize
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.claim_marker import clear_away
-from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict
+from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown, Verdict
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.owner import Owner, claim, confirm
 from ckpt.errors import (
@@ -307,7 +307,7 @@ class Attempt:
                 abort, vote = error if rank == 0 else None, Failed(str(error))
             committer = Committer(
                 coordinator, OneTier(tier, confirm=partial(confirm, tier, self.owner)),
-                name=f"tier{index}", timeout=TIMEOUT, takeover=TAKEOVER,
+                name=f"tier{index}", bounds=Bounds(TIMEOUT, TAKEOVER),
             )  # fmt: skip
             task = self.sim.tasks[self.sim.tasks.index(self.tasks[rank])]
             task.waited = 0.0

@@ -16,7 +16,7 @@ from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune, remove
+from ckpt.retention.prune import PruneContext, prune, remove
 from ckpt.storage.api import read_object
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
 from ckpt_backends.memory import forget_memory, open_memory
@@ -107,10 +107,10 @@ def test_the_first_mark_stands_and_the_same_again_is_no_error(left):
 def test_a_pruner_leaves_what_is_being_finished(left):
     claim_for_finish(left, REF)
     before = names(left)
-    prune(left, Retention(keep_last=1), grace_seconds=-1, undated=True)
+    prune(left, Retention(keep_last=1), PruneContext(grace_seconds=-1, undated=True))
     assert names(left) == before
     release_marker(left, REF)
-    prune(left, Retention(keep_last=1), grace_seconds=-1, undated=True)
+    prune(left, Retention(keep_last=1), PruneContext(grace_seconds=-1, undated=True))
     assert names(left) == set()
 
 
@@ -145,7 +145,7 @@ def test_a_removal_that_is_cut_anywhere_is_no_checkpoint_again_and_the_next_rete
             finish(left)
         assert not is_committed(left, REF)
         # of a job that runs, and just now begun: only the mark says that it goes
-        prune(left, Retention(keep_last=1), own=REF.attempt)
+        prune(left, Retention(keep_last=1), PruneContext(own=REF.attempt))
         assert names(left) == set()
     elif names(left):
         finish_is_whole(left)

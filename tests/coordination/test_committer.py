@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
-from ckpt.coordination.commit import Committed, Durable, Failed, Unknown
+from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, put_once
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
@@ -74,7 +74,7 @@ def make_durable(
 
 
 def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.1) -> Committer:
-    return Committer(coordinator, OneTier(store), name="tier0", timeout=timeout, takeover=takeover)
+    return Committer(coordinator, OneTier(store), name="tier0", bounds=Bounds(timeout, takeover))
 
 
 def commit_all(world: World, store, votes, *, ranks=None, abort: CkptError | None = None):
@@ -315,7 +315,7 @@ def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store
     """The first may arrive yet: nobody may clear the files away."""
     vote = make_durable(store, 0, 1)
     place = OneTier(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
-    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, vote)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(REF, vote)
     assert isinstance(verdict, Unknown)
     assert "no answer; then no space left" in verdict.reason
 
@@ -329,7 +329,7 @@ def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
             raise RootInUse(store.url, "another job")
 
     place = OneTier(partitioned, twice, confirm=confirm)
-    verdict = Committer(SingleCoordinator(), place, name="tier0", timeout=5).commit(REF, vote)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(REF, vote)
     assert isinstance(verdict, Unknown)
     assert "another job" in verdict.reason
     assert (partitioned.puts, is_committed(store)) == (1, False)

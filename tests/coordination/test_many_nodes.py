@@ -11,7 +11,7 @@ import pytest
 import ckpt.coordination.nodes
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Committed, Durable, Failed, Unknown, Verdict, Vote, encode
+from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown, Verdict, Vote, encode
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.nodes import ManyNodes
 from ckpt.errors import OutOfSpace, RootInUse
@@ -44,7 +44,7 @@ def commit(
         check = checks.get(coordinator.rank, lambda: None)
         store = OneTier(stores[NODES.of[coordinator.rank]], confirm=check)
         place = ManyNodes(store, coordinator, NODES, name="tier0")
-        committer = Committer(coordinator, place, name="tier0", timeout=5, takeover=0.3)
+        committer = Committer(coordinator, place, name="tier0", bounds=Bounds(5, 0.3))
         message = messages[coordinator.rank]
         if isinstance(message, Durable):
             committer.offer(REF, message)
@@ -160,7 +160,7 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
     messages, world = all_durable(stores), World(3, patience=5)
     places = [ManyNodes(OneTier(stores[0]), Dies(world, rank), NODES, name="tier0") for rank in range(2)]
     committers = [
-        Committer(Dies(world, rank), place, name="tier0", timeout=5, takeover=0.3)
+        Committer(Dies(world, rank), place, name="tier0", bounds=Bounds(5, 0.3))
         for rank, place in enumerate(places)
     ]
     for rank, committer in enumerate(committers):

@@ -296,7 +296,7 @@ def test_a_manager_pins_what_it_copies_to(root: str, place: torch.device) -> Non
         state = trained(place)
         manager.prepare(state)
         manager.save(state, 1)
-        assert all(slot.pinned for slot in manager._background.slots.made)
+        assert all(slot.pinned for slot in manager._saver.slots.made)
 
 
 HOST_STATE = """
@@ -310,7 +310,7 @@ with CheckpointManager("memory://host") as manager:
         optimizer.step()
         manager.save({"model": model, "optimizer": optimizer}, step)
     manager.restore({"model": model, "optimizer": optimizer})
-    assert not any(slot.pinned for slot in manager._background.slots.made)
+    assert not any(slot.pinned for slot in manager._saver.slots.made)
 assert not torch.cuda.is_initialized()
 driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
 driver.cuInit(0)

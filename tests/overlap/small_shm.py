@@ -204,7 +204,7 @@ def a_slot_that_was_let_go_takes_no_memory(root: str) -> None:
     state = state_of(20)
     with CheckpointManager(root, slots=1) as manager:
         manager.prepare(state)
-        while not manager._background.slots.made:  # by the thread that makes them ahead
+        while not manager._saver.slots.made:  # by the thread that makes them ahead
             time.sleep(0.01)
         before = anonymous_bytes()
         (SHM / "another").unlink()

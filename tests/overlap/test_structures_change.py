@@ -297,7 +297,7 @@ def test_what_is_swapped_in_while_memory_is_reserved_is_not_what_a_later_save_ho
     """The plan is laid over the slots in the background, at any time after ``prepare``."""
     state = trained()
     with CheckpointManager(root) as manager:
-        reserver, gate = manager._background._reserver, threading.Event()
+        reserver, gate = manager._saver._reserver, threading.Event()
         reserver.submit(gate.wait, 20)
         manager.prepare(state)
         weight = state["model"].two.weight

@@ -13,6 +13,7 @@ from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk, Encoding, File
 from ckpt.pipeline.encoded import write_encoded
 from ckpt.pipeline.stored import StoredImage
+from ckpt.pipeline.writer import ImageWrite
 from ckpt.plan.restore import chunks_of
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
@@ -30,21 +31,16 @@ TABLE = tuple(
 
 
 def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda _: None, **more):
-    lengths: list[int] = []
-    chunks = write_encoded(
-        source or Whole(memoryview(IMAGE)),
-        CHUNKS,
-        widths=WIDTHS,
-        lengths=lengths,
-        encoder=Encoder(codec),
-        backend=backend,
+    job = ImageWrite(
+        source=source or Whole(memoryview(IMAGE)),
+        chunks=CHUNKS,
         key="step/rank",
         workers=workers,
         retry=retry,
         on_bytes=on_bytes,
         **more,
     )
-    return chunks, lengths
+    return write_encoded(job, backend, Encoder(codec), WIDTHS)
 
 
 def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
@@ -95,7 +91,7 @@ def test_chunks_lie_one_after_another_and_decode_to_the_image(memory, workers, r
     assert chunks == TABLE
     assert sum(told) == len(IMAGE)
     assert memory.head("step/rank").size == sum(lengths) < len(IMAGE) * 0.9
-    assert lengths[-2:] == CHUNKS[-2:], "noise is stored raw"
+    assert list(lengths[-2:]) == CHUNKS[-2:], "noise is stored raw"
     source = image_of(memory, lengths, retry)
     assert source.size == len(IMAGE)
     for a, b in [(0, 4096), (0, 9 * MIB), (4096, 4096 + 4 * MIB), (5 * MIB + 3, 21 * MIB), (len(IMAGE) - 9, len(IMAGE))]:  # fmt: skip
@@ -187,11 +183,15 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
 
     copier = threading.Thread(target=copy, daemon=True)
     copier.start()
-    lengths: list[int] = []
-    table = write_encoded(
-        window, chunks, widths=widths, lengths=lengths, encoder=Encoder("zstd"), backend=memory, key="step/rank",
-        workers=workers, retry=retry, on_bytes=lambda _: None,
-    )  # fmt: skip
+    job = ImageWrite(
+        source=window,
+        chunks=chunks,
+        key="step/rank",
+        workers=workers,
+        retry=retry,
+        on_bytes=lambda _: None,
+    )
+    table, lengths = write_encoded(job, memory, Encoder("zstd"), widths)
     copier.join()
     assert [chunk.nbytes for chunk in table] == chunks
     stored = image_of(memory, lengths, retry, table)
@@ -207,11 +207,15 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(memory, workers
     table = tuple(Chunk(b - a, checksum(image[a:b])) for a, b in itertools.pairwise(edges))
     lengths = chunks
     if encoded:
-        lengths = []
-        write_encoded(
-            Whole(memoryview(image)), chunks, widths=[4] * len(chunks), lengths=lengths, encoder=Encoder("zstd"), backend=memory,
-            key="step/rank", workers=workers, retry=retry, on_bytes=lambda _: None,
-        )  # fmt: skip
+        job = ImageWrite(
+            source=Whole(memoryview(image)),
+            chunks=chunks,
+            key="step/rank",
+            workers=workers,
+            retry=retry,
+            on_bytes=lambda _: None,
+        )
+        _, lengths = write_encoded(job, memory, Encoder("zstd"), [4] * len(chunks))
         assert sum(lengths) < len(image)
     else:
         memory.put("step/rank", [image])

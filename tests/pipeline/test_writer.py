@@ -12,7 +12,7 @@ from ckpt.errors import CkptError, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.manifest import Chunk
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import write_image
+from ckpt.pipeline.writer import ImageWrite, write_image
 from ckpt.staging.window import Window
 from ckpt.storage.api import Capabilities, PutUpload, StorageBackend, Upload, read_object
 from ckpt.storage.testing import Crash, FaultyBackend, LoseReply, Raise, Rule, SimulatedCrash
@@ -66,15 +66,11 @@ class InTurn:
 def write(
     backend, workers, retry, *, image: bytes = IMAGE, chunks: list[int] = WHOLE, on_bytes=lambda _: None
 ):
-    return write_image(
-        Whole(memoryview(image)),
-        chunks,
-        backend=backend,
-        key="step/rank",
-        workers=workers,
-        retry=retry,
-        on_bytes=on_bytes,
+    source = Whole(memoryview(image))
+    job = ImageWrite(
+        source=source, chunks=chunks, key="step/rank", workers=workers, retry=retry, on_bytes=on_bytes
     )
+    return write_image(job, backend)
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -279,12 +275,17 @@ def test_whatever_a_store_raises_nobody_waits_for_room_in_a_ring_any_more(memory
         except CkptError as error:
             ended.append(error)
 
+    job = ImageWrite(
+        source=window,
+        chunks=lengths(size, *range(0, size, 4 << 20)),
+        key="step/rank",
+        workers=workers,
+        retry=retry,
+        on_bytes=lambda _: None,
+    )
     copier = threading.Thread(target=copy)
     copier.start()
     with pytest.raises(ZeroDivisionError):
-        write_image(
-            window, lengths(size, *range(0, size, 4 << 20)), backend=Mistaken(memory), key="step/rank",
-            workers=workers, retry=retry, on_bytes=lambda _: None,
-        )  # fmt: skip
+        write_image(job, Mistaken(memory))
     copier.join()
     assert "a mistake" in str(ended[0])

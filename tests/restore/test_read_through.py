@@ -25,7 +25,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import RestorePlan, plan_restore
-from ckpt.restore.read_through import ReadThrough
+from ckpt.restore.read_through import CacheContext, ReadThrough
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule, flip_byte
@@ -62,16 +62,10 @@ class Node:
         plan = plan_restore(found.manifest, wanted)
         sink = ArraySink(wanted, direct=True)
         with Workers("test", 2) as workers:
-            cache = ReadThrough(
-                self.tiers,
-                origin,
-                found,
-                coordinator=coordinator,
-                subject=subject,
-                patience=patience,
-                workers=workers,
-                retry=IMPATIENT,
+            context = CacheContext(
+                coordinator=coordinator, subject=subject, patience=patience, workers=workers, retry=IMPATIENT
             )
+            cache = ReadThrough(self.tiers, origin, found, context)
             cache.look(plan)
             left = cache.fill(plan, sink)
             given = origin.read(left, sink, workers=workers)

@@ -20,11 +20,12 @@ from ckpt.errors import AccessDenied, OutOfSpace, TransientStorageError
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.model.manifest import FORMAT
-from ckpt.retention.claim import Claim
+from ckpt.retention.claim import Claim, FoundSteps
 from ckpt.retention.evictor import Evictor
+from ckpt.retention.guard import FixedGuard
 from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune, sweep
+from ckpt.retention.prune import PruneContext, prune, sweep
 from ckpt.retention.pruner import Pruner
 from ckpt.retention.quota import Quota
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
@@ -68,16 +69,15 @@ def room(root: Path, capacity: int) -> Quota:
         tier(root, capacity=capacity),
         coordinator,
         claim,
+        FixedGuard(),
         timeout=5,
-        waiting=frozenset,
-        elsewhere=lambda _: False,
     )
 
 
 def test_a_checkpoint_of_a_later_format_is_nobodys_to_remove(tmp_path: Path) -> None:
     later = attempt(tmp_path, 10, ONE, version=9, days=30)
     attempt(tmp_path, 20, TWO)
-    assert prune(tier(tmp_path).backend, Retention(keep_last=1), own=TWO) == []
+    assert prune(tier(tmp_path).backend, Retention(keep_last=1), PruneContext(own=TWO)) == []
     assert later.exists()
 
 
@@ -136,7 +136,7 @@ def test_a_partial_cache_of_the_running_job_goes_when_it_is_old(tmp_path: Path) 
     attempt(tmp_path, 10, ONE)
     old = attempt(tmp_path, 5, ONE, version=None, days=2)
     young = attempt(tmp_path, 6, ONE, version=None)
-    prune(tier(tmp_path).backend, Retention(keep_last=1), own=ONE)
+    prune(tier(tmp_path).backend, Retention(keep_last=1), PruneContext(own=ONE))
     assert not old.exists()
     assert young.exists()
 
@@ -144,7 +144,7 @@ def test_a_partial_cache_of_the_running_job_goes_when_it_is_old(tmp_path: Path) 
 def test_a_manifest_that_cannot_be_read_stops_no_pruning(tmp_path: Path) -> None:
     (attempt(tmp_path, 5, ONE) / "manifest.json").write_bytes(b"nonsense")
     gone, kept = attempt(tmp_path, 10, ONE), attempt(tmp_path, 20, ONE)
-    prune(tier(tmp_path).backend, Retention(keep_last=1), own=ONE)
+    prune(tier(tmp_path).backend, Retention(keep_last=1), PruneContext(own=ONE))
     assert not gone.exists()
     assert kept.exists()
 
@@ -160,8 +160,7 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
         evictor = Evictor(
             tier(tmp_path, capacity="1GB"),
             claim_of(tmp_path, ONE),
-            waiting=lambda: waited_for,
-            elsewhere=lambda _: False,
+            FixedGuard(waited_for),
         )
         gate.wait()
         return evictor.free(StepRef(9, ONE), 2500, restored=None)
@@ -186,7 +185,7 @@ def test_what_a_finisher_left_that_never_came_back_goes_in_the_end(tmp_path: Pat
         """How many files are left, and the size of the mark."""
         if (mark := left / "verdict").exists():
             os.utime(mark, (time.time() - days * 86400,) * 2)
-        prune(backend, Retention(keep_last=1), own=TWO)
+        prune(backend, Retention(keep_last=1), PruneContext(own=TWO))
         return [len(list(left.iterdir())), mark.stat().st_size] if left.exists() else []
 
     count, size = days_later(0.5)
@@ -203,7 +202,7 @@ def test_a_folder_that_cannot_be_removed_keeps_no_other_from_being_removed(tmp_p
         tier(tmp_path).backend, [Rule(verb="delete", key=stuck.name, fault=Raise(AccessDenied))]
     )
     with pytest.raises(AccessDenied):
-        prune(backend, Retention(keep_last=1), own=ONE)
+        prune(backend, Retention(keep_last=1), PruneContext(own=ONE))
     assert (stuck.exists(), gone.exists(), kept.exists()) == (True, False, True)
 
 
@@ -212,13 +211,13 @@ def test_a_store_that_does_not_answer_is_not_asked_for_every_folder(tmp_path: Pa
         attempt(tmp_path, step, ONE)
     backend = FaultyBackend(tier(tmp_path).backend, [Rule(verb="delete", fault=Raise(TransientStorageError))])
     with pytest.raises(TransientStorageError):
-        prune(backend, Retention(keep_last=1), own=ONE)
+        prune(backend, Retention(keep_last=1), PruneContext(own=ONE))
     assert [call.verb for call in backend.calls].count("delete") == 1
 
 
 def evictor(root: Path, capacity: int, claim: Claim) -> Evictor:
     there = tier(root, capacity=capacity)
-    return Evictor(there, claim, waiting=frozenset, elsewhere=lambda _: False)
+    return Evictor(there, claim, FixedGuard())
 
 
 def cut_off(root: Path, step: int, of: str, nbytes: int) -> Path:
@@ -268,9 +267,7 @@ def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
         tier(tmp_path).backend, [Rule(verb="delete", key=steps[0].name, fault=Raise(AccessDenied))]
     )
     there = OpenTier(0, Tier(str(tmp_path), capacity=4000), stuck)
-    Evictor(there, claim, waiting=frozenset, elsewhere=lambda _: False).make_room(
-        StepRef(4, TWO), 1000, restored=None
-    )
+    Evictor(there, claim, FixedGuard()).make_room(StepRef(4, TWO), 1000, restored=None)
     assert [step.exists() for step in steps] == [True, False, True]
 
 
@@ -280,7 +277,7 @@ def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_comm
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim_of(tmp_path, TWO).take()  # the leader, which knows that a farther tier still needs some of them
     other = Pruner(
-        tier(tmp_path, keep_last=1), claim_of(tmp_path, TWO), SaveConfig(), leads=False, protected=frozenset
+        tier(tmp_path, keep_last=1), claim_of(tmp_path, TWO), FixedGuard(), SaveConfig(), leads=False
     )
     assert other.make_room(None)
     other.close()
@@ -296,7 +293,7 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(tmp_path: Pa
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    pruner = Pruner(tier(tmp_path, local=True), claim, SaveConfig(), leads=True, protected=frozenset)
+    pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
     pruner.clear() if what == "clear" else pruner.ask()
     pruner.close()
     assert (part.exists(), cut.exists()) == (True, False)
@@ -320,7 +317,7 @@ def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_p
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    pruner = Pruner(tier(tmp_path, local=True), claim, SaveConfig(), leads=True, protected=frozenset)
+    pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
     pruner.clear() if what == "clear" else pruner.ask()
     pruner.close()
     assert {"rank-00000.json", "rank-00000.safetensors"} <= {path.name for path in part.iterdir()}
@@ -333,7 +330,7 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    pruner = Pruner(tier(tmp_path, local=True), claim, SaveConfig(), leads=True, protected=frozenset)
+    pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
     assert pruner.make_room(4)
     pruner.close()
     assert [part.exists() for part in parts] == [False, True]
@@ -342,8 +339,9 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
 def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path: Path) -> None:
     """The leader found step 1 when it took the root. Another job has saved step 2 since, and closed."""
     steps = [attempt(tmp_path, 1, ONE), attempt(tmp_path, 2, "c" * 12), attempt(tmp_path, 3, TWO)]
-    found = frozenset({StepRef(1, ONE)})
-    follower = Claim(tier(tmp_path).backend, Owner.here(TWO), found_by_leader=lambda: found)
+    found = FoundSteps(SingleCoordinator(), 0)
+    found.post([StepRef(1, ONE)])
+    follower = Claim(tier(tmp_path).backend, Owner.here(TWO), found=found)
     assert evictor(tmp_path, 10_000, follower).free(StepRef(4, TWO), 2000, restored=None)
     assert [step.exists() for step in steps] == [False, True, True]
 
@@ -371,7 +369,7 @@ def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: 
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()
-    pruner = Pruner(tier(tmp_path), claim, SaveConfig(), leads=True, protected=frozenset)
+    pruner = Pruner(tier(tmp_path), claim, FixedGuard(), SaveConfig(), leads=True)
     pruner.clear()
     pruner.close()
     assert not left.exists()

@@ -14,7 +14,7 @@ from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.errors import ConfigError, HistoryHidden
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import prune
+from ckpt.retention.prune import PruneContext, prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Rule, SimulatedCrash
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
@@ -71,7 +71,9 @@ def test_a_prune_cut_anywhere_leaves_whole_checkpoints_and_the_next_one_ends_it(
             prune(backend, Retention(keep_last=1))
         except SimulatedCrash:
             assert set(whole(root)) >= {3}
-            prune(open_backend(str(root)), Retention(keep_last=1), grace_seconds=0, undated=True)
+            prune(
+                open_backend(str(root)), Retention(keep_last=1), PruneContext(grace_seconds=0, undated=True)
+            )
         assert whole(root) == [3]
         assert len(list(root.glob("step-*"))) == 1, at
 
@@ -84,8 +86,8 @@ def test_remains_are_left_alone_while_somebody_may_still_commit_them(tmp_path):
     assert prune(backend, Retention(keep_last=5)) == []
     old, young = sorted(tmp_path.glob("step-*"))[:2]
     (old / "rank-00000.json").unlink()
-    assert prune(backend, Retention(keep_last=5), undated=True) == []  # young, says the store
-    dry = prune(backend, Retention(keep_last=5), grace_seconds=-1, dry_run=True)
+    assert prune(backend, Retention(keep_last=5), PruneContext(undated=True)) == []  # young, says the store
+    dry = prune(backend, Retention(keep_last=5), PruneContext(grace_seconds=-1), dry_run=True)
     assert [(one.ref.step, one.state) for one in dry] == [(1, "begun"), (2, "begun")]
     assert len(list(tmp_path.glob("step-*"))) == 3
     age(old, hours=25)

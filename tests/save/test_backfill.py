@@ -180,9 +180,9 @@ def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(n
     pruned = threading.Event()
     go, prune = Backfill._go, Pruner._prune
 
-    def slow(self, way, line):
+    def slow(self, writer, line):
         pruned.wait(30)  # the prune after the first commit comes while the steps are still to be read
-        go(self, way, line)
+        go(self, writer, line)
 
     def told(self):
         prune(self)

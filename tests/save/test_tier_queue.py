@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, CommitError, ConfigError, OutOfSpace, PeerFailed, TierBehind
 from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
 from ckpt.save.saver import Saver
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
@@ -19,25 +22,43 @@ from tests.coordination.world import World, WorldCoordinator
 from tests.test_review import whole
 
 
+class Served:
+    """A queue with a thread that takes turns, as a saver has one."""
+
+    def __init__(self, queue: TierQueue[Callable[[], None]]) -> None:
+        self.queue, self.workers = queue, Workers("drain", 1)
+        self.lost: dict[int, CkptError] = {}
+
+    def push(self, step: int, work: Callable[[], None], *, held: bool = False) -> None:
+        if self.queue.push(QueuedStep(StepRef(step, "aa"), work, held)):
+            self.workers.submit(self.run)
+
+    def run(self) -> None:
+        while (turn := self.queue.take()) is not None:
+            self.lost.update({step.ref.step: error for step, error in turn.lost})
+            if turn.next is not None:
+                turn.next.task()
+
+    def close(self) -> None:
+        self.queue.close()
+        self.workers.close()
+        assert self.queue.take() is None
+
+
 def drained(world: World, rank: int, arrivals: list[tuple[float, int]], backlog: int, seconds: float):
     """What one rank took, in order, and what it gave up."""
-    queue = TierQueue(1, world.coordinator(rank), backlog=backlog, timeout=20)
+    served = Served(TierQueue(1, world.coordinator(rank), backlog=backlog, timeout=20))
     took: list[int] = []
-    lost: dict[int, CkptError] = {}
 
-    def waiting(step: int) -> QueuedStep:
-        def work() -> None:
-            time.sleep(seconds)
-            took.append(step)
-
-        return QueuedStep(StepRef(step, "aa"), work, lambda error: lost.setdefault(step, error))
+    def work(step: int) -> None:
+        time.sleep(seconds)
+        took.append(step)
 
     for pause, step in arrivals:
         time.sleep(pause)
-        queue.push(waiting(step))
-    queue.close()
-    assert queue.waiting == []
-    return took, sorted(lost), set(map(type, lost.values()))
+        served.push(step, partial(work, step))
+    served.close()
+    return took, sorted(served.lost), set(map(type, served.lost.values()))
 
 
 def test_all_ranks_take_the_same_steps_in_the_same_order_however_late_each_is():
@@ -65,22 +86,33 @@ def test_a_leader_that_is_gone_does_not_hold_the_others_for_ever():
     assert (took, lost, kinds) == ([], [1, 2], {CommitError})
 
 
-def test_work_that_breaks_is_told_and_the_next_is_taken():
-    world = World(1)
-    queue = TierQueue(1, world.coordinator(0), backlog=4, timeout=5)
-    told: list[object] = []
-    done = threading.Event()
+def test_a_queue_that_was_empty_asks_for_a_thread_again():
+    queue = TierQueue[str](1, World(1).coordinator(0), backlog=4, timeout=5)
+    for step in (1, 2):
+        assert queue.push(QueuedStep(StepRef(step, "aa"), "work"))
+        assert not queue.push(QueuedStep(StepRef(step + 10, "aa"), "work"))
+        taken = [queue.take(), queue.take()]
+        assert [turn.next.ref.step for turn in taken if turn and turn.next] == [step + 10, step]
+        assert queue.take() is None
 
-    def broken() -> None:
-        raise ZeroDivisionError("a mistake")
 
-    queue.push(QueuedStep(StepRef(1, "aa"), broken, told.append))
-    queue.push(QueuedStep(StepRef(2, "aa"), done.set, told.append))
-    queue.close()
-    assert done.is_set()
-    (error,) = told
-    assert isinstance(error, CkptError)
-    assert isinstance(error.__cause__, ZeroDivisionError)
+def test_a_far_tier_that_fails_by_a_mistake_says_so_and_takes_the_next_step(tmp_path, monkeypatch):
+    commit = TierWriter.commit
+
+    def broken(writer, job, **how):
+        if writer.tier.index == 1 and job.ref.step == 1:
+            raise ZeroDivisionError("a mistake")
+        return commit(writer, job, **how)
+
+    monkeypatch.setattr(TierWriter, "commit", broken)
+    near, far = str(tmp_path / "a"), str(tmp_path / "b")
+    with CheckpointManager([near, far]) as manager:
+        first, second = (manager.save_async({"x": torch.ones(1000)}, step) for step in (1, 2))
+        error = first.exception(30)
+        assert isinstance(error, CkptError)
+        assert isinstance(error.__cause__, ZeroDivisionError)
+        assert second.exception(30, tier=far) is None
+    assert (whole(tmp_path / "a"), whole(tmp_path / "b")) == ([1, 2], [2])
 
 
 def test_a_store_of_the_job_that_is_gone_is_not_asked_without_a_pause():
@@ -92,36 +124,32 @@ def test_a_store_of_the_job_that_is_gone_is_not_asked_without_a_pause():
         raise CommitError("the job's store is gone")
 
     coordinator.verdict = gone  # type: ignore[method-assign]
-    queue = TierQueue(1, coordinator, backlog=4, timeout=20)
-    lost: list[CkptError] = []
-    queue.push(QueuedStep(StepRef(1, "aa"), lambda: None, lost.append))
+    served = Served(TierQueue(1, coordinator, backlog=4, timeout=20))
+    served.push(1, lambda: None)
     time.sleep(0.3)
     before, began = len(asked), time.monotonic()
-    queue.close()
+    served.close()
     assert 1 <= before <= 2
     assert time.monotonic() - began < 5
-    assert [str(error) for error in lost] == ["the job's store is gone"]
+    assert [str(error) for error in served.lost.values()] == ["the job's store is gone"]
 
 
 def test_what_holds_its_image_goes_first_in_the_order_it_came_and_is_never_given_up():
-    queue = TierQueue(1, World(1).coordinator(0), backlog=1, timeout=5)
-    began, go, took, lost = threading.Event(), threading.Event(), list[int](), list[int]()
+    served = Served(TierQueue(1, World(1).coordinator(0), backlog=1, timeout=5))
+    began, go, took = threading.Event(), threading.Event(), list[int]()
 
-    def waiting(step: int, *, held: bool) -> QueuedStep:
-        def work() -> None:
-            began.set()
-            assert go.wait(10)
-            took.append(step)
+    def work(step: int) -> None:
+        began.set()
+        assert go.wait(10)
+        took.append(step)
 
-        return QueuedStep(StepRef(step, "aa"), work, lambda _: lost.append(step), held=held)
-
-    queue.push(waiting(1, held=False))
+    served.push(1, partial(work, 1))
     assert began.wait(10)
     for step in range(2, 9):
-        queue.push(waiting(step, held=step % 2 == 1))
+        served.push(step, partial(work, step), held=step % 2 == 1)
     go.set()
-    queue.close()
-    assert (took, lost) == ([1, 3, 5, 7, 8, 6], [2, 4])
+    served.close()
+    assert (took, list(served.lost)) == ([1, 3, 5, 7, 8, 6], [2, 4])
 
 
 class Staged(WorldCoordinator):
@@ -141,19 +169,20 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
 ):
     """One rank comes to step 3 while it has step 2 on its way to the far tier, the other before it has."""
     begun = {rank: {step: threading.Event() for step in (2, 3)} for rank in (0, 1)}
-    commit, run = TierWriter.commit, Saver.run
+    commit, stream = TierWriter.commit, Saver._stream
 
     def noted(writer, job, **how):
         if writer.tier.index == 1:
             begun[writer._coordinator.rank][job.ref.step].set()
         return commit(writer, job, **how)
 
-    def ran(saver, job, *args, **how):
-        run(saver, job, *args, **how)
-        begun[saver._writers[0]._coordinator.rank][job.ref.step].set() if job.ref.step == 3 else None
+    def streamed(saver, save):
+        stream(saver, save)
+        step = save.job.ref.step
+        begun[saver._writers[0]._coordinator.rank][step].set() if step == 3 else None
 
     monkeypatch.setattr(TierWriter, "commit", noted)
-    monkeypatch.setattr(Saver, "run", ran)
+    monkeypatch.setattr(Saver, "_stream", streamed)
 
     def save(coordinator):
         mine = Staged(world, coordinator.rank)
@@ -186,9 +215,10 @@ def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_s
         return commit(writer, job, **how)
 
     def noted(queue, item):
-        push(queue, item)
+        start = push(queue, item)
         if queue._index == 2:
             pushed[queue._coordinator.rank, item.ref.step].set()
+        return start
 
     monkeypatch.setattr(TierWriter, "commit", failing)
     monkeypatch.setattr(TierQueue, "push", noted)

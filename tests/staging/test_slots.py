@@ -17,7 +17,7 @@ import torch
 
 from ckpt.errors import HostMemoryExhausted, StorageError
 from ckpt.staging import slots as slots_module
-from ckpt.staging.slots import SlotPool
+from ckpt.staging.slots import NoContents, SlotPool
 
 MIB = 1 << 20
 ROOT = Path(__file__).resolve().parents[2]
@@ -367,10 +367,11 @@ def test_shared_memory_that_was_freed_is_taken_instead_of_anonymous(pools, monke
 
 
 def test_a_slot_whose_step_cannot_be_taken_off_is_let_go_all_the_same():
-    def stuck(path: str) -> None:
-        raise StorageError(path, "it cannot be taken off")
+    class Stuck(NoContents):
+        def evict(self, path: str) -> None:
+            raise StorageError(path, "it cannot be taken off")
 
-    pool = SlotPool(1, on_drop=stuck)
+    pool = SlotPool(1, contents=Stuck())
     pool.release(take(pool, MIB))
     with pytest.raises(StorageError) as kept:
         pool.acquire(9 * MIB, wait=False)
@@ -477,11 +478,12 @@ def test_a_slot_that_is_let_go_is_not_mapped_any_more(pools):
 def test_whoever_waits_for_a_slot_is_told_though_the_step_in_it_cannot_be_taken_off():
     fails = [True]
 
-    def stuck(path: str) -> None:
-        if fails.pop() if fails else False:
-            raise StorageError(path, "it cannot be taken off")
+    class Stuck(NoContents):
+        def evict(self, path: str) -> None:
+            if fails.pop() if fails else False:
+                raise StorageError(path, "it cannot be taken off")
 
-    pool = SlotPool(1, on_drop=stuck)
+    pool = SlotPool(1, contents=Stuck())
     small = take(pool, MIB)
     pool.plan(9 * MIB)  # what is released now is too small
     found: list[object] = []

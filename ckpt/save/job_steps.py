@@ -1,0 +1,252 @@
+"""What the threads of one job know about its steps.
+
+These objects are made before the tier writers, the queues and the backfill. The threads of a save
+meet here and nowhere else, so each class guards its fields with a lock of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.catalog.index import attempts
+from ckpt.errors import CkptError
+from ckpt.model.keys import StepRef
+from ckpt.retention.claim import job_of
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.tiers import OpenTier
+
+_IMAGE: Final = ""
+"""The place of a step that is served from its image. The other places are the URLs of tiers."""
+
+
+class EarlierSteps:
+    """The steps of the job before that farther tiers do not have yet. The backfill copies them.
+
+    Args:
+        near: The nearest durable tier, which has the steps.
+        own: The running attempt.
+        patience_seconds: How long ``needed`` waits for the backfill to list the steps.
+
+    Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
+    """
+
+    def __init__(self, near: StorageBackend, own: str, patience_seconds: float) -> None:
+        self._near, self._own, self._patience_seconds = near, own, patience_seconds
+        self._lock = threading.Lock()
+        self._restored: StepRef | None = None
+        self._begun = False
+        self._left: frozenset[StepRef] = frozenset()
+        self._listed = threading.Event()
+
+    def set_restored(self, ref: StepRef) -> None:
+        """The job continues from ``ref``."""
+        with self._lock:
+            self._restored = ref
+
+    def begin(self) -> StepRef | None:
+        """Note that this job has committed its first step. Only the first call has an effect.
+
+        Returns:
+            The step that the job has restored, if there is something to copy; else None.
+        """
+        with self._lock:
+            if self._begun:
+                return None
+            self._begun = True
+            if self._restored is None:
+                self._listed.set()
+            return self._restored
+
+    def set_left(self, refs: Sequence[StepRef]) -> None:
+        """Replace the steps that are still to be read from the near tier."""
+        with self._lock:
+            self._left = frozenset(refs)
+        self._listed.set()
+
+    def needed(self) -> frozenset[StepRef]:
+        """Return the steps that are still to be read from the near tier.
+
+        Before ``begin`` these are all steps of other jobs that the near tier has. After ``begin``
+        this waits until the backfill has listed them.
+        """
+        with self._lock:
+            begun, restored = self._begun, self._restored
+        if not begun and restored is not None:
+            return frozenset(ref for ref in attempts(self._near) if job_of(ref) != self._own)
+        if begun:
+            self._listed.wait(self._patience_seconds)
+        with self._lock:
+            return self._left
+
+
+class JobSteps:
+    """The steps of one job: which are under way, which are committed, and which was restored.
+
+    Args:
+        tiers: All tiers, nearest first.
+        earlier: The steps that the backfill copies, if this rank has a backfill.
+
+    Thread safety: all methods may be called from any thread. ``_changed`` guards all fields.
+    """
+
+    def __init__(self, tiers: Sequence[OpenTier], earlier: EarlierSteps | None = None) -> None:
+        self._durable = tuple(tier for tier in tiers if not tier.in_memory)
+        self._earlier = earlier
+        self._changed = threading.Condition()
+        self._waiting: dict[str, set[StepRef]] = {}
+        self._newest: dict[str, StepRef] = {}
+        self._restored: int | None = None
+        self._durable_step = -1
+        self._last_step: int | None = None
+
+    # -- the state of the job ----------------------------------------------------------------------
+
+    @property
+    def restored(self) -> int | None:
+        """The step that the job has restored; None if it has restored none."""
+        with self._changed:
+            return self._restored
+
+    @property
+    def durable_step(self) -> int:
+        """The newest step of this job's history on a durable tier; -1 if there is none."""
+        with self._changed:
+            return self._durable_step
+
+    @property
+    def last_step(self) -> int | None:
+        """The step after which the job stops. It goes to every tier. None if none was announced."""
+        with self._changed:
+            return self._last_step
+
+    def set_last_step(self, step: int) -> None:
+        """The job stops after ``step`` (see `ckpt.elastic.planned_stop`)."""
+        with self._changed:
+            self._last_step = step
+
+    def set_restored(self, ref: StepRef) -> None:
+        """The job continues from ``ref``. Later steps are no part of its history any more."""
+        with self._changed:
+            self._restored, self._durable_step = ref.step, min(self._durable_step, ref.step)
+        if self._earlier is not None:
+            self._earlier.set_restored(ref)
+
+    def set_committed(self, tier: OpenTier, ref: StepRef) -> None:
+        """``ref`` is a checkpoint on ``tier`` now."""
+        with self._changed:
+            known = self._newest.get(tier.url)
+            self._newest[tier.url] = ref if known is None else max(known, ref)
+
+    def set_durable(self, ref: StepRef) -> None:
+        """``ref`` was committed on a durable tier."""
+        with self._changed:
+            self._durable_step = max(self._durable_step, ref.step)
+
+    # -- steps under way ---------------------------------------------------------------------------
+
+    def begin_image(self, ref: StepRef) -> None:
+        """``ref`` is served from its image from now on."""
+        self.begin_waiting(ref, _IMAGE)
+
+    def end_image(self, ref: StepRef) -> bool:
+        """``ref`` does not need its image any more. Returns True for the first call only."""
+        return self.end_waiting(ref, _IMAGE)
+
+    def begin_waiting(self, ref: StepRef, url: str) -> None:
+        """``ref`` waits for the tier ``url``."""
+        with self._changed:
+            self._waiting.setdefault(url, set()).add(ref)
+
+    def end_waiting(self, ref: StepRef, url: str) -> bool:
+        """``ref`` does not wait for the tier ``url`` any more. Returns whether it did until now."""
+        with self._changed:
+            waiting = self._waiting.get(url, set())
+            found = ref in waiting
+            waiting.discard(ref)
+            self._changed.notify_all()
+            return found
+
+    def waiting(self) -> frozenset[StepRef]:
+        """Return the steps that a nearer tier must keep for a farther one."""
+        with self._changed:
+            return frozenset().union(*self._waiting.values())
+
+    def wait_idle(self, url: str, stop: threading.Event) -> None:
+        """Return when no step of this job waits for the tier ``url``, or ``stop`` is set.
+
+        Whoever sets ``stop`` calls ``wake`` afterwards.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: stop.is_set() or not self._waiting.get(url))
+
+    def wake(self) -> None:
+        """Let ``wait_idle`` look at its ``stop`` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- what other tiers have ---------------------------------------------------------------------
+
+    def protected(self) -> frozenset[StepRef]:
+        """Return the steps that no retention rule may remove from a nearer tier yet.
+
+        Raises:
+            StorageError: The steps of an earlier job are to be listed, and the store does not
+                answer.
+        """
+        earlier = self._earlier.needed() if self._earlier is not None else frozenset[StepRef]()
+        return self.waiting() | earlier
+
+    def is_on_other_tier(self, here: OpenTier, ref: StepRef) -> bool:
+        """Return whether a durable tier other than ``here`` has ``ref`` or a newer step of this
+        job.
+
+        A store is asked only while this job has committed nothing there. It may be down, and a
+        nearer tier waits for the answer.
+        """
+        return any(self._has(tier, ref) for tier in self._durable if tier.index != here.index)
+
+    def _has(self, tier: OpenTier, ref: StepRef) -> bool:
+        with self._changed:
+            newest = self._newest.get(tier.url)
+        if newest is not None:
+            return newest.step >= ref.step
+        with contextlib.suppress(CkptError):
+            tier.backend.head(ref.manifest)
+            return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class TierSteps:
+    """The steps of a job as one of its tiers sees them. It is the `StepGuard` of that tier.
+
+    Thread safety: see `JobSteps`.
+    """
+
+    steps: JobSteps
+    tier: OpenTier
+
+    @property
+    def restored(self) -> int | None:
+        """The step that the job has restored; None if it has restored none."""
+        return self.steps.restored
+
+    def set_committed(self, ref: StepRef) -> None:
+        """``ref`` is a checkpoint on this tier now."""
+        self.steps.set_committed(self.tier, ref)
+
+    def waiting(self) -> frozenset[StepRef]:
+        """Return the steps that a farther tier still reads from this tier."""
+        return self.steps.waiting()
+
+    def protected(self) -> frozenset[StepRef]:
+        """Return the steps that no retention rule may remove."""
+        return self.steps.protected()
+
+    def is_elsewhere(self, ref: StepRef) -> bool:
+        """Return whether another durable tier has ``ref``."""
+        return self.steps.is_on_other_tier(self.tier, ref)

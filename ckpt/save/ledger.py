@@ -1,0 +1,115 @@
+"""The saves of one manager: which steps they were for, and which errors no call has raised yet."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ckpt.errors import CkptError, SaveSkipped, TierBehind
+from ckpt.events import Observers, SaveFailed
+from ckpt.pending import PendingSave
+
+_log = logging.getLogger("ckpt")
+
+
+class SaveLedger:
+    """The saves of one manager. It is made before the threads that end them.
+
+    Args:
+        observers: They get a `SaveFailed` for each save that ends with an error.
+
+    Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
+    """
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+        self._lock = threading.Lock()
+        self._pending: list[PendingSave] = []
+        self._saved: set[int] = set()
+        self._trials: dict[int, int] = {}
+        self._owners: dict[int, object] = {}
+        self._skipped = 0
+
+    @property
+    def skipped(self) -> int:
+        """How many saves were not made because no slot was free."""
+        with self._lock:
+            return self._skipped
+
+    @property
+    def pending(self) -> list[PendingSave]:
+        """The saves that are under way, or whose error no call has raised yet, oldest first."""
+        with self._lock:
+            return list(self._pending)
+
+    def has(self, step: int) -> bool:
+        """Return whether ``step`` was saved, or its save is under way."""
+        with self._lock:
+            return step in self._saved
+
+    def next_trial(self, step: int) -> int:
+        """Return how many saves of ``step`` were tried before, and count this one."""
+        with self._lock:
+            trial = self._trials.get(step, 0)
+            self._trials[step] = trial + 1
+            return trial
+
+    def begin(self, pending: PendingSave, owner: object) -> None:
+        """Add a save.
+
+        Args:
+            pending: Its handle.
+            owner: The manager. The ledger keeps it alive until the save has ended, so that the end
+                of the process finds the manager and closes it.
+        """
+        with self._lock:
+            self._pending = [save for save in self._pending if not save.done() or save.unreported]
+            self._pending.append(pending)
+            self._saved.add(pending.step)
+            self._owners[pending.step] = owner
+
+    def cancel(self, step: int) -> None:
+        """Remove the save of ``step``, which was called off before it began."""
+        with self._lock:
+            self._saved.discard(step)
+            self._owners.pop(step, None)
+            self._pending = [save for save in self._pending if save.step != step]
+
+    def clear(self) -> None:
+        """Forget all handles."""
+        with self._lock:
+            self._pending = []
+
+    def end(self, pending: PendingSave, error: CkptError | None) -> None:
+        """End a save: log and report its error, if there is one, and finish its handle."""
+        skipped = isinstance(error, SaveSkipped | TierBehind)
+        if error is not None:
+            with self._lock:
+                if not isinstance(error, TierBehind):  # else nearer tiers have it, as was wanted
+                    self._saved.discard(pending.step)
+                self._skipped += isinstance(error, SaveSkipped)
+            _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
+            self._observers.notify(SaveFailed(step=pending.step, error=error))
+        pending.finish(error, reported=skipped)  # a skipped save was asked for: no later call raises it
+        with self._lock:
+            owner = self._owners.pop(pending.step, None)
+        del owner  # outside of the lock: this may be the last reference
+
+    def raise_unreported(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
+        """Raise the first error that no call has raised yet.
+
+        Args:
+            kept: Whether errors of saves count that some tier has.
+            but: A save whose error does not count, since the caller has its handle.
+
+        Raises:
+            CkptError: That error.
+        """
+        for pending in self.pending:
+            if pending is but or (pending.kept and not kept):
+                continue
+            if (error := pending.unreported) is not None:
+                pending.exception()
+                with self._lock:
+                    self._pending = [save for save in self._pending if save is not pending]
+                raise error

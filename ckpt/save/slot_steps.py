@@ -1,0 +1,77 @@
+"""Which steps the tiers in memory keep in which slots."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.tiers import OpenTier
+
+
+@dataclass(frozen=True, slots=True)
+class _SlotStep:
+    backend: StorageBackend
+    ref: StepRef
+
+
+class SlotSteps:
+    """The steps of this rank that stay in the slots they were staged in.
+
+    The slot pool asks it before it fills a slot again, and the writers of tiers in memory tell it
+    what they keep. It is made before both.
+
+    Args:
+        rank: This rank, whose files a step consists of.
+
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_steps``. No
+    request to a store is made under the lock; only the owner of a slot calls ``evict`` for it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._names = (fragment_name(rank), data_name(rank, encoded=False))
+        self._lock = threading.Lock()
+        self._steps: dict[str, dict[str, _SlotStep]] = {}  # path of the slot -> URL -> step
+
+    def keep(self, path: str, tier: OpenTier, ref: StepRef) -> None:
+        """The slot ``path`` holds ``ref``, which ``tier`` keeps there."""
+        with self._lock:
+            self._steps.setdefault(path, {})[tier.url] = _SlotStep(tier.backend, ref)
+
+    def forget(self, path: str, tier: OpenTier) -> None:
+        """``tier`` keeps nothing in the slot ``path`` any more."""
+        with self._lock:
+            self._steps.get(path, {}).pop(tier.url, None)
+
+    def evict(self, path: str) -> None:
+        """Remove the step in the slot ``path`` from its tier, manifest first.
+
+        The slot is about to be filled with other bytes.
+
+        Raises:
+            StorageError: The tier did not delete a file. The step still counts as kept.
+        """
+        with self._lock:
+            kept = dict(self._steps.get(path, {}))
+        for url, step in kept.items():
+            for key in (step.ref.manifest, *map(step.ref.key, self._names)):
+                step.backend.delete(key)
+            with self._lock:
+                self._steps[path].pop(url, None)
+
+    def step_in(self, path: str) -> int:
+        """Return the step that the slot ``path`` holds; -1 if it holds none."""
+        with self._lock:
+            return max((step.ref.step for step in self._steps.get(path, {}).values()), default=-1)
+
+    def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
+        """Return the steps that ``tier`` keeps: path of the slot -> step."""
+        with self._lock:
+            return {path: steps[tier.url].ref for path, steps in self._steps.items() if tier.url in steps}
+
+    def newest(self) -> int:
+        """Return the newest step of this job that is in memory; -1 if there is none."""
+        with self._lock:
+            refs = [step.ref.step for steps in self._steps.values() for step in steps.values()]
+        return max(refs, default=-1)
