@@ -34,7 +34,9 @@ def name_of(path: Path) -> str:
 
 
 def bare_python(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that sees the two source roots, installed or not, and nothing pytest has imported."""
+    """A fresh interpreter that sees the two source roots, installed or not, and nothing pytest has
+    imported.
+    """
     return subprocess.run(
         [sys.executable, *args],
         cwd=cwd,
@@ -99,11 +101,184 @@ def test_no_function_body_is_longer_than_50_lines() -> None:
     assert too_long == {}
 
 
+# -- parameters, cycles, imports inside of functions, private names ---------------------------------
+
+MAX_PARAMETERS = 6
+ENTRY_POINTS = {"ckpt/manager.py restore"}
+"""Public functions, whose parameters are a user's settings. Commands are entry points too."""
+MANY_PARAMETERS = {
+    "ckpt/catalog/transfer.py fetch_step",
+    "ckpt/catalog/transfer.py copy_files",
+    "ckpt/catalog/verify.py verify_files",
+    "ckpt/exchange/imports.py import_checkpoint",
+    "ckpt/model/packed.py _chunks_of",
+    "ckpt/pipeline/reader.py read_plan",
+}
+"""Functions that still have more. This list only shrinks."""
+
+CYCLES = {
+    frozenset({"ckpt.adapters.modules", "ckpt.adapters.stand_in"}),
+    frozenset({"ckpt.model.packed", "ckpt.model.validate"}),
+}
+"""Cycles of imports that are left. This list only shrinks."""
+
+OPTIONAL_PACKAGES = {"aiobotocore", "botocore", "gcsfs", "google", "obstore", "s3fs"}
+LATE_IMPORTS = {
+    "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
+    "backends/ckpt_backends/gcs.py": {"fsspec"},
+    "ckpt/model/encoding.py": {"zstandard"},
+    "ckpt/model/packed.py": {"zstandard"},
+    "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it
+    "ckpt/storage/testing/__init__.py": {"ckpt"},  # the suite needs pytest
+}
+"""Imports inside of functions, besides optional packages. A command imports what it needs when it runs, so that
+``--help`` is fast: the folder ckpt/cli is not looked at. This list only shrinks."""
+
+FOREIGN_PRIVATES = {
+    "ckpt/adapters/gathered.py",
+    "ckpt/adapters/layout.py",
+    "ckpt/adapters/materialise.py",
+    "ckpt/adapters/modules.py",
+    "ckpt/adapters/segments.py",
+    "ckpt/adapters/sharded.py",
+    "ckpt/adapters/torch_store.py",
+    "ckpt/adapters/units.py",
+    "ckpt/adapters/zero.py",
+    "ckpt/integrations/deepspeed.py",
+    "backends/ckpt_backends/gcs.py",
+    "backends/ckpt_backends/s3.py",
+    "backends/ckpt_backends/s3_bulk.py",
+}
+"""Files that use private names of torch, DeepSpeed or a client, which have no public ones for it.
+"""
+PRIVATES_LEFT = {"ckpt/elastic/planned_stop.py"}
+"""Files that still use private names of another class of ours. This list only shrinks."""
+PRIVATES = {"_replace", "_exit", "_getframe", "_register_atexit", "_foreach_copy_", "_version"}
+"""Names of Python's and torch's own that any file may use."""
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[1:] if parts[0] == "backends" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many a caller gives; ``self`` and ``cls`` do not count."""
+    given = function.args
+    names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return (
+        len(names)
+        - (names[:1] in (["self"], ["cls"]))
+        + (given.vararg is not None)
+        + (given.kwarg is not None)
+    )
+
+
+def test_no_function_has_more_than_six_parameters() -> None:
+    found = {
+        f"{name_of(path)} {node.name}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MAX_PARAMETERS
+    }
+    commands = {each for each in found if each.startswith("ckpt/cli/")}
+    assert found - commands - ENTRY_POINTS - MANY_PARAMETERS == set()
+
+
+def imports(tree: ast.AST, modules: set[str]) -> Iterator[str]:
+    """The modules of ours that a file imports, those for type checkers and inside of functions
+    included.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (whole & modules) or ({node.module} & modules)
+
+
+def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Groups of modules of which each imports each, if only by way of others."""
+
+    def reached(start: str) -> set[str]:
+        seen, left = set[str](), [start]
+        while left:
+            for other in graph[left.pop()] - seen:
+                seen.add(other)
+                left.append(other)
+        return seen
+
+    reach = {module: reached(module) for module in graph}
+    return {
+        frozenset(other for other in found if module in reach[other])
+        for module, found in reach.items()
+        if module in found
+    }
+
+
+def test_cycles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set[str](), "e": {"e"}}
+    assert cycles(graph) == {frozenset("abc"), frozenset("e")}
+
+
+def test_no_modules_import_each_other() -> None:
+    trees = {module_of(path): ast.parse(path.read_text()) for path in sources()}
+    graph = {module: set(imports(tree, set(trees))) - {module} for module, tree in trees.items()}
+    assert sum(map(len, graph.values())) > 500
+    assert cycles(graph) - CYCLES == set()
+
+
+def late_imports(tree: ast.AST) -> Iterator[str]:
+    """The top-level packages that are imported inside of functions."""
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    for node in (node for function in functions for node in ast.walk(function)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def test_imports_inside_of_functions_are_of_optional_packages() -> None:
+    found = {
+        name_of(path): late
+        for path in sources()
+        if not name_of(path).startswith("ckpt/cli/")
+        and (late := set(late_imports(ast.parse(path.read_text()))) - OPTIONAL_PACKAGES)
+    }
+    assert {name: late for name, late in found.items() if late - LATE_IMPORTS.get(name, set())} == {}
+
+
+def private_uses(code: str) -> Iterator[str]:
+    """Each use of a private name of another object, as 'line: what'."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+            continue
+        match node.value:
+            case ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super")):
+                continue
+            case _ if node.attr not in PRIVATES:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("code", ["other._lock", "self.other._lock", "f()._lock = 1", "del type(x)._y"])
+def test_uses_of_private_names_are_found(code: str) -> None:
+    assert list(private_uses(code))
+
+
+def test_no_object_uses_private_names_of_another() -> None:
+    found = {name_of(path): list(private_uses(path.read_text())) for path in sources()}
+    allowed = FOREIGN_PRIVATES | PRIVATES_LEFT
+    assert {name: uses for name, uses in found.items() if uses and name not in allowed} == {}
+
+
 # -- nothing is unpickled or evaluated --------------------------------------------------------------------------------
 
 
 def loads_weights_only(node: ast.AST) -> bool:
-    """Whether it is a call, on the spot, that says ``weights_only=True``: torch then makes tensors and plain values, nothing else."""
+    """Whether it is a call, on the spot, that says ``weights_only=True``: torch then makes tensors
+    and plain values, nothing else.
+    """
     return isinstance(node, ast.Call) and any(
         keyword.arg == "weights_only"
         and isinstance(keyword.value, ast.Constant)
