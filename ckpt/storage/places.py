@@ -43,7 +43,7 @@ def _canonical(url: str) -> str:
     'runs/gpt'.
     """
     if is_folder(url):
-        path = url.removeprefix("file://") if url.lower().startswith("file://") else url
+        path = url[len("file://") :] if url.lower().startswith("file://") else url
         return os.path.join(os.path.realpath(path), "")
     scheme, mark, path = url.partition("://")
     if not mark:

@@ -1,0 +1,124 @@
+"""What the threads of one job know about its steps."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt.config import Tier
+from ckpt.errors import AccessDenied
+from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
+from ckpt.save.slot_steps import SlotSteps
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from ckpt.storage.tiers import OpenTier, open_tiers
+
+ONE, TWO, THREE = (StepRef(step, "a" * 12) for step in (1, 2, 3))
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> tuple[OpenTier, ...]:
+    return open_tiers([Tier(str(tmp_path / name)) for name in ("near", "far")])
+
+
+def test_a_step_waits_until_every_tier_and_its_image_are_done_with_it(tiers) -> None:
+    steps = JobSteps(tiers)
+    steps.begin_image(ONE)
+    steps.begin_waiting(ONE, "far")
+    steps.begin_waiting(TWO, "far")
+    assert steps.waiting() == {ONE, TWO}
+    assert steps.end_image(ONE)
+    assert not steps.end_image(ONE), "a slot is released once"
+    assert steps.waiting() == {ONE, TWO}
+    assert steps.end_waiting(ONE, "far")
+    assert steps.waiting() == {TWO}
+
+
+def test_who_waits_for_an_idle_tier_goes_on_when_it_is_idle_or_when_told_to_stop(tiers) -> None:
+    steps, stop, through = JobSteps(tiers), threading.Event(), list[str]()
+    steps.begin_waiting(ONE, "far")
+
+    def wait(name: str) -> threading.Thread:
+        thread = threading.Thread(target=lambda: (steps.wait_idle("far", stop), through.append(name)))
+        thread.start()
+        return thread
+
+    first = wait("idle")
+    steps.end_waiting(ONE, "far")
+    first.join(30)
+    steps.begin_waiting(TWO, "far")
+    second = wait("stopped")
+    stop.set()
+    steps.wake()
+    second.join(30)
+    assert through == ["idle", "stopped"]
+
+
+def test_what_the_job_restored_bounds_what_counts_as_durable(tiers) -> None:
+    steps = JobSteps(tiers)
+    assert (steps.restored, steps.durable_step) == (None, -1)
+    steps.set_durable(THREE)
+    steps.set_durable(TWO)
+    assert steps.durable_step == 3
+    steps.set_restored(ONE)
+    assert (steps.restored, steps.durable_step) == (1, 1)
+
+
+def test_a_store_is_asked_for_a_step_only_while_this_job_has_committed_nothing_there(tiers) -> None:
+    near, far = tiers
+    steps = JobSteps(tiers)
+    guard = TierSteps(steps, near)
+    assert not guard.is_elsewhere(ONE)
+    far.backend.put(ONE.manifest, [b"{}"])
+    assert guard.is_elsewhere(ONE)
+    assert not guard.is_elsewhere(TWO)
+    TierSteps(steps, far).set_committed(TWO)
+    assert guard.is_elsewhere(TWO)
+    assert not guard.is_elsewhere(THREE)
+    assert not TierSteps(steps, far).is_elsewhere(TWO), "its own steps are not elsewhere"
+
+
+def test_steps_of_the_job_before_stay_until_the_backfill_is_done_with_them(tiers) -> None:
+    near = tiers[0].backend
+    for ref in (ONE, StepRef(2, "b" * 12)):
+        near.put(ref.manifest, [b"{}"])
+    earlier = EarlierSteps(near, "b" * 12, 30)
+    steps = JobSteps(tiers, earlier)
+    assert steps.protected() == frozenset(), "nothing was restored"
+    steps.set_restored(ONE)
+    assert steps.protected() == {ONE}, "before the first commit: all of other jobs"
+    assert earlier.begin() == ONE
+    assert earlier.begin() is None, "a backfill begins once"
+    earlier.set_left([ONE])
+    steps.begin_waiting(THREE, "far")
+    assert steps.protected() == {ONE, THREE}
+    earlier.set_left([])
+    assert steps.protected() == {THREE}
+
+
+def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
+    earlier = EarlierSteps(tiers[0].backend, "b" * 12, 30)
+    assert earlier.begin() is None
+    assert earlier.needed() == frozenset()
+
+
+def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails(tmp_path: Path) -> None:
+    names = (ONE.manifest, ONE.key(fragment_name(0)), ONE.key(data_name(0, encoded=False)))
+    inner = open_backend(str(tmp_path))
+    for name in names:
+        inner.put(name, [b"x"])
+    fault = Rule(verb="delete", key=names[1], nth=1, fault=Raise(AccessDenied(names[1])))
+    backend = FaultyBackend(inner, [fault])
+    tier, slots = OpenTier(0, Tier(str(tmp_path)), backend), SlotSteps(0)
+    slots.keep("/dev/shm/slot", tier, ONE)
+    assert (slots.step_in("/dev/shm/slot"), slots.newest()) == (1, 1)
+    assert slots.step_in("/dev/shm/other") == -1
+    with pytest.raises(AccessDenied):
+        slots.evict("/dev/shm/slot")
+    assert slots.kept_by(tier) == {"/dev/shm/slot": ONE}
+    assert {info.key for info in inner.list(ONE.folder)} == set(names[1:])
+    slots.evict("/dev/shm/slot")
+    assert (list(inner.list(ONE.folder)), slots.newest()) == ([], -1)

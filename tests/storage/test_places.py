@@ -1,0 +1,43 @@
+"""How two places stand to each other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt.storage.places import is_folder, is_object_store, relation
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "how"),
+    [
+        ("s3://bucket/run", "s3://bucket/run/", "same"),
+        ("gs://bucket/run", "GCS://bucket/run", "same"),
+        ("s3://bucket/run/a", "s3://bucket/run", "inside"),
+        ("s3://bucket", "s3://bucket/run", "around"),
+        ("s3://bucket/run", "s3://bucket/run2", "apart"),
+        ("s3://bucket/run", "gs://bucket/run", "apart"),
+        ("runs/gpt", "./runs/gpt/", "same"),
+        ("runs/gpt2", "runs/gpt", "apart"),
+        ("runs/gpt/a", "runs/gpt", "inside"),
+        ("runs", "s3://runs", "apart"),
+        ("FILE:///tmp/runs", "/tmp/runs", "same"),
+    ],
+)
+def test_places_are_compared_whatever_their_spelling(one: str, two: str, how: str) -> None:
+    assert relation(one, two) == how
+
+
+def test_a_link_is_the_place_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "link")
+    assert relation(str(tmp_path / "link"), str(tmp_path / "real")) == "same"
+    assert relation(str(tmp_path / "link" / "a"), str(tmp_path / "real")) == "inside"
+
+
+def test_what_a_scheme_says() -> None:
+    urls = ["runs", "file:///runs", "s3://b", "GS://b", "memory://m", "simplecache::s3://b"]
+    assert [is_folder(url) for url in urls] == [True, True, False, False, False, False]
+    assert [is_object_store(url) for url in urls] == [False, False, True, True, False, False]
