@@ -44,7 +44,7 @@ from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import write_image
+from ckpt.pipeline.writer import ImageWrite, write_image
 from ckpt.plan.merge import merge
 from ckpt.plan.rebase import same_chunks
 from ckpt.plan.restore import ChunkRead, chunks_of
@@ -80,6 +80,15 @@ class Recoding:
     def name(self, rank: int) -> str:
         """Of a rank's file there."""
         return data_name(rank, encoded=self.encoder is not None)
+
+    def write(self, write: ImageWrite, rank: int, destination: StorageBackend) -> Encoding | None:
+        """Write the file of ``rank`` there. Returns how it is encoded."""
+        if (encoder := self.encoder) is None:
+            write_image(write, destination)
+            return None
+        widths = widths_of(write.chunks, self.parts[rank].tensors)
+        _, lengths = write_encoded(write, destination, encoder, widths)
+        return Encoding(rank, encoder.name, lengths) if lengths else None
 
     def fragment(self, rank: int, encoding: Encoding | None) -> Packed:
         """The fragment of a rank there."""
@@ -227,7 +236,7 @@ def copy_files(
     failed: list[BaseException] = []
 
     def copy(file: File) -> FileCopy:
-        encoding, positions, lengths = encodings.get(file.rank), [0], list[int]()
+        encoding, positions = encodings.get(file.rank), [0]
         chunks = chunks_of(file, encoding, as_stored=recoding is None)
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
@@ -236,22 +245,25 @@ def copy_files(
             with _about_the_source():
                 positions.append(origin.fetch(reads, sink, on_chunk))
 
-        image, name, write = StoredImage(chunks, read), file.name, partial[object](write_image)
-        if recoding is not None:
-            name, encoding = recoding.name(file.rank), None
-            if recoding.encoder is not None:
-                widths = widths_of(image.lengths, recoding.parts[file.rank].tensors)
-                write = partial(write_encoded, widths=widths, lengths=lengths, encoder=recoding.encoder)
+        image = StoredImage(chunks, read)
+        name = file.name if recoding is None else recoding.name(file.rank)
+        write = ImageWrite(
+            source=image,
+            chunks=image.lengths,
+            key=origin.ref.key(name),
+            workers=workers,
+            retry=retry,
+            on_bytes=meter.add,
+            known=file.chunks,
+        )
         try:
-            write(
-                image, image.lengths, backend=destination, key=origin.ref.key(name),
-                workers=workers, retry=retry, on_bytes=meter.add, known=file.chunks,
-            )  # fmt: skip
+            if recoding is not None:
+                encoding = recoding.write(write, file.rank, destination)
+            else:
+                write_image(write, destination)
         except BaseException as error:
             failed.append(error)
             raise
-        if lengths and recoding and recoding.encoder:
-            encoding = Encoding(file.rank, recoding.encoder.name, tuple(lengths))
         return FileCopy(replace(file, name=name), encoding, max(positions))
 
     if not files:
