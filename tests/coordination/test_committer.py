@@ -206,7 +206,7 @@ def test_a_word_that_is_nonsense_is_a_verdict_too(store):
     world.coordinator(1).post(f"tier0/{REF.folder}", b"garbage")
     heard = commit_all(world, store, {0: make_durable(store, 0, 2)}, ranks=[0])
     assert isinstance(heard[0], CommitError)
-    assert "rank 1: what it told cannot be read" in str(heard[0])
+    assert "rank 1: its vote cannot be read" in str(heard[0])
 
 
 # -- put_once ---------------------------------------------------------------------------------------------------------
