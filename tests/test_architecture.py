@@ -117,7 +117,7 @@ MANY_PARAMETERS = {
 """Functions that still have more. This list only shrinks."""
 
 CYCLES = {
-    frozenset({"ckpt.adapters.modules", "ckpt.adapters.stand_in"}),
+    frozenset({"ckpt.adapters.walk.modules", "ckpt.adapters.walk.stand_in"}),
     frozenset({"ckpt.model.packed", "ckpt.model.validate"}),
 }
 """Cycles of imports that are left. This list only shrinks."""
@@ -135,15 +135,15 @@ LATE_IMPORTS = {
 ``--help`` is fast: the folder ckpt/cli is not looked at. This list only shrinks."""
 
 FOREIGN_PRIVATES = {
-    "ckpt/adapters/gathered.py",
-    "ckpt/adapters/layout.py",
-    "ckpt/adapters/materialise.py",
-    "ckpt/adapters/modules.py",
-    "ckpt/adapters/segments.py",
-    "ckpt/adapters/sharded.py",
+    "ckpt/adapters/tensors/gathered.py",
+    "ckpt/adapters/tensors/layout.py",
+    "ckpt/adapters/match/materialise.py",
+    "ckpt/adapters/walk/modules.py",
+    "ckpt/adapters/walk/segments.py",
+    "ckpt/adapters/tensors/sharded.py",
     "ckpt/adapters/torch_store.py",
-    "ckpt/adapters/units.py",
-    "ckpt/adapters/zero.py",
+    "ckpt/adapters/tensors/units.py",
+    "ckpt/adapters/tensors/zero.py",
     "ckpt/integrations/deepspeed.py",
     "backends/ckpt_backends/gcs.py",
     "backends/ckpt_backends/s3.py",
