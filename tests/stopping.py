@@ -246,8 +246,8 @@ def wrong_calls(root: Path) -> None:
 
     with CheckpointManager(root) as manager:
         refused("above 0", lambda: manager.on_signals(grace_seconds=0))
-        refused("no signal", lambda: manager.on_signals(signal.SIGKILL))
-        refused("no signal", lambda: manager.on_signals(4711))
+        refused("not a signal", lambda: manager.on_signals(signal.SIGKILL))
+        refused("not a signal", lambda: manager.on_signals(4711))
         thread = threading.Thread(target=lambda: refused("main thread", manager.on_signals))
         thread.start()
         thread.join()
