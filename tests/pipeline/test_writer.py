@@ -137,10 +137,16 @@ def test_the_next_part_is_got_while_one_is_written_one_at_a_time(memory, workers
 
     known = (Chunk(5000, checksum(image)),)
     store = Slow(memory, part_bytes=1000, parallel=False)
-    found = write_image(
-        Far(image), [5000], backend=store, key="k", workers=workers, retry=retry, on_bytes=lambda _: None,
+    job = ImageWrite(
+        source=Far(image),
+        chunks=[5000],
+        key="k",
+        workers=workers,
+        retry=retry,
+        on_bytes=lambda _: None,
         known=known,
-    )  # fmt: skip
+    )
+    found = write_image(job, store)
     assert found == known
     assert read_object(memory, "k", limit=6000) == image
 
