@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from ckpt.errors import CommitError, ReplicasDiverged
 from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed
-from ckpt.model.packed import Columns
+from ckpt.model.packed import Columns, replicas_of
+from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
 from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
 from ckpt.plan.faults import kind_of, mixed
-from ckpt.plan.marks import check_frames
 
 _sorted = msgspec.json.Encoder(order="deterministic")
+
+Marks = Iterable[tuple[int, Mapping[str, str]]]
+"""Ranks, ascending, and what each tells: name -> ``boxes=digest``."""
 
 
 class Known:
@@ -85,6 +89,35 @@ def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
     if not any(rank.part.in_manifest for rank in ranks):
         return ()
     return tuple(replace(rank.part, tied={}) for rank in ranks)
+
+
+def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
+    """Raises ``ReplicasDiverged`` as ``check_replicas`` does. ``frames``: ranks, ascending, and what fragments of large worlds have in ``replicas``; of equal ones only the first."""
+    told = [_hashed(replicas_of(raw, key="replicas")) for _, raw in frames]
+    what, digest = np.concatenate(told, axis=1) if told else np.zeros((2, 0), np.int64)
+    order = np.argsort(what)
+    what, digest = what[order], digest[order]
+    if ((what[1:] == what[:-1]) & (digest[1:] != digest[:-1])).any():
+        check_replicas((rank, replicas_of(raw, key="replicas")) for rank, raw in frames)
+
+
+def _hashed(replicas: Mapping[str, str]) -> Ints:
+    """Return each digest with the tensor and boxes that it belongs to."""
+    parts = [mark.partition("=") for mark in replicas.values()]
+    what = zip(replicas, [boxes for boxes, _, _ in parts], strict=True)
+    digest = [digest for _, _, digest in parts]
+    return np.stack([np.fromiter(map(hash, each), np.int64, len(parts)) for each in (what, digest)])
+
+
+def check_replicas(marks: Marks) -> None:
+    """Each rank's digest of what it holds but did not write whole: equal boxes must have equal digests. Raises ``ReplicasDiverged``."""
+    seen: dict[tuple[str, str], tuple[int, str]] = {}
+    for mine, replicas in marks:
+        for name, mark in replicas.items():
+            boxes, _, digest = mark.partition("=")
+            rank, known = seen.setdefault((name, boxes), (mine, digest))
+            if known != digest:
+                raise ReplicasDiverged(name, [rank, mine])
 
 
 def _check_same_save(parts: Sequence[Packed]) -> None:

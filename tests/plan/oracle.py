@@ -31,8 +31,7 @@ from ckpt.model.manifest import (
 from ckpt.model.validate import CODECS, MAX_CHUNK_BYTES, check_tensor, require
 from ckpt.model.values import parse
 from ckpt.plan.faults import forms_told, mixed, ranks_told
-from ckpt.plan.marks import check_replicas
-from ckpt.plan.merge import _merge_raw
+from ckpt.plan.merge import _merge_raw, check_replicas
 
 _MAX_BYTES = 1 << 60
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import ManifestCorrupt, ReplicasDiverged
-from ckpt.plan.marks import check_frames, check_replicas
+from ckpt.plan.merge import check_frames, check_replicas
 
 NAMES, BOXES, DIGESTS = (
     st.sampled_from("ab="),

@@ -18,7 +18,7 @@ from ckpt.adapters.tensors.layout import leaf_of
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.walk.modules import Parameters
 from ckpt.errors import DtypeMismatch, EntryMissing, KindMismatch, RestoreError, ShapeMismatch
-from ckpt.model.casts import converts
+from ckpt.model.dtype import converts
 from ckpt.model.values import Node
 from ckpt.plan.leaf import Leaf
 
