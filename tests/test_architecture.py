@@ -110,6 +110,7 @@ MANY_PARAMETERS = {
     "ckpt/catalog/transfer.py fetch_step",
     "ckpt/catalog/transfer.py copy_files",
     "ckpt/catalog/verify.py verify_files",
+    "ckpt/cli/prune.py _late",
     "ckpt/exchange/imports.py import_checkpoint",
     "ckpt/model/packed.py _chunks_of",
     "ckpt/pipeline/reader.py read_plan",
@@ -118,7 +119,6 @@ MANY_PARAMETERS = {
 
 CYCLES = {
     frozenset({"ckpt.adapters.walk.modules", "ckpt.adapters.walk.stand_in"}),
-    frozenset({"ckpt.model.packed", "ckpt.model.validate"}),
 }
 """Cycles of imports that are left. This list only shrinks."""
 
@@ -182,7 +182,7 @@ def test_no_function_has_more_than_six_parameters() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MAX_PARAMETERS
     }
-    commands = {each for each in found if each.startswith("ckpt/cli/")}
+    commands = {each for each in found if each.startswith("ckpt/cli/") and " _" not in each}
     assert found - commands - ENTRY_POINTS - MANY_PARAMETERS == set()
 
 
