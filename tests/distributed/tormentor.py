@@ -139,6 +139,7 @@ class Tormentor:
         self.midst: Counter[str] = Counter()
         self.failed_saves = 0
         self.verified = 0
+        self.unasked = 0
         self.life = (1, -1)
 
     def run(self, times: int) -> None:
@@ -220,28 +221,32 @@ class Tormentor:
 
     def next_life(self) -> None:
         """Wait until all ranks of a later life are up."""
-        before = self.life
-
-        def up() -> bool:
-            lives = Counter(self.life_of(note) for note in self.job.notes if "up" in note)
-            newer = [life for life, ranks in lives.items() if life > before and ranks == RANKS]
-            self.life = max(newer, default=before)
-            return bool(newer)
-
         try:
-            self.job.wait(up, SUSPICIOUS_SECONDS, "new workers")
-        except TimeoutError:  # who holds it up, and where? All threads go to the log
+            self.job.wait(self.newer, SUSPICIOUS_SECONDS, "new workers")
+        except TimeoutError:  # the stacks of all threads go to the log
             pids = self.pids()
             self.send(pids, pids, signal.SIGUSR2)
-            self.job.wait(up, BOUND_SECONDS, "new workers")
+            self.job.wait(self.newer, BOUND_SECONDS, "new workers")
+
+    def newer(self) -> bool:
+        """Whether all ranks of a later life are up. From then on it is the life that is asked about."""
+        lives = Counter(self.life_of(note) for note in self.job.notes if "up" in note)
+        newest = max((life for life, ranks in lives.items() if ranks == RANKS), default=self.life)
+        found, self.life = newest > self.life, max(newest, self.life)
+        return found
 
     def resumed(self, known: int, after: float, *, planned: bool) -> None:
         """All ranks restore one step, none older than what was known, with its values, and train on from there."""
-        self.job.wait(
-            lambda: {note["rank"] for note in self.of_life("step")} == set(range(RANKS)),
-            BOUND_SECONDS,
-            "training after the restart",
-        )
+
+        def training() -> bool:
+            self.unasked += self.newer()  # this life ended by itself, and torchrun has made the next
+            return {note["rank"] for note in self.of_life("step")} == set(range(RANKS))
+
+        try:
+            self.job.wait(training, BOUND_SECONDS, "training after the restart")
+        except TimeoutError:
+            self.explain()
+            raise
         restored = self.of_life("restored")
         assert len(restored) == RANKS, restored
         steps = {note["restored"] for note in restored}
@@ -253,6 +258,15 @@ class Tormentor:
             stops = [note["stops"] for note in self.job.notes if "stops" in note and note["at"] > after]
             assert stops == [step] * RANKS, (step, stops)
         self.right_values()
+
+    def explain(self) -> None:
+        """Print what each rank noted last, and the end of the log with the stacks of all threads."""
+        pids = self.pids()
+        self.send(pids, pids, signal.SIGUSR2)
+        time.sleep(2)
+        for rank in range(RANKS):
+            print([note for note in self.job.notes if note["rank"] == rank][-6:], flush=True)
+        print((self.job.folder / "log").read_text()[-30_000:], flush=True)
 
     def go_on(self, after: float) -> None:
         """After SIGCONT: the same life trains on, and one of its next saves is committed; or torchrun has made a new one."""
@@ -325,7 +339,7 @@ def main() -> None:
     print(
         f"{times} runs in {time.monotonic() - began:.0f} s, {tormentor.job.starts} agents: {dict(tormentor.seen)}"
     )
-    print(f"it was hit {dict(tormentor.midst)}")
+    print(f"it was hit {dict(tormentor.midst)}, and {tormentor.unasked} lives ended by themselves")
     print(f"training again after {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s at most")
     print(f"{tormentor.verified} checkpoints verified; {sum(failed.values())} saves failed on some rank:")
     for error, count in failed.most_common(12):
