@@ -199,10 +199,6 @@ def _ratio(found: list[StoredStep]) -> float | None:
 
     Returns None if there is no such step.
     """
-    encoded = (
-        held
-        for held in found
-        if held.staged_bytes > 0 and any(info.key.endswith(".encoded") for info in held.objects)
-    )
+    encoded = (held for held in found if held.staged_bytes > 0 and held.is_encoded)
     newest_first = max(encoded, key=lambda held: held.ref, default=None)
     return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None

@@ -73,6 +73,11 @@ class StoredStep:
         """Bytes that it takes, unfinished writes included."""
         return sum(info.size for info in self.objects) + sum(cut.size for cut in self.unfinished)
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a codec has encoded its data files."""
+        return any(info.key.endswith(".encoded") for info in self.objects)
+
 
 class Inventory:
     """The steps of a tier.

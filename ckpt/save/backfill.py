@@ -19,7 +19,7 @@ from functools import partial
 
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.transfer import fetch_step
-from ckpt.config import SaveConfig
+from ckpt.config import NO_CODEC, SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
 from ckpt.model.units import size
@@ -157,9 +157,12 @@ class Backfill:
         near, far, began = self._near.tier.backend, writer.tier, time.perf_counter()
         try:
             writer.root.bring(held.ref)
+            evictor = Evictor(far, writer.root, _CopyGuard(far.backend, near, held.ref))
+            known = far.tier.codec == NO_CODEC or held.is_encoded  # else its size comes with the encoding
             if far.tier.capacity is not None:
-                evictor = Evictor(far, writer.root, _CopyGuard(far.backend, near, held.ref))
-                evictor.make_room(held.ref, held.nbytes, restored=None, stored=True)
+                raw = far.tier.codec == NO_CODEC and held.is_encoded
+                nbytes = held.staged_bytes if raw else held.nbytes
+                evictor.make_room(held.ref, nbytes, restored=None, stored=known)
             others = [other.tier.backend for other in self._far if other is not writer]
             config = self._config
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:
@@ -172,6 +175,8 @@ class Backfill:
                     others=others,
                     codec=far.tier.codec,
                 )
+            if far.tier.capacity is not None and not known:
+                evictor.settle(held.ref, restored=None)
         except CkptError as error:
             _log.warning(
                 "ckpt: step %d of the job before is not taken to %s: %s", held.ref.step, far.url, error

@@ -39,7 +39,7 @@ def far(tmp_path: Path) -> Path:
     return tmp_path / "far"
 
 
-def left_by_a_job(near: Path, *steps: int) -> None:
+def left_by_a_job(near: Tier | Path, *steps: int) -> None:
     """It drained nothing before it died."""
     with CheckpointManager(near) as manager:
         manager.restore(state(0))
@@ -153,6 +153,26 @@ def test_a_file_damaged_near_is_not_taken_farther(near, far, caplog):
     go_on(near, far, step=4)
     assert whole(far) == [1, 3, 4]
     assert "checksum mismatch" in caplog.text
+
+
+def bytes_of(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def test_what_is_encoded_near_and_raw_far_keeps_to_the_capacity_there(near, far):
+    left_by_a_job(Tier(str(near), codec="zstd"), 1, 2, 3, 4)
+    capacity = 3 * IMAGE + 100_000
+    go_on(Tier(str(near), codec="zstd"), Tier(str(far), capacity=capacity), step=5)
+    assert whole(far)[-2:] == [4, 5]
+    assert bytes_of(far) <= capacity
+
+
+def test_what_is_raw_near_and_encoded_far_needs_no_more_room_than_encoded(near, far):
+    left_by_a_job(near, 1, 2, 3, 4)
+    capacity = IMAGE // 2
+    go_on(near, Tier(str(far), codec="zstd", capacity=capacity), step=5)
+    assert whole(far) == [1, 2, 3, 4, 5]
+    assert bytes_of(far) <= capacity
 
 
 def test_a_far_tier_with_a_capacity_gives_up_older_ones_only(near, far):
