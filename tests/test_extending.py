@@ -150,3 +150,27 @@ def test_an_adapter_of_another_distribution_saves_and_restores_its_object(tmp_pa
         "Engine [7.0, 7.0, 7.0] 7",
         "Engine [8.0, 8.0, 8.0] 8",
     ]
+
+
+def test_an_adapter_that_cannot_be_loaded_costs_no_save_and_no_restore(tmp_path: Path) -> None:
+    outside = Distribution(tmp_path, "ckpt_engine", "", "[ckpt.adapters]\nengine = ckpt_engine:missing\n")
+    code = """
+        import sys, logging, torch
+        logging.basicConfig(stream=sys.stdout)
+        import numpy as np
+        from ckpt import CheckpointManager
+        from ckpt.errors import UnsupportedValue
+        with CheckpointManager(sys.argv[1]) as manager:
+            manager.save({"nested": {"count": np.int64(7)}}, step=1)
+            state = {"nested": {"count": np.int64(0)}}
+            manager.restore(state)
+            print(state["nested"]["count"])
+            try:
+                manager.save({"generator": object()}, step=2)
+            except UnsupportedValue:
+                print("refused")
+    """
+    told = outside.run_code(code, str(tmp_path / "root"))
+    assert "7" in told.splitlines(), told
+    assert told.count("the adapter 'engine' of 'ckpt_engine:missing' cannot be loaded") == 1
+    assert "refused" in told

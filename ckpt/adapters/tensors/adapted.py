@@ -7,6 +7,7 @@ about values that ckpt itself cannot save: an engine or a loader of a framework,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+_log = logging.getLogger("ckpt")
 _GROUP: Final = "ckpt.adapters"
 _KNOWN: Final = (
     torch.Tensor, nn.Module, Optimizer, np.ndarray, Mapping, list, tuple, set, frozenset,
@@ -28,7 +30,13 @@ Adapter = Callable[[object], object | None]
 
 @cache
 def _adapters() -> tuple[Adapter, ...]:
-    return tuple(cast(Adapter, entry.load()) for entry in entry_points(group=_GROUP))
+    found: list[Adapter] = []
+    for entry in entry_points(group=_GROUP):
+        try:
+            found.append(cast(Adapter, entry.load()))
+        except Exception as error:  # noqa: BLE001 - another package's mistake must not cost a save
+            _log.warning("ckpt: the adapter %r of %r cannot be loaded: %s", entry.name, entry.value, error)
+    return tuple(found)
 
 
 def adapted(value: Any) -> Any:
