@@ -1,4 +1,6 @@
-"""``python -m bench <scenario>`` or ``python -m bench all``: measure, print tables, write Markdown, CSV, JSON and plots."""
+"""``python -m bench <scenario>`` or ``python -m bench all``: measure, print tables, write
+Markdown, CSV, JSON and plots.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ _LEAST_SECONDS: Final = 30.0  # whatever went before: the first contenders are m
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is asked for. Returns 1 if a contender failed anywhere, after all the others have been measured."""
+    """Run what is asked for.
+
+    Returns 1 if a contender failed anywhere, after all the others have been measured.
+    """
     told = _parser().parse_args(arguments)
     console = Console()
     if told.scenario == "render":
@@ -33,10 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     together = [name for name in scenarios.ALL if name not in scenarios.ALONE]
     chosen = together if told.scenario == "all" else [told.scenario]
     budgets = {name: _options(name, told).budget_seconds for name in chosen}
-    until = time.monotonic() + (told.minutes * 60 if told.scenario == "all" else sum(budgets.values()))
+    until = time.monotonic() + (
+        told.minutes * 60 if told.scenario == "all" else sum(budgets.values())
+    )
     for scenario in chosen:
         console.rule(f"{scenario}: {scenarios.ALL[scenario]}", align="left")
-        share = (until - time.monotonic()) / sum(budgets.values())  # less if those before took longer
+        # less if those before took longer
+        share = (until - time.monotonic()) / sum(budgets.values())
         budget = max(_LEAST_SECONDS, budgets.pop(scenario) * share)
         result = _run(scenario, told, budget, console)
         report.show(result, console)
@@ -49,7 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(name: str, told: argparse.Namespace, budget_seconds: float, console: Console) -> Result:
     memory = told.memory_mib << 20
     with Bench(
-        name, told.dir, told.contenders, budget_seconds, console, memory_bytes=memory, quick=told.quick
+        name,
+        told.dir,
+        told.contenders,
+        budget_seconds,
+        console,
+        memory_bytes=memory,
+        quick=told.quick,
     ) as bench:
         return scenarios.load(name).run(bench, _options(name, told))
 
@@ -57,31 +71,53 @@ def _run(name: str, told: argparse.Namespace, budget_seconds: float, console: Co
 def _options(name: str, told: argparse.Namespace) -> Any:
     scenario = scenarios.load(name)
     options = scenario.QUICK if told.quick else scenario.Options()
-    given = {key: value for key in _fields(options) if (value := getattr(told, key, None)) is not None}
+    given = {
+        key: value for key in _fields(options) if (value := getattr(told, key, None)) is not None
+    }
     return dataclasses.replace(
-        options, **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        options,
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()},
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     verbs = parser.add_subparsers(required=True, metavar="scenario", dest="scenario")
-    for name, words in {**scenarios.ALL, "all": "all of these but `device`, one after the other"}.items():
+    for name, words in {
+        **scenarios.ALL,
+        "all": "all of these but `device`, one after the other",
+    }.items():
         verb = verbs.add_parser(name, help=words)
-        verb.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
-        verb.add_argument("--dir", default=".build/bench", help="on the disk to be measured [.build/bench]")
-        verb.add_argument("--memory-mib", type=int, default=0, help="most to take [85 %% of what is free]")
-        verb.add_argument("--quick", action="store_true", help="a small smoke run: the numbers mean nothing")
         verb.add_argument(
-            "--contenders", nargs="+", choices=contenders.ASKED, default=contenders.ASKED, metavar="NAME",
+            "--out", default="bench/results", help="folder of the reports [bench/results]"
+        )
+        verb.add_argument(
+            "--dir", default=".build/bench", help="on the disk to be measured [.build/bench]"
+        )
+        verb.add_argument(
+            "--memory-mib", type=int, default=0, help="most to take [85 %% of what is free]"
+        )
+        verb.add_argument(
+            "--quick", action="store_true", help="a small smoke run: the numbers mean nothing"
+        )
+        verb.add_argument(
+            "--contenders",
+            nargs="+",
+            choices=contenders.ASKED,
+            default=contenders.ASKED,
+            metavar="NAME",
             help=", ".join(contenders.ASKED),
-        )  # fmt: skip
+        )
         if name == "all":
             verb.add_argument("--minutes", type=float, default=25, help="for all together [25]")
         else:
             _add_options(verb, scenarios.load(name).Options())
-    render = verbs.add_parser("render", help="make tables and plots anew from the JSON of earlier runs")
-    render.add_argument("--out", default="bench/results", help="folder of the reports [bench/results]")
+    render = verbs.add_parser(
+        "render", help="make tables and plots anew from the JSON of earlier runs"
+    )
+    render.add_argument(
+        "--out", default="bench/results", help="folder of the reports [bench/results]"
+    )
     return parser
 
 
@@ -99,7 +135,10 @@ def _add_options(verb: argparse.ArgumentParser, options: Any) -> None:
         shown = " ".join(map(str, default)) if many else str(default)
         more: dict[str, Any] = {"nargs": "+"} if many else {}
         verb.add_argument(
-            f"--{key.replace('_', '-')}", type=kind, help=f"{field.metadata['help']} [{shown}]", **more
+            f"--{key.replace('_', '-')}",
+            type=kind,
+            help=f"{field.metadata['help']} [{shown}]",
+            **more,
         )
 
 

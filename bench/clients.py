@@ -1,6 +1,8 @@
-"""The clients of an object store, each as two calls: a buffer up in parts, an object down into a buffer. And what a second thread of the process sees meanwhile.
+"""The clients of an object store, each as two calls: a buffer up in parts, an object down into a
+buffer. And what a second thread of the process sees meanwhile.
 
-Run in a process of its own (``bench.worker_objects``): what is counted is this process' CPU, not the server's.
+Run in a process of its own (``bench.worker_objects``): what is counted is this process' CPU, not
+the server's.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ class Ckpt:
         del part_bytes  # its own choice
         from ckpt.storage.registry import open_backend
 
-        options: dict[str, object] = {"endpoint_url": url, "key": KEY, "secret": SECRET, "region": _REGION}
+        options: dict[str, object] = {
+            "endpoint_url": url,
+            "key": KEY,
+            "secret": SECRET,
+            "region": _REGION,
+        }
         options |= {"put_if_absent": False, "client": self.client}
         if unsigned:
             options["config_kwargs"] = {"s3": {"payload_signing_enabled": False}}
@@ -47,7 +54,9 @@ class Ckpt:
         upload = self._backend.upload(key, data.nbytes)
         size = upload.part_bytes
         offsets = range(0, data.nbytes, size)
-        each: Callable[..., Any] = self._pool.map if self._backend.capabilities.parallel_parts else map
+        each: Callable[..., Any] = (
+            self._pool.map if self._backend.capabilities.parallel_parts else map
+        )
         list(each(lambda offset: upload.write(offset, data[offset : offset + size]), offsets))
         upload.finish()
 
@@ -75,9 +84,14 @@ class S3fs:
         if unsigned:
             config["s3"] = {"payload_signing_enabled": False}
         self._fs = s3fs.S3FileSystem(
-            key=KEY, secret=SECRET, endpoint_url=url, config_kwargs=config, client_kwargs={"region_name": _REGION},
-            use_listings_cache=False, skip_instance_cache=True,
-        )  # fmt: skip
+            key=KEY,
+            secret=SECRET,
+            endpoint_url=url,
+            config_kwargs=config,
+            client_kwargs={"region_name": _REGION},
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
         self._how = {"chunksize": part_bytes, "max_concurrency": threads}
 
     def up(self, key: str, data: memoryview) -> None:
@@ -97,11 +111,19 @@ class Boto3:
 
         s3 = {"payload_signing_enabled": False} if unsigned else {}
         config = Config(
-            s3=s3, request_checksum_calculation="when_required", response_checksum_validation="when_required", max_pool_connections=32
-        )  # fmt: skip
+            s3=s3,
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            max_pool_connections=32,
+        )
         self._client = boto3.client(
-            "s3", endpoint_url=url, region_name=_REGION, aws_access_key_id=KEY, aws_secret_access_key=SECRET, config=config
-        )  # fmt: skip
+            "s3",
+            endpoint_url=url,
+            region_name=_REGION,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            config=config,
+        )
         self._how = TransferConfig(
             multipart_chunksize=part_bytes, max_concurrency=threads, multipart_threshold=part_bytes
         )
@@ -145,11 +167,18 @@ class Obstore:
         from obstore.store import S3Store
 
         self._obstore = obstore
-        config = {"endpoint": url, "region": _REGION, "access_key_id": KEY, "secret_access_key": SECRET}
+        config = {
+            "endpoint": url,
+            "region": _REGION,
+            "access_key_id": KEY,
+            "secret_access_key": SECRET,
+        }
         store: Any = S3Store
         self._store = store(
-            BUCKET, config={**config, "unsigned_payload": unsigned, "virtual_hosted_style_request": False}, client_options={"allow_http": True}
-        )  # fmt: skip
+            BUCKET,
+            config={**config, "unsigned_payload": unsigned, "virtual_hosted_style_request": False},
+            client_options={"allow_http": True},
+        )
         self._how: dict[str, Any] = {"chunk_size": part_bytes, "max_concurrency": threads}
 
     def up(self, key: str, data: memoryview) -> None:

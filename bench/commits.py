@@ -1,4 +1,5 @@
-"""What a process does in a world of simulated ranks, for the clock: put fragments, commit them, restore, hear words.
+"""What a process does in a world of simulated ranks, for the clock: put fragments, commit them,
+restore, hear words.
 
 Each function is the work of one process, whose processor time and memory it tells.
 """
@@ -23,7 +24,10 @@ from ckpt.plan.restore import plan_restore
 
 
 def write(world: World, folder: str, ranks: range) -> dict[str, Any]:
-    """Puts the fragments of some ranks, for two saves on the same layout. In a process of its own."""
+    """Puts the fragments of some ranks, for two saves on the same layout.
+
+    In a process of its own.
+    """
     job = Job(world)
     refs: list[list[FragmentRef]] = [[], []]
     packing: list[float] = []
@@ -31,7 +35,9 @@ def write(world: World, folder: str, ranks: range) -> dict[str, Any]:
         leaves = world.leaves(rank)
         packed: Packed | None = None
         for step in (1, 2):
-            packed = job.again(packed, rank, step, leaves) if packed else job.packed(rank, step, leaves)
+            packed = (
+                job.again(packed, rank, step, leaves) if packed else job.packed(rank, step, leaves)
+            )
             data = pack(packed)
             if rank == ranks[len(ranks) // 2]:  # the real thing, for the clock
                 fragment = job.fragment(rank, step, leaves)
@@ -69,7 +75,10 @@ def commit(folder: str, refs: list[list[FragmentRef]]) -> dict[str, float]:
 
 
 def restore(folder: str, world: World, rank: int) -> dict[str, float]:
-    """A rank of ``world`` restores save 2: from the bytes of the manifest to its plan. In a process of its own."""
+    """A rank of ``world`` restores save 2: from the bytes of the manifest to its plan.
+
+    In a process of its own.
+    """
     with open(f"{folder}/manifest", "rb") as file:
         data = file.read()
     wanted = world.leaves(rank)
@@ -91,9 +100,15 @@ def restore(folder: str, world: World, rank: int) -> dict[str, float]:
     seconds = time.perf_counter() - start
     assert plan.wanted_bytes == sum(leaf.nbytes for leaf in wanted)
     return {
-        "seconds": seconds, "cpu": time.process_time() - cpu, "open": opened, "fragments": len(ranks), "reads": len(plan.reads), "files": len({r.rank for r in plan.reads}),
-        "over": plan.read_bytes / max(1, plan.wanted_bytes), "memory": _peak() - base,
-    }  # fmt: skip
+        "seconds": seconds,
+        "cpu": time.process_time() - cpu,
+        "open": opened,
+        "fragments": len(ranks),
+        "reads": len(plan.reads),
+        "files": len({r.rank for r in plan.reads}),
+        "over": plan.read_bytes / max(1, plan.wanted_bytes),
+        "memory": _peak() - base,
+    }
 
 
 def _peak() -> float:
@@ -103,7 +118,9 @@ def _peak() -> float:
 
 
 def words(ranks: int) -> dict[str, float]:
-    """The leader hears the words of all ranks, through a TCPStore of this process; and looks once when only half of them have come."""
+    """The leader hears the words of all ranks, through a TCPStore of this process; and looks
+    once when only half of them have come.
+    """
     import torch.distributed as dist
 
     from ckpt.adapters.torch_store import TorchStoreCoordinator
@@ -129,7 +146,10 @@ def words(ranks: int) -> dict[str, float]:
             count[0] += 1
             return super()._wait(keys, seconds)
 
-    leader, word = Counting(), encode(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32)))
+    leader, word = (
+        Counting(),
+        encode(Durable(FragmentRef(fragment_name(ranks), ranks, 40000, "0" * 32))),
+    )
     subject = "save/0/0/step-000001200.abc123def456"
     for rank in range(ranks // 2):
         store.set(f"{subject}/{rank}", word.decode())
@@ -142,5 +162,9 @@ def words(ranks: int) -> dict[str, float]:
     begin, cpu = time.perf_counter(), time.process_time()
     assert len(leader.collect(subject, set(range(ranks)), timeout=60)) == ranks
     return {
-        "hear": time.perf_counter() - begin, "hear_cpu": time.process_time() - cpu, "look": look, "requests": float(count[0]), "word": float(len(word)),
-    }  # fmt: skip
+        "hear": time.perf_counter() - begin,
+        "hear_cpu": time.process_time() - cpu,
+        "look": look,
+        "requests": float(count[0]),
+        "word": float(len(word)),
+    }

@@ -1,4 +1,6 @@
-"""Whether what was loaded is what was saved: a 128-bit hash of every tensor, taken when the state is saved, and the plain values."""
+"""Whether what was loaded is what was saved: a 128-bit hash of every tensor, taken when the
+state is saved, and the plain values.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ if TYPE_CHECKING:
 
 
 def contents(subject: Subject) -> dict[str, Any]:
-    """Name -> hash (with dtype and shape) of every tensor, a rank's own part of a DTensor, and the plain values under ``""``."""
+    """Name -> hash (with dtype and shape) of every tensor, a rank's own part of a DTensor, and
+    the plain values under ``""``.
+    """
     import torch
     import xxhash
 

@@ -1,7 +1,9 @@
-"""One contender on an accelerator, in a process of its own: ``python -m bench.device_worker '{...}'`` prints one line of JSON.
+"""One contender on an accelerator, in a process of its own: ``python -m bench.device_worker
+'{...}'`` prints one line of JSON.
 
-Every step ends when the device has done it, so that what the device waits for is in the step's time. Without an accelerator the
-CPU takes its place: then the numbers mean nothing, but every line has been run.
+Every step ends when the device has done it, so that what the device waits for is in the step's
+time. Without an accelerator the CPU takes its place: then the numbers mean nothing, but every line
+has been run.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class DeviceTraining(Training):
         return training
 
     def forward_backward(self) -> None:
-        if place().type == torch._C._get_privateuse1_backend_name():  # a simulated one has few kernels
+        # a simulated one has few kernels
+        if place().type == torch._C._get_privateuse1_backend_name():
             for parameter in self.model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             return
@@ -79,7 +82,9 @@ class Clock:
         self.seconds, self.cpu_seconds = time.perf_counter() - began, time.thread_time() - worked
 
 
-def one_save(training: DeviceTraining, contender: Contender, step: int, clean: int) -> dict[str, Any]:
+def one_save(
+    training: DeviceTraining, contender: Contender, step: int, clean: int
+) -> dict[str, Any]:
     """A save in the training loop. The steps until it is durable are beside it."""
     alone = [training.whole_step() for _ in range(clean)]
     training.forward_backward()
@@ -135,7 +140,9 @@ def idle_save(contender: Contender, step: int) -> dict[str, Any]:
 
 
 def plain_copies(nbytes: int, count: int) -> list[float]:
-    """Bytes per second of a copy from the device into page-locked memory, as large as memory allows without a fuss."""
+    """Bytes per second of a copy from the device into page-locked memory, as large as memory
+    allows without a fuss.
+    """
     device = place()
     size = min(nbytes, 2 << 30)
     source = torch.ones(size, dtype=torch.uint8, device=device)

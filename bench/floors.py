@@ -1,7 +1,9 @@
-"""The machine's own speed, without any contender: a warm copy, a plain direct write, a plain direct read (buffered where there is no direct I/O).
+"""The machine's own speed, without any contender: a warm copy, a plain direct write, a plain direct
+read (buffered where there is no direct I/O).
 
-Buffers are warm and at most ``WINDOW_BYTES``, more than any cache holds, so that floors fit beside states of several GiB; at most ``FILE_BYTES`` are
-written or read. Times of more bytes than that are those of the window or file, in proportion.
+Buffers are warm and at most ``WINDOW_BYTES``, more than any cache holds, so that floors fit beside
+states of several GiB; at most ``FILE_BYTES`` are written or read. Times of more bytes than that are
+those of the window or file, in proportion.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ _THREADS: Final = 4
 
 
 class Floors:
-    """Warm buffers, and the three clocks. ``nbytes``: the size of the state that is compared with."""
+    """Warm buffers, and the three clocks.
+
+    ``nbytes``: the size of the state that is compared with.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -44,7 +49,9 @@ class Floors:
         return (time.perf_counter() - began) * self._nbytes / self._window
 
     def write(self, folder: str) -> float:
-        """Seconds of ``O_DIRECT`` writes of 8 MiB by 4 threads into a new preallocated file, fsynced with its folder."""
+        """Seconds of ``O_DIRECT`` writes of 8 MiB by 4 threads into a new preallocated file,
+        fsynced with its folder.
+        """
         path = os.path.join(folder, "floor")
         began = time.perf_counter()
         with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
@@ -55,12 +62,15 @@ class Floors:
             os.fsync(descriptor)
         seconds = time.perf_counter() - began
         os.unlink(path)
-        with _opened(folder, os.O_RDONLY, direct=False) as descriptor:  # what that puts off is nobody else's
+        # what that puts off is nobody else's
+        with _opened(folder, os.O_RDONLY, direct=False) as descriptor:
             os.fsync(descriptor)
         return seconds * self._nbytes / self._file
 
     def read(self, folder: str) -> float:
-        """Seconds of ``O_DIRECT`` reads of 8 MiB by 4 threads, of a file written off the clock, into warm memory."""
+        """Seconds of ``O_DIRECT`` reads of 8 MiB by 4 threads, of a file written off the clock,
+        into warm memory.
+        """
         path = os.path.join(folder, "floor-read")
         if not os.path.exists(path):
             with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
@@ -77,7 +87,9 @@ class Floors:
 
         def request(offset: int) -> None:
             start = offset % self._window
-            left = memory[start : start + min(_REQUEST_BYTES, self._file - offset, self._window - start)]
+            left = memory[
+                start : start + min(_REQUEST_BYTES, self._file - offset, self._window - start)
+            ]
             while left.nbytes:
                 count = move(left, offset)
                 assert count > 0

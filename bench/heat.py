@@ -1,4 +1,6 @@
-"""Contenders at work: one process each, taking turns in rounds, and what they have written loaded back and compared."""
+"""Contenders at work: one process each, taking turns in rounds, and what they have written
+loaded back and compared.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Session:
         self.kept: list[tuple[str, dict[str, Any], list[str]]] = []
 
     def prepare(self) -> None:
-        """Wait for the state, and get the contender ready; off the clock, and what it begins in the background too."""
+        """Wait for the state, and get the contender ready; off the clock, and what it begins in
+        the background too.
+        """
         self.setup = self.process.hear()
         with MemorySampler(self.process.pid) as memory:
             self.setup |= self.process.ask("warm")
@@ -46,7 +50,9 @@ class Session:
             self.process.settle()
 
     def save(self, verb: str, *, compare: bool = True, saves: int = 1, **command: Any) -> Any:
-        """Let the contender save; what it wrote is kept for `check` if it is to be compared, else deleted."""
+        """Let the contender save; what it wrote is kept for `check` if it is to be compared,
+        else deleted.
+        """
         before = self._entries()
         step, self._step = self._step + 1, self._step + saves
         with MemorySampler(self.process.pid) as memory:
@@ -61,7 +67,10 @@ class Session:
         return answer
 
     def check(self, checker: Checker) -> None:
-        """Load back what was kept, and delete it. Raises ``BenchError`` if it is not what was saved."""
+        """Load back what was kept, and delete it.
+
+        Raises ``BenchError`` if it is not what was saved.
+        """
         kept, self.kept = self.kept, []
         for path, saved, made in kept:
             checker.load(self.name, path, saved)
@@ -119,7 +128,10 @@ class Heat:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for session in self.sessions.values():
             session.process.end(0 if kind else 20)
@@ -148,14 +160,19 @@ class Heat:
         self.sessions.pop(name).process.end()
 
     def finish(self) -> None:
-        """End all contenders, then compare what they have left: a state and its images need not fit beside the state that is loaded into."""
+        """End all contenders, then compare what they have left: a state and its images need not
+        fit beside the state that is loaded into.
+        """
         self.each(0, Session.close)
         with Checker(self.bench, self.shape) as checker:
             self.each(0, Session.check, checker)
 
 
 class Checker:
-    """A process with a state of the same form, which checkpoints are loaded into. A load that fails costs its process."""
+    """A process with a state of the same form, which checkpoints are loaded into.
+
+    A load that fails costs its process.
+    """
 
     def __init__(self, bench: Bench, shape: Shape) -> None:
         self._bench, self._shape = bench, shape
@@ -165,7 +182,10 @@ class Checker:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -175,7 +195,10 @@ class Checker:
             self._process = None
 
     def load(self, name: str, path: str, saved: dict[str, Any], *, cold: bool = False) -> float:
-        """Seconds of a load into a spoiled state. Raises ``BenchError`` if that does not hold then what was saved."""
+        """Seconds of a load into a spoiled state.
+
+        Raises ``BenchError`` if that does not hold then what was saved.
+        """
         if self._process is None:
             self._process = self._bench.process()
             self._process.ask("setup", **vars(self._shape))
@@ -187,7 +210,8 @@ class Checker:
             raise
         if wrong := differences(saved, answer["loaded"]):
             raise BenchError(
-                f"what was loaded is not what was saved: {len(wrong)} differ, {', '.join(wrong[:3])}"
+                f"what was loaded is not what was saved: {len(wrong)} differ, "
+                f"{', '.join(wrong[:3])}"
             )
         return cast(float, answer["seconds"])
 
@@ -205,7 +229,9 @@ def clear(root: str) -> None:
 
 
 def _delete(entries: Sequence[str]) -> None:
-    """Delete, and let the file system finish with it: what it puts off would be on the clock of whoever fsyncs next."""
+    """Delete, and let the file system finish with it: what it puts off would be on the clock of
+    whoever fsyncs next.
+    """
     for path in entries:
         (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)
     for folder in {os.path.dirname(path) for path in entries}:

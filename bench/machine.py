@@ -49,11 +49,16 @@ def disk_of(folder: str) -> str:
 
 
 def free_memory_bytes() -> int:
-    """What this process and its children may still take: of the machine, of its memory cgroup, of ``/dev/shm``."""
+    """What this process and its children may still take: of the machine, of its memory cgroup,
+    of ``/dev/shm``.
+    """
     free: list[int] = [psutil.virtual_memory().available]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         with contextlib.suppress(OSError, ValueError), open(limit) as most, open(used) as now:
             free.append(int(most.read()) - int(now.read()))
@@ -62,7 +67,9 @@ def free_memory_bytes() -> int:
 
 def _cpu() -> str:
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as info:
-        return next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in info if line.startswith("model name")
+        )
     return platform.processor() or platform.machine()
 
 
@@ -78,7 +85,9 @@ def _commit() -> str:
 
 
 def evict(path: str) -> None:
-    """Let the page cache forget a file, or all files below a folder; of a root and a step, those of the root. What is kept in memory stays there."""
+    """Let the page cache forget a file, or all files below a folder; of a root and a step, those
+    of the root. What is kept in memory stays there.
+    """
     if "://" in path:
         return
     while not os.path.exists(path):

@@ -37,16 +37,21 @@ def _tree(pid: int) -> Iterator[int]:
 def _status(pid: int) -> dict[str, int]:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as status:
         fields = (
-            line.split(":", 1) for line in status if line.startswith(("RssAnon", "RssShmem", "Threads"))
+            line.split(":", 1)
+            for line in status
+            if line.startswith(("RssAnon", "RssShmem", "Threads"))
         )
         return {key: int(value.split()[0]) for key, value in fields}
     return {}
 
 
 def host_memory_bytes(pid: int) -> int:
-    """Anonymous memory of a process and its children, plus their shared memory (``/dev/shm``). Mapped files of libraries are left out.
+    """Anonymous memory of a process and its children, plus their shared memory (``/dev/shm``).
 
-    Shared memory is that of the process that maps most of it: what a trainer shares with its writer is there once.
+    Mapped files of libraries are left out.
+
+    Shared memory is that of the process that maps most of it: what a trainer shares with its writer
+        is there once.
     """
     seen = [_status(each) for each in _tree(pid)]
     anonymous = sum(one.get("RssAnon", 0) for one in seen)
@@ -64,7 +69,9 @@ def footprint(pid: int) -> Footprint:
 
 
 class MemorySampler:
-    """The highest ``host_memory_bytes`` of another process while the ``with`` lasts; sampled by a thread of this one."""
+    """The highest ``host_memory_bytes`` of another process while the ``with`` lasts; sampled by
+    a thread of this one.
+    """
 
     def __init__(self, pid: int) -> None:
         self.peak_bytes = 0
@@ -77,7 +84,10 @@ class MemorySampler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop.set()
         self._thread.join()
@@ -125,7 +135,8 @@ class Step:
 class TrainedSave:
     """One save in a training loop.
 
-    ``clean`` are the steps right before it and right after it was durable; ``beside`` those that began while it was under way.
+    ``clean`` are the steps right before it and right after it was durable; ``beside`` those that
+    began while it was under way.
     """
 
     call_seconds: float
@@ -149,7 +160,9 @@ class TrainedSave:
 
     @property
     def drag_seconds(self) -> float:
-        """How much longer the steps beside the save took than as many clean ones. Noise can make it negative: that is kept.
+        """How much longer the steps beside the save took than as many clean ones.
+
+        Noise can make it negative: that is kept.
 
         Nothing if the save was over when the call returned.
         """
@@ -165,7 +178,10 @@ class Block:
 
     @property
     def slowdown(self) -> float:
-        """How much longer the steps with saves took: 0.03 is 3 %. Noise can make it negative: that is kept."""
+        """How much longer the steps with saves took: 0.03 is 3 %.
+
+        Noise can make it negative: that is kept.
+        """
         return statistics.fmean(self.saving) / statistics.fmean(self.clean) - 1
 
 
@@ -179,5 +195,7 @@ def tree_bytes(path: str) -> int:
     if not os.path.isdir(path):
         return os.stat(path).st_size
     return sum(
-        os.stat(os.path.join(place, name)).st_size for place, _, names in os.walk(path) for name in names
+        os.stat(os.path.join(place, name)).st_size
+        for place, _, names in os.walk(path)
+        for name in names
     )

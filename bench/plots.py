@@ -9,7 +9,20 @@ from typing import Any
 
 from bench.measure import Spread
 from bench.result import Kind, Line, Result
-from bench.style import COLOURS, FLOOR, INK, SOFT, bare, colour, figure, head, ours, round_bytes, tick, write
+from bench.style import (
+    COLOURS,
+    FLOOR,
+    INK,
+    SOFT,
+    bare,
+    colour,
+    figure,
+    head,
+    ours,
+    round_bytes,
+    tick,
+    write,
+)
 
 _BAR_INCHES = 0.3
 _HEAD_INCHES = 1.3
@@ -17,7 +30,10 @@ _HEAD_INCHES = 1.3
 
 @dataclass(frozen=True)
 class Panel:
-    """One number of every contender. ``floor``: the line it is compared with; ``first``: the same number of the first save."""
+    """One number of every contender.
+
+    ``floor``: the line it is compared with; ``first``: the same number of the first save.
+    """
 
     key: str
     title: str
@@ -33,7 +49,8 @@ def ordered(lines: Sequence[Line]) -> list[Line]:
     order = list(COLOURS)[::-1]
     unknown = {True: len(order), False: -1}
     return sorted(
-        lines, key=lambda line: order.index(line.name) if line.name in order else unknown[ours(line.name)]
+        lines,
+        key=lambda line: order.index(line.name) if line.name in order else unknown[ours(line.name)],
     )
 
 
@@ -44,10 +61,17 @@ def bars(result: Result, panels: Sequence[Panel], path: str, reading: str = "") 
     size = (4.4 * len(panels) + 1.4, sum(heights) + 1.1)
     firsts = " Ring: the first save." if any(panel.first for panel in panels) else ""
     better = "Longer is better." if panels[0].longer_is_better else "Shorter is better."
-    reading = f"Bars: medians; lines: lowest to highest.{firsts} {better} {reading} All that is shown was loaded back and compared equal."
+    reading = (
+        f"Bars: medians; lines: lowest to highest.{firsts} {better} {reading} All that is shown "
+        "was loaded back and compared equal."
+    )
     with figure(result, path, size, " ".join(reading.split()), rows=len(cases)) as (drawn, plt):
         grid = drawn.subplots(
-            len(cases), len(panels), squeeze=False, sharey="row", gridspec_kw={"height_ratios": heights}
+            len(cases),
+            len(panels),
+            squeeze=False,
+            sharey="row",
+            gridspec_kw={"height_ratios": heights},
         )
         for axes, case in zip(grid, cases, strict=True):
             lines = ordered(result.of(case))
@@ -81,10 +105,16 @@ def _name(axis: Any, case: str) -> None:
 
 
 def _panel(axis: Any, lines: Sequence[Line], panel: Panel, floor: Line | None) -> None:
-    """Logarithmic where the longest is far from the shortest and none is below zero; rates never."""
+    """Logarithmic where the longest is far from the shortest and none is below zero; rates
+    never.
+    """
     ends = [(y, line, _ends(line, panel.key)) for y, line in enumerate(lines)]
     known = [(y, line, spread) for y, line, spread in ends if spread is not None]
-    values = [value for _, line, spread in known for value in (spread.low, spread.high, *_first(line, panel))]
+    values = [
+        value
+        for _, line, spread in known
+        for value in (spread.low, spread.high, *_first(line, panel))
+    ]
     values += [value for value in [floor.median(panel.key) if floor else None] if value is not None]
     values = values or [1.0]
     logarithmic = panel.kind != "per_second" and min(values) > 0 and max(values) > 8 * min(values)
@@ -92,7 +122,12 @@ def _panel(axis: Any, lines: Sequence[Line], panel: Panel, floor: Line | None) -
     for y, line, spread in known:
         axis.barh(y, spread.median - left, left=left, height=0.66, color=colour(line.name))
         axis.plot(
-            [spread.low, spread.high], [y, y], color=INK, linewidth=1.1, alpha=0.55, solid_capstyle="butt"
+            [spread.low, spread.high],
+            [y, y],
+            color=INK,
+            linewidth=1.1,
+            alpha=0.55,
+            solid_capstyle="butt",
         )
         for first in _first(line, panel):
             axis.plot(
@@ -113,12 +148,22 @@ def _panel(axis: Any, lines: Sequence[Line], panel: Panel, floor: Line | None) -
             fontsize=9,
             fontweight="bold" if ours(line.name) else "normal",
             color=colour("ckpt.save_async") if ours(line.name) else INK,
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+            bbox={
+                "boxstyle": "square,pad=0.1",
+                "facecolor": "white",
+                "edgecolor": "none",
+                "alpha": 0.8,
+            },
             zorder=3,
         )
         for first in _first(line, panel):
             words = f"first {write(first, panel.kind)}"
-            where: Any = {"xycoords": told, "xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+            where: Any = {
+                "xycoords": told,
+                "xytext": (4, 0),
+                "textcoords": "offset points",
+                "va": "center",
+            }
             axis.annotate(words, (1, 0.5), fontsize=8, color=SOFT, **where)
     for y, line, none in ends:
         if none is None:
@@ -150,7 +195,9 @@ def _first(line: Line, panel: Panel) -> list[float]:
     return [] if value is None else [value]
 
 
-def _scale(axis: Any, values: Sequence[float], left: float, logarithmic: bool, panel: Panel) -> None:
+def _scale(
+    axis: Any, values: Sequence[float], left: float, logarithmic: bool, panel: Panel
+) -> None:
     from matplotlib.ticker import LogLocator, MultipleLocator, NullFormatter
 
     if logarithmic:
@@ -175,7 +222,9 @@ def _floor(axis: Any, floor: Line, panel: Panel) -> None:
         return
     low, high = axis.get_xlim()
     axis.axvline(value, color=FLOOR, linewidth=1, linestyle=(0, (4, 3)), zorder=2.5)
-    span = (math.log(value / low) / math.log(high / low)) if low > 0 else (value - low) / (high - low)
+    span = (
+        (math.log(value / low) / math.log(high / low)) if low > 0 else (value - low) / (high - low)
+    )
     right = span > 0.6  # else the words would leave the panel
     text = axis.annotate(
         f"{floor.label.removeprefix('floor: ')} {write(value, panel.kind)}",
@@ -202,7 +251,10 @@ class Series:
 
 
 def lines(axis: Any, series: Sequence[Series], *, markers: bool = True, gap: float = 0.055) -> None:
-    """Lines with their names at their right ends, moved apart where they would overlap. Scales and limits must be set before."""
+    """Lines with their names at their right ends, moved apart where they would overlap.
+
+    Scales and limits must be set before.
+    """
     for one in series:
         mine = ours(one.name)
         dashed = one.name.startswith("floor.")
@@ -218,7 +270,9 @@ def lines(axis: Any, series: Sequence[Series], *, markers: bool = True, gap: flo
         )
 
     def height(one: Series) -> float:
-        return float(axis.transAxes.inverted().transform(axis.transData.transform((one.x[-1], one.y[-1])))[1])
+        return float(
+            axis.transAxes.inverted().transform(axis.transData.transform((one.x[-1], one.y[-1])))[1]
+        )
 
     known = [each for each in series if each.x]
     for one, placed in zip(known, spread_out([height(each) for each in known], gap), strict=True):
@@ -233,13 +287,22 @@ def lines(axis: Any, series: Sequence[Series], *, markers: bool = True, gap: flo
             fontsize=9,
             fontweight="bold" if mine else "normal",
             color=told,
-            arrowprops={"arrowstyle": "-", "color": told, "linewidth": 0.6, "alpha": 0.6, "relpos": (0, 0.5)},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": told,
+                "linewidth": 0.6,
+                "alpha": 0.6,
+                "relpos": (0, 0.5),
+            },
             annotation_clip=False,
         )
 
 
 def spread_out(heights: Sequence[float], gap: float) -> list[float]:
-    """The same heights, moved as little as may be so that no two are nearer than ``gap``. Neighbours push each other apart."""
+    """The same heights, moved as little as may be so that no two are nearer than ``gap``.
+
+    Neighbours push each other apart.
+    """
     order = sorted(range(len(heights)), key=heights.__getitem__)
     placed = [heights[at] for at in order]
     for _ in range(200):

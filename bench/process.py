@@ -25,7 +25,10 @@ _LINGER_SECONDS: Final = 2.0
 
 
 class BenchError(Exception):
-    """Something cannot be measured: what was measured would not be true. ``reason`` is one line, for a table."""
+    """Something cannot be measured: what was measured would not be true.
+
+    ``reason`` is one line, for a table.
+    """
 
     @property
     def reason(self) -> str:
@@ -34,7 +37,10 @@ class BenchError(Exception):
 
 
 class Process:
-    """A worker: see ``bench.worker``. Forked from a server that has done nothing but import torch, which saves each of them seconds."""
+    """A worker: see ``bench.worker``.
+
+    Forked from a server that has done nothing but import torch, which saves each of them seconds.
+    """
 
     def __init__(self, log: str) -> None:
         self._log = log
@@ -60,7 +66,9 @@ class Process:
             answer, error = self._line.recv()
         except (EOFError, ConnectionResetError):
             self._process.join(5)
-            raise BenchError(f"{self._said()}the worker ended with code {self._process.exitcode}") from None
+            raise BenchError(
+                f"{self._said()}the worker ended with code {self._process.exitcode}"
+            ) from None
         if error:
             raise BenchError(error)
         return answer
@@ -70,7 +78,9 @@ class Process:
         return self.hear()
 
     def settle(self) -> None:
-        """Return when the worker does nothing any more: what it has begun in the background belongs to getting ready."""
+        """Return when the worker does nothing any more: what it has begun in the background
+        belongs to getting ready.
+        """
         until = time.monotonic() + _SETTLE_SECONDS
         while time.monotonic() < until:
             before = self._busy()
@@ -79,7 +89,10 @@ class Process:
                 return
 
     def end(self, seconds: float = 20.0) -> None:
-        """End it, by force if it does not go by itself, with all it has started. Once is enough; more do no harm."""
+        """End it, by force if it does not go by itself, with all it has started.
+
+        Once is enough; more do no harm.
+        """
         if self._line.closed:
             return
         below = self._below()
@@ -92,7 +105,8 @@ class Process:
         for each in psutil.wait_procs(workers, timeout=_LINGER_SECONDS)[1]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-        psutil.wait_procs(below, timeout=_SETTLE_SECONDS)  # what it shared is gone from /dev/shm then
+        # what it shared is gone from /dev/shm then
+        psutil.wait_procs(below, timeout=_SETTLE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -111,7 +125,9 @@ class Process:
         return []
 
     def _busy(self) -> tuple[int, int]:
-        """Grows while anything happens: hundredths of CPU seconds of the tree, and its memory in MiB."""
+        """Grows while anything happens: hundredths of CPU seconds of the tree, and its memory in
+        MiB.
+        """
         ticks = 0.0
         with contextlib.suppress(psutil.NoSuchProcess):
             tree = psutil.Process(self.pid)
@@ -122,7 +138,9 @@ class Process:
 
 
 def _tidies_up(process: psutil.Process) -> bool:
-    """Whether it is torch's own, which ends by itself once it has removed what killed processes have left in ``/dev/shm``."""
+    """Whether it is torch's own, which ends by itself once it has removed what killed processes
+    have left in ``/dev/shm``.
+    """
     with contextlib.suppress(psutil.Error):
         return bool(process.name() == "torch_shm_manager")
     return False

@@ -1,4 +1,6 @@
-"""A wire to a server on this machine that can be cut, slowed or held, in a thread of this process."""
+"""A wire to a server on this machine that can be cut, slowed or held, in a thread of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ class Proxy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,8 +1,12 @@
-"""What a rank does: ``torchrun -m bench.rank PLAN``. All ranks train one GPT in FSDP2 shards, and save it with one contender after the other.
-Training has a process group of its own, so that the default one is free for contenders, as in a CUDA job, where training talks over NCCL: DCP's ``async_save`` would
-else mix its collectives, from its thread, with those of the training, and hang.
+"""What a rank does: ``torchrun -m bench.rank PLAN``.
 
-Rank 0 writes what happens, one JSON line each, into the file that the plan names; the parent reads it. An error ends the rank, and so, by torchrun, all of them.
+All ranks train one GPT in FSDP2 shards, and save it with one contender after the other. Training
+has a process group of its own, so that the default one is free for contenders, as in a CUDA job,
+where training talks over NCCL: DCP's ``async_save`` would else mix its collectives, from its
+thread, with those of the training, and hang.
+
+Rank 0 writes what happens, one JSON line each, into the file that the plan names; the parent reads
+it. An error ends the rank, and so, by torchrun, all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +47,11 @@ def main() -> None:
         try:
             _measure(name, training, group, plan)
         except Exception as error:
-            reason = error.reason if isinstance(error, BenchError) else f"{type(error).__name__}: {error}"
+            reason = (
+                error.reason
+                if isinstance(error, BenchError)
+                else f"{type(error).__name__}: {error}"
+            )
             _write(plan, name=name, error=f"rank {dist.get_rank()}: {reason}")
             raise
     dist.barrier()

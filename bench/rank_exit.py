@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 
 def exit_rank() -> NoReturn:
-    """Destroy the process group, and end the process with status 0. The interpreter is not finalized.
+    """Destroy the process group, and end the process with status 0.
+
+    The interpreter is not finalized.
 
     Threads of gloo outlive ``destroy_process_group`` where a DDP or FSDP module has used the group.
     Such a thread may drop the last reference to a tensor that Python has seen, and takes the GIL

@@ -1,7 +1,10 @@
-"""What a rank of `replicas` does: ``torchrun -m bench.replicas_rank PLAN``. All ranks hold one model under DDP with its AdamW state, save it once, and restore it again and again, in turns each reading all
-of it and one reading each part for all.
+"""What a rank of `replicas` does: ``torchrun -m bench.replicas_rank PLAN``.
 
-Rank 0 writes what happened, one JSON line each, into the file that the plan names. An error ends the rank, and so, by torchrun, all of them.
+All ranks hold one model under DDP with its AdamW state, save it once, and restore it again and
+again, in turns each reading all of it and one reading each part for all.
+
+Rank 0 writes what happened, one JSON line each, into the file that the plan names. An error ends
+the rank, and so, by torchrun, all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        _write(plan["answers"], {"number": 0})  # a sign of life: starting takes long on a busy machine
+        # a sign of life: starting takes long on a busy machine
+        _write(plan["answers"], {"number": 0})
     state, tensors = _held(plan["size"])
     saved = [tensor.clone() for tensor in tensors]
     with CheckpointManager(Tier(plan["url"], options=plan["options"]), slots=1) as manager:
@@ -71,7 +75,10 @@ def _held(size_bytes: int) -> tuple[dict[str, Any], list[Tensor]]:
     optimizer.step()
     optimizer.zero_grad()
     held = [value for each in optimizer.state.values() for value in each.values()]
-    return {"model": model, "optimizer": optimizer}, [*(p.detach() for p in model.parameters()), *held]
+    return {"model": model, "optimizer": optimizer}, [
+        *(p.detach() for p in model.parameters()),
+        *held,
+    ]
 
 
 def _restored(

@@ -1,4 +1,6 @@
-"""What a run is told as: a table on the terminal; Markdown, CSV, JSON and a plot per scenario; and one page over all."""
+"""What a run is told as: a table on the terminal; Markdown, CSV, JSON and a plot per scenario;
+and one page over all.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _SHOWN: Final = 8  # columns on a terminal; the files have all
 def show(result: Result, console: Console) -> None:
     """Print the tables, one per case."""
     for case in result.cases():
-        table = Table(title=f"{result.title}: {case} (medians)", title_justify="left", row_styles=["", "dim"])
+        table = Table(
+            title=f"{result.title}: {case} (medians)", title_justify="left", row_styles=["", "dim"]
+        )
         table.add_column("", no_wrap=True)
         shown = result.columns[:_SHOWN]
         for column in shown:
@@ -101,7 +105,10 @@ def _markdown(result: Result, path: str) -> None:
         text += [*_table(result.columns, [*result.of(case), *result.of(case, floors=True)]), ""]
     text += _without(result)
     text += [*(f"* {note}" for note in result.notes), ""]
-    text += [f"Made by `{result.conditions['command']}`; how: `bench/scenarios/{result.scenario}.py`.", ""]
+    text += [
+        f"Made by `{result.conditions['command']}`; how: `bench/scenarios/{result.scenario}.py`.",
+        "",
+    ]
     with open(path, "w") as file:
         file.write("\n".join(text))
 
@@ -113,13 +120,15 @@ def _table(columns: Sequence[Column], lines: Sequence[Line]) -> list[str]:
     ]
     for line in lines:
         floor = line.name.startswith("floor.")
-        name = f"**{line.label}**" if ours(line.name) else f"*{line.label}*" if floor else line.label
+        name = (
+            f"**{line.label}**" if ours(line.name) else f"*{line.label}*" if floor else line.label
+        )
         cells = [cell(line.numbers.get(column.key), column.kind) for column in columns]
         text.append("| " + " | ".join([name, *cells]) + " |")
     return text
 
 
-# -- one page over all ----------------------------------------------------------------------------------------------------
+# -- one page over all -----------------------------------------------------------------------------
 
 _MAIN: Final = (
     Column("stall_seconds", "stall", "seconds"),
@@ -130,10 +139,14 @@ _MAIN: Final = (
     Column("added_memory_bytes", "memory added", "bytes"),
 )
 _MAIN_NOTES: Final = (
-    "**stall**: seconds the training thread loses per save. **drag**: seconds training loses beside the save while it streams. **durable**: from the call until complete and fsynced. "
-    "These three in a training loop; **idle: durable** with nothing else running. **restore, cold**: bytes of the state per second from files out of the page cache into live tensors. "
+    "**stall**: seconds the training thread loses per save. **drag**: seconds training loses "
+    "beside the save while it streams. **durable**: from the call until complete and fsynced. "
+    "These three in a training loop; **idle: durable** with nothing else running. **restore, "
+    "cold**: bytes of the state per second from files out of the page cache into live tensors. "
     "**memory added**: host memory while saving, over training alone.",
-    "Medians of at least {least:.0f} saves of each kind, contenders taking turns in one run; loads are of the scenario *restore*, a run of its own (both below). Everything with a number here was loaded back and compared with what was saved.",
+    "Medians of at least {least:.0f} saves of each kind, contenders taking turns in one run; "
+    "loads are of the scenario *restore*, a run of its own (both below). Everything with a number "
+    "here was loaded back and compared with what was saved.",
 )
 
 
@@ -172,7 +185,10 @@ def _row(folder: str, name: str, result: Result, words: str) -> str:
         for kind in ("csv", "json", "png")
         if os.path.exists(os.path.join(folder, f"{name}.{kind}"))
     )
-    return f"| [{name}]({name}.md): {words} | {files} | {c['date']}, {c['run_seconds']:.0f} s | {c['load_begin']}, {c['load_end']} | {c['commit']} |"
+    return (
+        f"| [{name}]({name}.md): {words} | {files} | {c['date']}, {c['run_seconds']:.0f} s | "
+        f"{c['load_begin']}, {c['load_end']} | {c['commit']} |"
+    )
 
 
 def _main(train: Result, restore: Result | None) -> list[str]:
@@ -182,8 +198,12 @@ def _main(train: Result, restore: Result | None) -> list[str]:
     for line in train.of(case):
         kept = Line(line.case, line.name, line.label, dict(line.numbers))
         if restore and loads:
-            loader = restore.find(loads, SAME.get(line.name, line.name)) or restore.find(loads, line.name)
-            kept.numbers["cold_bytes_per_second"] = loader.median("cold_bytes_per_second") if loader else None
+            loader = restore.find(loads, SAME.get(line.name, line.name)) or restore.find(
+                loads, line.name
+            )
+            kept.numbers["cold_bytes_per_second"] = (
+                loader.median("cold_bytes_per_second") if loader else None
+            )
         lines.append(kept)
     if floor := train.find(case, "floor.write"):
         idle = {"idle_durable_seconds": floor.numbers["idle_durable_seconds"]}

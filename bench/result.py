@@ -35,7 +35,11 @@ class Line:
     def median(self, key: str) -> float | None:
         value = self.numbers.get(key)
         return (
-            value.median if isinstance(value, Spread) else value if isinstance(value, float | int) else None
+            value.median
+            if isinstance(value, Spread)
+            else value
+            if isinstance(value, float | int)
+            else None
         )
 
 
@@ -50,7 +54,10 @@ class Failure:
 
 @dataclass
 class Result:
-    """A scenario's run. ``columns`` are those of the table; lines may hold more numbers, which are in the CSV and JSON."""
+    """A scenario's run.
+
+    ``columns`` are those of the table; lines may hold more numbers, which are in the CSV and JSON.
+    """
 
     scenario: str
     title: str
@@ -66,7 +73,11 @@ class Result:
 
     def of(self, case: str, *, floors: bool = False) -> list[Line]:
         """The contenders, or the floors, of one case."""
-        return [line for line in self.lines if line.case == case and line.name.startswith(FLOOR) == floors]
+        return [
+            line
+            for line in self.lines
+            if line.case == case and line.name.startswith(FLOOR) == floors
+        ]
 
     def find(self, case: str, name: str) -> Line | None:
         return next((line for line in self.lines if line.case == case and line.name == name), None)

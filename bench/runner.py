@@ -1,11 +1,15 @@
-"""The machinery all scenarios share: who is alive at once, who works when, and that nothing counts before it has been compared.
+"""The machinery all scenarios share: who is alive at once, who works when, and that nothing counts
+before it has been compared.
 
-**Heats.** One process per contender, so that peaks of memory do not mix. As many of them as fit into memory are alive at once and work one at a time, in
-rounds: within a round each is measured once, then the floors, and the order moves on by one with each round. A machine that changes its pace does so for all
-of them, and a floor is measured right after what it is compared with.
+**Heats.** One process per contender, so that peaks of memory do not mix. As many of them as fit
+into memory are alive at once and work one at a time, in rounds: within a round each is measured
+once, then the floors, and the order moves on by one with each round. A machine that changes its
+pace does so for all of them, and a floor is measured right after what it is compared with.
 
-**Comparing.** The contents of the state are hashed (128 bits per tensor) when it is saved. A checkpoint is loaded into another, spoiled state in a process
-of its own and hashed again (``bench.heat``). A contender whose checkpoint does not give back the same has no numbers, and its reason is in the table.
+**Comparing.** The contents of the state are hashed (128 bits per tensor) when it is saved. A
+checkpoint is loaded into another, spoiled state in a process of its own and hashed again
+(``bench.heat``). A contender whose checkpoint does not give back the same has no numbers, and its
+reason is in the table.
 """
 
 from __future__ import annotations
@@ -44,8 +48,15 @@ LOT: Final = 6  # the first of these are measured even when time is up
 PEERS: Final = ("torch_checkpointing", "dcp.best", "dcp.async_save")
 
 
-# Copies of the state that a contender holds in memory while it saves; one where nothing is said. Ours does with one if there is no room for two.
-_IMAGES: Final = {"torch.save": 0, "safetensors": 0, "dcp.save": 0, "ckpt.save": 2, "ckpt.save_async": 2}
+# Copies of the state that a contender holds in memory while it saves; one where nothing is said.
+# Ours does with one if there is no room for two.
+_IMAGES: Final = {
+    "torch.save": 0,
+    "safetensors": 0,
+    "dcp.save": 0,
+    "ckpt.save": 2,
+    "ckpt.save_async": 2,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,9 @@ class Shape:
     batch: int = 1
 
     def need_bytes(self, name: str, *, least: bool = False) -> int:
-        """Memory for one contender: the state, gradients, and as many images or copies as were seen of it. ``least``: what it can do with."""
+        """Memory for one contender: the state, gradients, and as many images or copies as were
+        seen of it. ``least``: what it can do with.
+        """
         images = min(1, _IMAGES.get(name, 1)) if least else _IMAGES.get(name, 1)
         gradients = self.size // 3 if self.kind == "training" else 0
         return self.size * (1 + images) + gradients + _WORKER_BYTES
@@ -107,7 +120,10 @@ class Bench:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._status.stop()
         for process in self._processes:
@@ -128,13 +144,19 @@ class Bench:
 
     def say(self, text: str) -> None:
         self.console.print(
-            f"[dim]{time.monotonic() - self._began:5.0f} s[/] {text}", highlight=False, soft_wrap=True
+            f"[dim]{time.monotonic() - self._began:5.0f} s[/] {text}",
+            highlight=False,
+            soft_wrap=True,
         )
 
     def fail(self, case: str, name: str, error: BaseException) -> None:
-        reason = error.reason if isinstance(error, BenchError) else f"{type(error).__name__}: {error}"
+        reason = (
+            error.reason if isinstance(error, BenchError) else f"{type(error).__name__}: {error}"
+        )
         self.failures.append(Failure(case, name, reason))
-        self.console.print(f"[bold red]{case}, {label(name)}: {reason}[/]", highlight=False, soft_wrap=True)
+        self.console.print(
+            f"[bold red]{case}, {label(name)}: {reason}[/]", highlight=False, soft_wrap=True
+        )
 
     def skip(self, case: str, name: str, reason: str) -> None:
         self.skipped.append(Failure(case, name, reason))
@@ -166,7 +188,10 @@ class Bench:
         need: Callable[[str], int] | None = None,
         beside_bytes: int = 0,
     ) -> Iterator[list[str]]:
-        """Lots of contenders that fit into memory together. Left out is who does not fit even alone, or comes when time is up: never the first lot."""
+        """Lots of contenders that fit into memory together.
+
+        Left out is who does not fit even alone, or comes when time is up: never the first lot.
+        """
         room = self.room(beside_bytes)
         need = need or shape.need_bytes
         fitting: dict[str, int] = {}
@@ -181,17 +206,26 @@ class Bench:
         for number, lot in enumerate(lots(fitting, room)):
             if number and self.over():
                 for name in lot:
-                    self.skip(case, name, f"the {self.budget_seconds:.0f} s of this scenario were over")
+                    self.skip(
+                        case, name, f"the {self.budget_seconds:.0f} s of this scenario were over"
+                    )
             else:
                 yield lot
 
     def room(self, beside_bytes: int = 0) -> int:
-        """Memory for contenders: what is free or was allowed, without the floors' buffers and ``beside_bytes``."""
+        """Memory for contenders: what is free or was allowed, without the floors' buffers and
+        ``beside_bytes``.
+        """
         free = int(free_memory_bytes() * _SPARE_MEMORY)
         return min(free, self._memory_bytes or free) - 2 * WINDOW_BYTES - beside_bytes
 
     def result(
-        self, title: str, columns: Sequence[Column], notes: Sequence[str], lines: list[Line], **more: Any
+        self,
+        title: str,
+        columns: Sequence[Column],
+        notes: Sequence[str],
+        lines: list[Line],
+        **more: Any,
     ) -> Result:
         """The lines of those that did not fail, with the conditions at the end of the run."""
         told = {
@@ -213,7 +247,9 @@ class Bench:
 
 
 def lots(needs: Mapping[str, int], room: int) -> list[list[str]]:
-    """The names in their order, in lots of at most ``LOT`` whose needs fit into ``room`` together."""
+    """The names in their order, in lots of at most ``LOT`` whose needs fit into ``room``
+    together.
+    """
     found: list[list[str]] = []
     used = 0
     for name, need in needs.items():

@@ -1,4 +1,7 @@
-"""The loop of a worker process. Apart from the worker itself, so that the parent can name it without importing torch."""
+"""The loop of a worker process.
+
+Apart from the worker itself, so that the parent can name it without importing torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from typing import Any
 
 
 def serve(line: Connection[Any, Any], log: str) -> None:
-    """Answer ``(verb, arguments)`` with ``(result, error)`` until the other side hangs up. What libraries print goes to ``log``."""
+    """Answer ``(verb, arguments)`` with ``(result, error)`` until the other side hangs up.
+
+    What libraries print goes to ``log``.
+    """
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

@@ -1,4 +1,6 @@
-"""What is saved: a small GPT under AdamW, sized by the bytes of its state, or bare tensors; and how a copy of it is compared."""
+"""What is saved: a small GPT under AdamW, sized by the bytes of its state, or bare tensors; and
+how a copy of it is compared.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Subject(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dicts of live tensors and plain values with canonical names. Made anew on each call: whoever saves pays for it."""
+        """Nested dicts of live tensors and plain values with canonical names.
+
+        Made anew on each call: whoever saves pays for it.
+        """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -47,7 +52,9 @@ class Subject(Protocol):
         ...
 
     def spoil(self) -> None:
-        """Overwrite everything with what was never saved, so that a load that skips something is found out."""
+        """Overwrite everything with what was never saved, so that a load that skips something is
+        found out.
+        """
         ...
 
     @property
@@ -65,10 +72,15 @@ class Raw:
 
     @classmethod
     def make(cls, size_bytes: int, count: int, seed: int, prefix: str = "tensor") -> Raw:
-        """``count`` float32 tensors of together ``size_bytes``, no two alike. Ranks that hold each their own take different prefixes."""
+        """``count`` float32 tensors of together ``size_bytes``, no two alike.
+
+        Ranks that hold each their own take different prefixes.
+        """
         base, larger = divmod(size_bytes // 4, count)
         random = torch.rand(base + 1, generator=torch.Generator().manual_seed(seed)) + 1
-        return cls({f"{prefix}.{n:05}": random[: base + (n < larger)] * (n + 1) for n in range(count)})
+        return cls(
+            {f"{prefix}.{n:05}": random[: base + (n < larger)] * (n + 1) for n in range(count)}
+        )
 
     def objects(self) -> dict[str, Any]:
         return {"tensors": self.named, "step": self.step}
@@ -109,7 +121,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            self.qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD_WIDTH)).transpose(1, 3).unbind(2)
+            self.qkv(self.attention_norm(x))
+            .unflatten(-1, (3, -1, HEAD_WIDTH))
+            .transpose(1, 3)
+            .unbind(2)
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(attended.transpose(1, 2).flatten(2))
@@ -135,7 +150,9 @@ class GPT(nn.Module):
 
 
 def width_for(size_bytes: int, layers: int) -> int:
-    """The width, a multiple of the head's, at which the AdamW state comes nearest to ``size_bytes``."""
+    """The width, a multiple of the head's, at which the AdamW state comes nearest to
+    ``size_bytes``.
+    """
     a, b = 12 * layers, 13 * layers + VOCABULARY + CONTEXT + 2
     width = (math.sqrt(b * b + 4 * a * size_bytes / _BYTES_PER_PARAMETER) - b) / (2 * a)
     return max(1, round(width / HEAD_WIDTH)) * HEAD_WIDTH
@@ -143,7 +160,10 @@ def width_for(size_bytes: int, layers: int) -> int:
 
 @dataclass
 class Training:
-    """A model, its optimizer and a step counter: the state that every contender saves. One torch thread computes."""
+    """A model, its optimizer and a step counter: the state that every contender saves.
+
+    One torch thread computes.
+    """
 
     model: GPT
     optimizer: torch.optim.AdamW
@@ -195,7 +215,9 @@ class Training:
         return dict(sorted(found.items()))
 
     def values(self) -> Any:
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        groups = [
+            {k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups
+        ]
         return json.loads(json.dumps({"groups": groups, "step": self.step}))
 
     def spoil(self) -> None:
@@ -212,7 +234,8 @@ class Training:
 
 
 class Reference:
-    """The state at the moment of the save, in shared memory: written by the process that saves, compared by the one that loads.
+    """The state at the moment of the save, in shared memory: written by the process that saves,
+    compared by the one that loads.
 
     One file serves all contenders, as only one of them runs at a time.
     """

@@ -1,4 +1,7 @@
-"""How numbers and plots look: units, one colour per contender in all plots, the frame of a figure. matplotlib is imported when a plot is made."""
+"""How numbers and plots look: units, one colour per contender in all plots, the frame of a figure.
+
+matplotlib is imported when a plot is made.
+"""
 
 from __future__ import annotations
 
@@ -83,12 +86,16 @@ def seconds(value: float) -> str:
 
 
 def round_bytes(most: float) -> int:
-    """The distance of marks on an axis of bytes: a power of two, of which about four make ``most``."""
+    """The distance of marks on an axis of bytes: a power of two, of which about four make
+    ``most``.
+    """
     return 1 << max(0, int(most / 4).bit_length() - 1)
 
 
 def log_marks(axis: Any) -> None:
-    """Marks on a logarithmic axis of heights: 1, 2 and 5 of each power of ten where there are few powers, so that every axis has some to read."""
+    """Marks on a logarithmic axis of heights: 1, 2 and 5 of each power of ten where there are
+    few powers, so that every axis has some to read.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_ylim()
@@ -124,8 +131,11 @@ def machine(result: Result) -> str:
         quick
         + state
         + (
-            f"{c['cpu']}, {c['cores']} cores, {c['memory_bytes'] / 2**30:.0f} GiB; {c['disk']}; Linux {c['kernel']}, torch {c['torch']}, Python {c['python']}. "
-            f"Load average {c['load_begin']} at the begin and {c['load_end']} at the end of {c['run_seconds']:.0f} s, the bench's own work included. {c['date']}, commit {c['commit']}."
+            f"{c['cpu']}, {c['cores']} cores, {c['memory_bytes'] / 2**30:.0f} GiB; {c['disk']}; "
+            f"Linux {c['kernel']}, torch {c['torch']}, Python {c['python']}. "
+            f"Load average {c['load_begin']} at the begin and {c['load_end']} at the end of "
+            f"{c['run_seconds']:.0f} s, the bench's own work included. {c['date']}, commit "
+            f"{c['commit']}."
         )
     )
 
@@ -134,13 +144,20 @@ def machine(result: Result) -> str:
 def figure(
     result: Result, path: str, size: tuple[float, float], reading: str, *, rows: int = 1
 ) -> Generator[tuple[Any, Any]]:
-    """A figure with the scenario's title above and ``reading`` and the conditions below; saved at the end. ``rows`` of panels have names."""
+    """A figure with the scenario's title above and ``reading`` and the conditions below; saved
+    at the end. ``rows`` of panels have names.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    settings: Any = {"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK, "axes.edgecolor": SOFT}
+    settings: Any = {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
+        "text.color": INK,
+        "axes.edgecolor": SOFT,
+    }
     with plt.rc_context(settings):
         drawn = plt.figure(figsize=size)
         yield drawn, plt

@@ -1,6 +1,8 @@
-"""The processes that do the work: one per contender, so that their memory does not mix, and others that load checkpoints back.
+"""The processes that do the work: one per contender, so that their memory does not mix, and others
+that load checkpoints back.
 
-They live for a whole heat, so that a round measures saves and not imports; the parent lets one of them work at a time.
+They live for a whole heat, so that a round measures saves and not imports; the parent lets one of
+them work at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Worker(ObjectWork):
     def setup(self, kind: Literal["training", "raw"], size: int, count: int, batch: int = 1) -> Any:
         """Make the state: ``count`` tensors, or a GPT of ``count`` layers."""
         self.subject = (
-            Training.make(size, count, batch, seed=1) if kind == "training" else Raw.make(size, count, seed=1)
+            Training.make(size, count, batch, seed=1)
+            if kind == "training"
+            else Raw.make(size, count, seed=1)
         )
         tensors = self.subject.tensors()
         return {"nbytes": self.subject.nbytes, "tensors": len(tensors), "names": list(tensors)}
@@ -62,7 +66,9 @@ class Worker(ObjectWork):
         return {}
 
     def pace(self, batch: int = 0, seconds: float = 0.0) -> Any:
-        """Set the batch, or find the smallest at which a step lasts ``seconds`` or longer; returns it."""
+        """Set the batch, or find the smallest at which a step lasts ``seconds`` or longer;
+        returns it.
+        """
         training = self._training()
         training.batch = batch or training.batch
         while not batch and (taken := min(self._step() for _ in range(3))) < seconds:
@@ -70,7 +76,9 @@ class Worker(ObjectWork):
         return training.batch
 
     def idle(self, step: int, *, compare: bool, train: bool = False) -> Any:
-        """A save while nothing else runs, waited for at once: what it costs where nothing can overlap."""
+        """A save while nothing else runs, waited for at once: what it costs where nothing can
+        overlap.
+        """
         if train:
             self._step()
         else:
@@ -118,7 +126,10 @@ class Worker(ObjectWork):
         }
 
     def block(self, step: int, *, compare: bool, count: int) -> Any:
-        """``count`` training steps with a save each, then as many without. A save waits until the last but one before it is durable."""
+        """``count`` training steps with a save each, then as many without.
+
+        A save waits until the last but one before it is durable.
+        """
         finisher = Finisher(self.contender)
         saving: list[float] = []
         stalls: list[float] = []
@@ -143,7 +154,10 @@ class Worker(ObjectWork):
         return {**told, "path": handle.path, "saved": saved}
 
     def load(self, name: str, path: str, *, cold: bool = False) -> Any:
-        """Load a checkpoint into a spoiled state, with what it then holds. ``cold``: its files are evicted from the page cache first."""
+        """Load a checkpoint into a spoiled state, with what it then holds.
+
+        ``cold``: its files are evicted from the page cache first.
+        """
         contender = contenders.make(name)
         self.subject.spoil()
         if cold:
@@ -184,7 +198,9 @@ class Worker(ObjectWork):
         return Step(time.perf_counter() - began - wait, wait)
 
     def _touch(self) -> None:
-        """Change one element of every tensor, so that an older checkpoint does not pass for this one."""
+        """Change one element of every tensor, so that an older checkpoint does not pass for this
+        one.
+        """
         with torch.no_grad():
             for tensor in self.subject.tensors().values():
                 tensor.view(-1)[:1].add_(1)
@@ -192,7 +208,9 @@ class Worker(ObjectWork):
 
 
 class Finisher:
-    """Waits for durability beside the training loop, in order, and fsyncs there for those that do not do it themselves."""
+    """Waits for durability beside the training loop, in order, and fsyncs there for those that
+    do not do it themselves.
+    """
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender

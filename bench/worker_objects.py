@@ -1,4 +1,6 @@
-"""What a worker process does with an object store: a client's rounds, and saves that go to a folder and a far tier."""
+"""What a worker process does with an object store: a client's rounds, and saves that go to a
+folder and a far tier.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ class ObjectWork:
         return {}
 
     def object_round(self, key: str) -> Any:
-        """Up, down, compared. rclone hashes an object when it is first asked for it, once for each request at that time: so what counts is the second time down."""
+        """Up, down, compared.
+
+        rclone hashes an object when it is first asked for it, once for each request at that time:
+        so what counts is the second time down.
+        """
         self._out[:] = bytes(self._out.nbytes)  # touched, and not what will come
         up = clients.clocked(lambda: self._client.up(key, self._data))
         self._client.down(key, self._out)
@@ -43,8 +49,12 @@ class ObjectWork:
         from ckpt import CheckpointManager, Tier
 
         options: dict[str, Any] = {
-            "endpoint_url": url, "key": clients.KEY, "secret": clients.SECRET, "region": "us-east-1", "put_if_absent": False,
-        }  # fmt: skip
+            "endpoint_url": url,
+            "key": clients.KEY,
+            "secret": clients.SECRET,
+            "region": "us-east-1",
+            "put_if_absent": False,
+        }
         self._near, self._far = near, Tier(f"s3://{clients.BUCKET}/far-{name}", options=options)
         self._state = {"x": torch.zeros(size // 4, dtype=torch.int32)}
         self._manager = CheckpointManager([near, self._far] if url else near, backlog=1000)

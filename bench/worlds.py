@@ -1,7 +1,9 @@
-"""Worlds of ranks that no machine here could start: what each rank holds, and the fragment that it would put.
+"""Worlds of ranks that no machine here could start: what each rank holds, and the fragment that it
+would put.
 
-Simulated: the ranks. What each holds is reckoned as ``torch.chunk`` cuts a mesh, and its checksums are random numbers. Real: ``plan.save``, fragments and their encoding. Ranks that differ only in where their
-boxes begin share the work of ``plan.save``.
+Simulated: the ranks. What each holds is reckoned as ``torch.chunk`` cuts a mesh, and its checksums
+are random numbers. Real: ``plan.save``, fragments and their encoding. Ranks that differ only in
+where their boxes begin share the work of ``plan.save``.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _DIMS: Final = 2  # of the matrices, which nearly all ranks hold some of
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A tensor of the model: ``stage`` of the pipeline from 0 to 1, and the dimension that tensor parallelism cuts (None: none)."""
+    """A tensor of the model: ``stage`` of the pipeline from 0 to 1, and the dimension that
+    tensor parallelism cuts (None: none).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -42,31 +46,52 @@ class Named:
 
 
 def model_of(tensors: int) -> list[Named]:
-    """A GPT's parameters under AdamW, in order: every parameter, then its two moments; the last is a step counter that all ranks hold."""
+    """A GPT's parameters under AdamW, in order: every parameter, then its two moments; the last
+    is a step counter that all ranks hold.
+    """
     h = HIDDEN
     block: list[tuple[str, tuple[int, ...], int | None]] = [
-        ("ln_1.weight", (h,), None), ("ln_1.bias", (h,), None), ("attn.qkv.weight", (3 * h, h), 0), ("attn.qkv.bias", (3 * h,), 0),
-        ("attn.proj.weight", (h, h), 1), ("attn.proj.bias", (h,), None), ("ln_2.weight", (h,), None), ("ln_2.bias", (h,), None),
-        ("mlp.fc.weight", (4 * h, h), 0), ("mlp.fc.bias", (4 * h,), 0), ("mlp.proj.weight", (h, 4 * h), 1), ("mlp.proj.bias", (h,), None),
-    ]  # fmt: skip
-    parameters = [Named("wte.weight", (50257, h), 0.0, 0), Named("wpe.weight", (4096, h), 0.0, None)]
+        ("ln_1.weight", (h,), None),
+        ("ln_1.bias", (h,), None),
+        ("attn.qkv.weight", (3 * h, h), 0),
+        ("attn.qkv.bias", (3 * h,), 0),
+        ("attn.proj.weight", (h, h), 1),
+        ("attn.proj.bias", (h,), None),
+        ("ln_2.weight", (h,), None),
+        ("ln_2.bias", (h,), None),
+        ("mlp.fc.weight", (4 * h, h), 0),
+        ("mlp.fc.bias", (4 * h,), 0),
+        ("mlp.proj.weight", (h, 4 * h), 1),
+        ("mlp.proj.bias", (h,), None),
+    ]
+    parameters = [
+        Named("wte.weight", (50257, h), 0.0, 0),
+        Named("wpe.weight", (4096, h), 0.0, None),
+    ]
     layer = 0
     while len(parameters) < (tensors - 1) // 3:
         stage = min(0.999, layer / LAYERS)
-        parameters += [Named(f"layers.{layer}.{name}", shape, stage, cut) for name, shape, cut in block]
+        parameters += [
+            Named(f"layers.{layer}.{name}", shape, stage, cut) for name, shape, cut in block
+        ]
         layer += 1
     del parameters[(tensors - 1) // 3 :]
     found = [Named(f"model/{each.name}", each.shape, each.stage, each.cut) for each in parameters]
     for key in ("exp_avg", "exp_avg_sq"):
         found += [
-            Named(f"optimizer/{each.name}/{key}", each.shape, each.stage, each.cut) for each in parameters
+            Named(f"optimizer/{each.name}/{key}", each.shape, each.stage, each.cut)
+            for each in parameters
         ]
     return [*found, Named("optimizer/step", (), 0.0, None)]
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A mesh. ``mesh``: its dimensions, outermost first. ``hsdp`` shards over 256 ranks at most, ``hsdp2`` over half of them."""
+    """A mesh.
+
+    ``mesh``: its dimensions, outermost first. ``hsdp`` shards over 256 ranks at most, ``hsdp2``
+    over half of them.
+    """
 
     layout: str
     ranks: int
@@ -154,14 +179,18 @@ def _sharded(each: Named, box: Box, count: int, index: int, replicas: tuple[int,
 
 @dataclass(slots=True)
 class Plans:
-    """``plan.save`` of every rank: done once for ranks that differ in offsets only, which are then put in their place."""
+    """``plan.save`` of every rank: done once for ranks that differ in offsets only, which are
+    then put in their place.
+    """
 
     world: World
     known: dict[tuple[Any, ...], tuple[SavePlan, list[Leaf]]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
     def key(self, rank: int, leaves: list[Leaf]) -> tuple[Any, ...]:
-        """The same for ranks whose plans differ in offsets only: boxes of the same shapes, of which they write the same share."""
+        """The same for ranks whose plans differ in offsets only: boxes of the same shapes, of
+        which they write the same share.
+        """
         shares = {
             leaf.replicas: leaf.replicas.index(rank) if leaf.shape else rank == 0
             for leaf in leaves
@@ -192,12 +221,18 @@ def _moved(tensor: model.Tensor, rank: int, mine: Leaf, like: Leaf) -> model.Ten
     """The same tensor on another rank."""
     if not mine.shape:
         return model.Tensor(
-            tensor.name, tensor.dtype, tensor.shape, (model.Shard(rank, tensor.shards[0].offset, (), ()),)
+            tensor.name,
+            tensor.dtype,
+            tensor.shape,
+            (model.Shard(rank, tensor.shards[0].offset, (), ()),),
         )
     by = [a - b for a, b in zip(mine.boxes[0].offsets, like.boxes[0].offsets, strict=True)]
     shards = tuple(
         model.Shard(
-            rank, shard.offset, tuple(o + d for o, d in zip(shard.offsets, by, strict=True)), shard.shape
+            rank,
+            shard.offset,
+            tuple(o + d for o, d in zip(shard.offsets, by, strict=True)),
+            shard.shape,
         )
         for shard in tensor.shards
     )
@@ -219,14 +254,27 @@ class Job:
         chunks = tuple(Chunk(n, random[32 * i : 32 * i + 32]) for i, n in enumerate(plan.chunks))
         marks = self._digests_of(rank, leaves, step)
         return Fragment(
-            format=model.FORMAT, step=step, attempt="abc123def456", rank=rank, world_size=self.world.ranks, created_at=float(step),
-            chunk_bytes=CHUNK_BYTES, file=File(data_name(rank), rank, plan.size, chunks), tensors=tensors, tied={},
-            tree=self._tree, per_rank=msgspec.Raw(msgspec.json.encode({"rng": {"$": "bytes", "v": "A" * 6744}})), replicas=marks,
+            format=model.FORMAT,
+            step=step,
+            attempt="abc123def456",
+            rank=rank,
+            world_size=self.world.ranks,
+            created_at=float(step),
+            chunk_bytes=CHUNK_BYTES,
+            file=File(data_name(rank), rank, plan.size, chunks),
+            tensors=tensors,
+            tied={},
+            tree=self._tree,
+            per_rank=msgspec.Raw(msgspec.json.encode({"rng": {"$": "bytes", "v": "A" * 6744}})),
+            replicas=marks,
             metadata=msgspec.Raw(b"{}"),
-        )  # fmt: skip
+        )
 
     def _digests_of(self, rank: int, leaves: list[Leaf], step: int) -> dict[str, str]:
-        """Of the replicas that a rank holds: as a save tells them, and as long. What everybody holds has one digest."""
+        """Of the replicas that a rank holds: as a save tells them, and as long.
+
+        What everybody holds has one digest.
+        """
         held = [leaf for leaf in leaves if len(leaf.replicas) > 1 and leaf.boxes]
         random = np.random.default_rng((*self.world.alike(rank), step)).bytes(32 * len(held)).hex()
         boxes = {id(leaf.boxes): f"{leaf.boxes[0].offsets}{leaf.boxes[0].shape}=" for leaf in held}
@@ -237,14 +285,17 @@ class Job:
         }
 
     def packed(self, rank: int, step: int, leaves: list[Leaf]) -> Packed:
-        """As ``pack_fragment`` gives it: by itself on the first rank of a kind, which is compared with the shortcut taken for the others."""
+        """As ``pack_fragment`` gives it: by itself on the first rank of a kind, which is
+        compared with the shortcut taken for the others.
+        """
         if max(len(leaf.shape) for leaf in leaves) != _DIMS:
             return pack_fragment(self.fragment(rank, step, leaves))
         key = self.plans.key(rank, leaves)
         if key not in self._kinds:
             whole = pack_fragment(self.fragment(rank, step, leaves))
             plan, like = self.plans.known[key]
-            index = np.array(sorted(item.leaf for item in plan.items), dtype=np.int64)  # rows of the form
+            # rows of the form
+            index = np.array(sorted(item.leaf for item in plan.items), dtype=np.int64)
             starts = _starts(like)
             within = (
                 np.frombuffer(zstandard.decompress(whole.offsets), "<i8").reshape(len(index), -1)
@@ -267,15 +318,23 @@ class Job:
         if mark not in self._marks:
             told = self._digests_of(rank, leaves, step)
             self._marks[mark] = (
-                zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3) if told else b""
+                zstandard.compress(msgspec.json.encode(told, order="deterministic"), 3)
+                if told
+                else b""
             )
         return msgspec.structs.replace(
-            packed, step=step, created_at=float(step), replicas=self._marks[mark], checksums=_random(rank, step, len(packed.checksums)),
-        )  # fmt: skip
+            packed,
+            step=step,
+            created_at=float(step),
+            replicas=self._marks[mark],
+            checksums=_random(rank, step, len(packed.checksums)),
+        )
 
 
 def _starts(leaves: Sequence[Leaf]) -> Any:
-    rows = [(*leaf.boxes[0].offsets, 0, 0)[:_DIMS] if leaf.boxes else (0,) * _DIMS for leaf in leaves]
+    rows = [
+        (*leaf.boxes[0].offsets, 0, 0)[:_DIMS] if leaf.boxes else (0,) * _DIMS for leaf in leaves
+    ]
     return np.array(rows, dtype=np.int64).reshape(-1, _DIMS)
 
 
@@ -285,7 +344,10 @@ def _random(rank: int, step: int, nbytes: int) -> bytes:
 
 def _tree(named: Sequence[Named]) -> msgspec.Raw:
     names = [each.name.removeprefix("model/") for each in named if each.name.startswith("model/")]
-    group = {"params": names, "values": {"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.95]}, "eps": 1e-8}}
+    group = {
+        "params": names,
+        "values": {"lr": 0.1, "betas": {"$": "tuple", "v": [0.9, 0.95]}, "eps": 1e-8},
+    }
     node = {
         "model": {"$": "module", "values": {}},
         "optimizer": {"$": "optimizer", "groups": [group], "state": {}},

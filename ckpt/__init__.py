@@ -1,4 +1,5 @@
-"""Asynchronous distributed checkpointing for PyTorch: a save costs milliseconds, a crash costs seconds, a listed checkpoint is intact.
+"""Asynchronous distributed checkpointing for PyTorch: a save costs milliseconds, a crash costs
+seconds, a listed checkpoint is intact.
 
 Names are resolved on first use, so that ``import ckpt`` and the command line never pay for torch.
 """
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from ckpt.adapters.tensors.per_rank import PerRank, RngState
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
-    from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004 - as gzip and others have one
+
+    # As gzip and others have one.
+    from ckpt.exchange.opened import open_checkpoint as open  # noqa: A004
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
     from ckpt.restore.report import RestoreReport

@@ -41,7 +41,9 @@ def json_only(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A setting's value as an error quotes it: a container by its type alone, since it may hold secrets."""
+    """A setting's value as an error quotes it: a container by its type alone, since it may hold
+    secrets.
+    """
     plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return repr(value) if plain else f"<{type(value).__name__}>"
 
@@ -49,7 +51,9 @@ def shown(value: object) -> str:
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raises unless it is one of these."""
     if value not in allowed:
-        raise ConfigError(f"{name}={shown(value)}: choose {' or '.join(repr(choice) for choice in allowed)}")
+        raise ConfigError(
+            f"{name}={shown(value)}: choose {' or '.join(repr(choice) for choice in allowed)}"
+        )
 
 
 def whole(name: str, value: object, least: int, most: int) -> None:
@@ -66,7 +70,9 @@ def as_bytes(name: str, value: int | str) -> int:
         power = " kmgtp".index(prefix.lower() or " ")
         value = round(float(number) * (1024 if binary else 1000) ** power)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 60:
-        raise ConfigError(f"{name}={shown(value)}: give a size above 0, such as '200GB', '64GiB', or bytes")
+        raise ConfigError(
+            f"{name}={shown(value)}: give a size above 0, such as '200GB', '64GiB', or bytes"
+        )
     return value
 
 

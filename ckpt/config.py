@@ -75,7 +75,9 @@ _SAVE_KEYS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which steps are the best: those with the ``count`` smallest ("min") or largest ("max") values of ``metric``."""
+    """Which steps are the best: those with the ``count`` smallest ("min") or largest ("max")
+    values of ``metric``.
+    """
 
     metric: str
     mode: Mode
@@ -96,7 +98,8 @@ class Best:
                 return cls(metric, mode, count)
             case _:
                 raise ConfigError(
-                    f'keep_best={shown(value)}: name a metric and which values are the best, such as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
+                    f"keep_best={shown(value)}: name a metric and which values are the best, such "
+                    'as ("loss", "min"), or ("accuracy", "max", 3) to keep three'
                 )
 
 
@@ -166,11 +169,13 @@ class Tier:
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"url={shown(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or 's3://bucket/run42'"
+                f"url={shown(self.url)}: a tier needs a folder or a URL, such as 'runs/gpt' or "
+                "'s3://bucket/run42'"
             )
         if not isinstance(self.options, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
-                f"options of {self.url!r} must be a table of names and values, not {type(self.options).__name__}"
+                f"options of {self.url!r} must be a table of names and values, not "
+                f"{type(self.options).__name__}"
             )
         whole("every", self.every, 1, 10**18)
         check_retention(self.keep_last, self.keep_every, self.keep_best)
@@ -247,12 +252,17 @@ class SaveConfig:
         one_of("check", self.check, get_args(CheckMode))
         one_of("overlap", self.overlap, get_args(Overlap))
         whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
-        if not is_number(self.commit_timeout_seconds) or not 0 < self.commit_timeout_seconds < float("inf"):
+        if not is_number(
+            self.commit_timeout_seconds
+        ) or not 0 < self.commit_timeout_seconds < float("inf"):
             raise ConfigError(
-                f"commit_timeout_seconds={shown(self.commit_timeout_seconds)}: give a number of seconds above 0, such as 600"
+                f"commit_timeout_seconds={shown(self.commit_timeout_seconds)}: give a number of "
+                "seconds above 0, such as 600"
             )
         if not is_number(self.exit_seconds) or not 0 <= self.exit_seconds < float("inf"):
-            raise ConfigError(f"exit_seconds={self.exit_seconds!r}: give a number of seconds, such as 10")
+            raise ConfigError(
+                f"exit_seconds={self.exit_seconds!r}: give a number of seconds, such as 10"
+            )
         whole("slots", self.slots, 1, 16)
         whole("backlog", self.backlog, 1, 1000)
         if self.staging_bytes is not None:
@@ -261,7 +271,9 @@ class SaveConfig:
         whole("nice", self.nice, 0, 19)
         if self.cpus is not None:
             if not self.cpus:
-                raise ConfigError("cpus is empty: name at least one core, or leave it out to use all")
+                raise ConfigError(
+                    "cpus is empty: name at least one core, or leave it out to use all"
+                )
             for cpu in self.cpus:
                 whole("cpus", cpu, 0, 1 << 16)
 
@@ -286,7 +298,10 @@ class Settings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """A whole ``ckpt.toml``. ``path`` is where it was read, None if there is none; ``tiers`` are nearest first, perhaps none."""
+    """A whole ``ckpt.toml``.
+
+    ``path`` is where it was read, None if there is none; ``tiers`` are nearest first, perhaps none.
+    """
 
     tiers: tuple[Tier, ...] = ()
     save: SaveConfig = field(default_factory=SaveConfig)
@@ -295,11 +310,15 @@ class Config:
 
 
 def parse_codec(codec: str) -> tuple[str, int | None]:
-    """A codec's name, and its level if one is given. Raises ``ConfigError`` for one that is unknown."""
+    """A codec's name, and its level if one is given.
+
+    Raises ``ConfigError`` for one that is unknown.
+    """
     match = _CODEC.fullmatch(codec) if isinstance(codec, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
     if match is None or (match[2] and not 1 <= int(match[2]) <= _MOST_LEVEL):
         raise ConfigError(
-            f"codec={shown(codec)}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to {_MOST_LEVEL}"
+            f"codec={shown(codec)}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to "
+            f"{_MOST_LEVEL}"
         )
     return match[1], int(match[2]) if match[2] else None
 
@@ -344,14 +363,16 @@ def resolve_tier(flag: str | None, config: str | None = None) -> Tier:
     if root := flag or (None if config else os.environ.get(ROOT_VARIABLE)):
         if root == MEMORY:
             raise ConfigError(
-                'the tier "memory" goes by the name of the tier after it: give its own URL, shm://..., as `ckpt ls --root memory`, the log and a restore report print it'
+                'the tier "memory" goes by the name of the tier after it: give its own URL, '
+                "shm://..., as `ckpt ls --root memory`, the log and a restore report print it"
             )
         return next((tier for tier in tiers if tier.url == root), None) or Tier(root)
     for tier in tiers:
         if tier.url != MEMORY and not tier.url.startswith("memory:"):
             return tier
     raise ConfigError(
-        f'where are the checkpoints? Give the folder or URL as an argument or by --root, set {ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
+        "where are the checkpoints? Give the folder or URL as an argument or by --root, set "
+        f'{ROOT_VARIABLE}, or write root = "..." into ./{CONFIG_NAME}'
     )
 
 
@@ -366,7 +387,9 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
     """
     if flags:
         return tuple(resolve_tier(flag, config) for flag in flags)
-    lasting = tuple(tier for tier in load_config(config).tiers if not tier.url.startswith("memory:"))
+    lasting = tuple(
+        tier for tier in load_config(config).tiers if not tier.url.startswith("memory:")
+    )
     named = os.environ.get(ROOT_VARIABLE) and not config
     return lasting if len(lasting) > 1 and not named else (resolve_tier(None, config),)
 
@@ -393,7 +416,9 @@ def debug_wanted() -> bool:
 def _config(table: Mapping[str, Any], place: str) -> Config:
     known_only("", table, ("root", "tiers", "save", "metadata"))
     if "root" in table and "tiers" in table:
-        raise ConfigError("root and tiers exclude each other: make the root the first of the [[tiers]]")
+        raise ConfigError(
+            "root and tiers exclude each other: make the root the first of the [[tiers]]"
+        )
     rows: object = table.get("tiers", [{"url": table["root"]}] if "root" in table else [])
     if not isinstance(rows, list):
         raise ConfigError("tiers is a list: write [[tiers]], with two brackets")
@@ -435,7 +460,9 @@ def _save(table: Mapping[str, Any]) -> SaveConfig:
         fields["staging_bytes"] = mib << 20
     if "cpus" in fields:
         if not isinstance(fields["cpus"], list):
-            raise ConfigError(f"cpus={shown(fields['cpus'])}: give a list of core numbers, such as [0, 1]")
+            raise ConfigError(
+                f"cpus={shown(fields['cpus'])}: give a list of core numbers, such as [0, 1]"
+            )
         fields["cpus"] = frozenset(fields["cpus"])
     return SaveConfig(**fields)
 

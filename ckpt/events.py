@@ -14,7 +14,11 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStaged:
-    """The state is in host memory, ``nbytes`` of this rank. ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence if there was one."""
+    """The state is in host memory, ``nbytes`` of this rank.
+
+    ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence
+    if there was one.
+    """
 
     step: int
     nbytes: int
@@ -38,7 +42,9 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
-    """The save is lost, was skipped (`SaveSkipped`), or was given up on a tier that is behind (`TierBehind`); older checkpoints are whole."""
+    """The save is lost, was skipped (`SaveSkipped`), or was given up on a tier that is behind
+    (`TierBehind`); older checkpoints are whole.
+    """
 
     step: int
     error: BaseException
@@ -46,7 +52,10 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDamaged:
-    """A restore found a step that is whole on no tier and goes on with the one before. ``tier`` is the nearest that lists it."""
+    """A restore found a step that is whole on no tier and goes on with the one before.
+
+    ``tier`` is the nearest that lists it.
+    """
 
     step: int
     tier: str
@@ -55,7 +64,9 @@ class StepDamaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repaired:
-    """A restore took from a farther tier what ``tier`` should have had intact: ``nbytes`` of the file ``key`` (empty: the tier did not answer at all). ``mended``: it is whole there again."""
+    """A restore took from a farther tier what ``tier`` should have had intact: ``nbytes`` of the
+    file ``key`` (empty: the tier did not answer at all). ``mended``: it is whole there again.
+    """
 
     step: int
     tier: str
@@ -78,7 +89,11 @@ class CommitFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A restore has landed. ``nbytes`` in this rank's state; seconds of the whole call; ``tier`` is the URL that most of it came from."""
+    """A restore has landed.
+
+    ``nbytes`` in this rank's state; seconds of the whole call; ``tier`` is the URL that most of it
+    came from.
+    """
 
     step: int
     tier: str

@@ -100,7 +100,10 @@ class CheckpointManager:
         self._metadata = dict(metadata or {})
         self._packed_metadata = to_json("metadata", self._metadata)
         if METRICS in self._metadata:
-            way = "is where the metrics of a save are kept: take another name, or save_async(metrics=...)"
+            way = (
+                "is where the metrics of a save are kept: take another name, or "
+                "save_async(metrics=...)"
+            )
             raise ConfigError(f"metadata: {METRICS!r} {way}")
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
@@ -123,7 +126,8 @@ class CheckpointManager:
         self._closed = False
         self._inside: dict[int, str] = {}
         self._fence.listen()  # a step that is captured before the first save is replayed after it
-        self._earlier = sys.exception()  # handled around all of this manager's life: it does not end it
+        # handled around all of this manager's life: it does not end it
+        self._earlier = sys.exception()
         close_at_exit(self)
         self._pid = os.getpid()
 
@@ -133,17 +137,26 @@ class CheckpointManager:
         return self._ledger.skipped
 
     @classmethod
-    def from_config(cls, path: str | os.PathLike[str] | None = None, **settings: Unpack[Settings]) -> Self:
-        """A manager as ``path``, or ``./ckpt.toml``, says. Raises ``ConfigError`` if it names no tier."""
+    def from_config(
+        cls, path: str | os.PathLike[str] | None = None, **settings: Unpack[Settings]
+    ) -> Self:
+        """A manager as ``path``, or ``./ckpt.toml``, says.
+
+        Raises ``ConfigError`` if it names no tier.
+        """
         config = load_config(path)
         if not config.tiers:
-            raise ConfigError(f'{config.path or "ckpt.toml"} names no place: write root = "..." or [[tiers]]')
+            raise ConfigError(
+                f'{config.path or "ckpt.toml"} names no place: write root = "..." or [[tiers]]'
+            )
         return cls(config.tiers, config=config.save, metadata=config.metadata, **settings)
 
     def prepare(self, state: Mapping[str, Any]) -> None:
-        """Reserve host memory for saves of ``state`` in the background, so that the first save is as fast as the later ones.
+        """Reserve host memory for saves of ``state`` in the background, so that the first save is
+        as fast as the later ones.
 
-        ``restore`` does it by itself for a state with an optimizer, whether it found a checkpoint or not. Optimizer state that does not exist yet is reckoned with.
+        ``restore`` does it by itself for a state with an optimizer, whether it found a checkpoint
+        or not. Optimizer state that does not exist yet is reckoned with.
 
         Raises:
             HostMemoryExhausted: Not even one image fits; said now rather than at the first save.
@@ -180,7 +193,7 @@ class CheckpointManager:
         except Exception as error:  # noqa: BLE001 - also what a state_dict() of the user's raises
             _log.warning("ckpt: no host memory was reserved for saves: %s", error)
 
-    # -- saving -------------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def save_async(
         self, state: Mapping[str, Any], step: int | None = None, *, metrics: Metrics | None = None
@@ -213,33 +226,43 @@ class CheckpointManager:
         return pending
 
     @one_at_a_time("save_async")
-    def _begin(self, state: Mapping[str, Any], step: int | None, metrics: Metrics | None) -> PendingSave:
-        """Begin a save. An error means that it was not begun; this rank lets the other ranks know."""
+    def _begin(
+        self, state: Mapping[str, Any], step: int | None, metrics: Metrics | None
+    ) -> PendingSave:
+        """Begin a save.
+
+        An error means that it was not begun; this rank lets the other ranks know.
+        """
         began = time.perf_counter()
         self._check_open()
         before, step = self._last_step, step_of(state, step, last=self._last_step)
         self._last_step = step
         if before is not None and step < before and self._coordinator.rank == LEADER:
             _log.warning(
-                "ckpt: step %d is saved after step %d: a restore takes the highest number", step, before
+                "ckpt: step %d is saved after step %d: a restore takes the highest number",
+                step,
+                before,
             )
         if self._stop is not None and self._stop.requested(step):
             self._saver.steps.set_last_step(step)
             if self._ledger.has(step):  # just now, since it was its turn
                 return self._ledger.pending[-1]
         trial = self._ledger.next_trial(step)
-        # another try at a step has a folder of its own: nothing that may be committed is ever written again
+        # another try at a step has a folder of its own: nothing that may be committed is ever
+        # written again
         ref = StepRef(step, self._coordinator.attempt + (f"t{trial}" if trial else ""))
         reason = EARLIER_FAILED
         try:
             if step != self._saver.steps.last_step:  # nothing may come before that one
-                self._ledger.raise_unreported(kept=False)  # a farther tier's error must not cost this step
+                # a farther tier's error must not cost this step
+                self._ledger.raise_unreported(kept=False)
             reason = ""
             if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
             return self._save(state, ref, trial, began, as_metrics(metrics or {}))
         except BaseException as error:
-            if self._coordinator.world_size > 1 and self._begun != ref:  # so that the others do not wait
+            # so that the others do not wait
+            if self._coordinator.world_size > 1 and self._begun != ref:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
             raise
 
@@ -271,7 +294,7 @@ class CheckpointManager:
                 pending.wait_staged()
         self._ledger.raise_unreported()
 
-    # -- finding and restoring ----------------------------------------------------------------------------------------------
+    # -- finding and restoring ---------------------------------------------------------------------
 
     @one_at_a_time("restore")
     def restore(
@@ -331,7 +354,9 @@ class CheckpointManager:
                 observers=self._observers,
                 waiting=self._saver.steps.waiting,
             )
-            options = RestoreOptions(selection=selection, read_through=read_through, replicas=replicas)
+            options = RestoreOptions(
+                selection=selection, read_through=read_through, replicas=replicas
+            )
             restorer = Restorer(context, options, workers, serial=self._restores)
             self._restores += 1
             report = restorer.restore(state, None if step is None else step_of({}, step, last=None))
@@ -344,7 +369,10 @@ class CheckpointManager:
         return report
 
     def steps(self) -> list[int]:
-        """Committed steps on any tier, ascending. Asks the tiers: for people and scripts, not for every training step."""
+        """Committed steps on any tier, ascending.
+
+        Asks the tiers: for people and scripts, not for every training step.
+        """
         self._check_open()
         return sorted({ref.step for tier in self._tiers for ref in committed(tier.backend)})
 
@@ -353,9 +381,11 @@ class CheckpointManager:
         steps = self.steps()
         return steps[-1] if steps else None
 
-    # -- the end ------------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
-    def on_signals(self, *signals: int, grace_seconds: float = 25.0, reraise: bool = True) -> StopSignals:
+    def on_signals(
+        self, *signals: int, grace_seconds: float = 25.0, reraise: bool = True
+    ) -> StopSignals:
         """Handle SIGTERM and SIGUSR1 (or ``signals``) from now on. All ranks call this.
 
         ``requested(step)`` of the returned object is True on all ranks after the same step. Save
@@ -368,7 +398,9 @@ class CheckpointManager:
         """
         self._check_open()
         chosen = signals or STOP_SIGNALS
-        self._stop = StopSignals(self._coordinator, chosen, grace_seconds, reraise=reraise, owner=self)
+        self._stop = StopSignals(
+            self._coordinator, chosen, grace_seconds, reraise=reraise, owner=self
+        )
         return self._stop
 
     def close(self, timeout: float | None = None) -> None:
@@ -390,9 +422,13 @@ class CheckpointManager:
         self.close_after(ending_error(but=self._earlier), timeout)
 
     def close_after(self, error: BaseException | None, timeout: float | None = None) -> None:
-        """Close, since ``error`` ends the process or the ``with`` block. None: nothing went wrong."""
+        """Close, since ``error`` ends the process or the ``with`` block.
+
+        None: nothing went wrong.
+        """
         with alone_in(self, "close"):
-            if self._closed or os.getpid() != self._pid:  # a fork's memory, threads and root are its parent's
+            # a fork's memory, threads and root are its parent's
+            if self._closed or os.getpid() != self._pid:
                 return
             self._closed = True
             error = None if isinstance(error, END_OF_DATA) else error
@@ -402,15 +438,19 @@ class CheckpointManager:
             listed = closer.submit(self._listers.close)
             done = closer.submit(self._finish, reason)
             if in_time := wait_and_log(done, self._ledger.pending, timeout):
-                if wait([listed], _LIST_SECONDS).done:  # else a tier that a restore left out is silent
+                # else a tier that a restore left out is silent
+                if wait([listed], _LIST_SECONDS).done:
                     closer.close()
             elif reason:
                 missing = missing_at_the_end(self._ledger.pending, timeout)
-                _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
+                _log.error(
+                    "ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing
+                )
                 self._ledger.clear()
                 if self._coordinator.world_size > 1:
                     wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
-                    wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)  # waits for others end
+                    # waits for others end
+                    wait([done], self._coordinator.look_seconds + _LEAVE_SECONDS)
                 self._fence.remove()
             if self._stop is not None:
                 self._stop.close(error)
@@ -421,7 +461,10 @@ class CheckpointManager:
                 raise missing
 
     def _finish(self, reason: str) -> None:
-        """All of ``close`` that may take long. ``reason``: why this rank leaves the others, if it does."""
+        """All of ``close`` that may take long.
+
+        ``reason``: why this rank leaves the others, if it does.
+        """
         self._saver.finish()
         self._fence.remove()
         self._plans.forget()
@@ -438,7 +481,10 @@ class CheckpointManager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.close_after(error)
@@ -447,11 +493,17 @@ class CheckpointManager:
                 raise
             _log.error("ckpt: %s", late)  # the body's own error goes first
 
-    # -- inside -------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
-    @torch.inference_mode(False)  # views of a slot made in that mode could not be copied to outside of it
+    # views of a slot made in that mode could not be copied to outside of it
+    @torch.inference_mode(False)
     def _save(
-        self, state: Mapping[str, Any], ref: StepRef, trial: int, began: float, metrics: dict[str, float]
+        self,
+        state: Mapping[str, Any],
+        ref: StepRef,
+        trial: int,
+        began: float,
+        metrics: dict[str, float],
     ) -> PendingSave:
         tiers = self._saver.names_of(ref.step)
         if not tiers:  # as every rank finds
@@ -467,7 +519,9 @@ class CheckpointManager:
         hand_over: HandOver | None = None
         try:
             overlap, check = self._config.overlap == "auto", self._config.check
-            snapshot = prepared.snapshot(slot, collected.parts, ref.step, overlap=overlap, check=check)
+            snapshot = prepared.snapshot(
+                slot, collected.parts, ref.step, overlap=overlap, check=check
+            )
             job = self._job(ref, trial, prepared, snapshot, collected, metrics)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
@@ -527,7 +581,8 @@ class CheckpointManager:
             raise ManagerClosed
         if os.getpid() != self._pid:
             raise ConfigError(
-                "this CheckpointManager was made before a fork: build one in the process that uses it (spawn, not fork)"
+                "this CheckpointManager was made before a fork: build one in the process that "
+                "uses it (spawn, not fork)"
             )
 
 

@@ -113,7 +113,9 @@ class PendingSave:
             raise error
         return self
 
-    def exception(self, timeout: float | None = None, *, tier: str | None = None) -> CkptError | None:
+    def exception(
+        self, timeout: float | None = None, *, tier: str | None = None
+    ) -> CkptError | None:
         """Return the error, or None if the step was committed. It waits as ``result`` does."""
         if tier is not None:
             return self._wait_for_tier(tier, timeout)
@@ -126,10 +128,13 @@ class PendingSave:
         url = next((url for url, name in self._names.items() if tier in (url, name)), None)
         if url is None:
             raise ConfigError(
-                f"step {self.step} does not go to {tier!r}; it goes to {', '.join(self._names.values())}"
+                f"step {self.step} does not go to {tier!r}; it goes to "
+                f"{', '.join(self._names.values())}"
             )
         if not self._await(lambda: url in self._ends or self._finished, timeout):
-            raise TimeoutError(f"step {self.step} is not committed on {tier} after {timeout} s; it goes on")
+            raise TimeoutError(
+                f"step {self.step} is not committed on {tier} after {timeout} s; it goes on"
+            )
         return self._ends.get(url, self._error)
 
     def _await(self, over: Callable[[], bool], timeout: float | None) -> bool:
@@ -137,7 +142,8 @@ class PendingSave:
         check_timeout(timeout, "; a tier is named by tier=...")
         if os.getpid() != self._pid and not over():  # a copy in a fork gets no news
             raise ConfigError(
-                f"step {self.step} is saved by process {self._pid}: only that process can wait for it"
+                f"step {self.step} is saved by process {self._pid}: only that process can wait "
+                "for it"
             )
         with self._changed:
             return self._changed.wait_for(over, timeout)
@@ -152,14 +158,16 @@ class PendingSave:
             state = "skipped" if isinstance(self._error, SaveSkipped) else "failed"
         return f"<PendingSave step={self.step} {state}>"
 
-    # -- for the manager ----------------------------------------------------------------------------------------------------
+    # -- for the manager ---------------------------------------------------------------------------
 
     def add_written(self, nbytes: int) -> None:
         """Count bytes of this rank that have been written."""
         with self._changed:
             self._written += nbytes
 
-    def end_on(self, tier: str, error: CkptError | None, *, required: bool = True) -> CkptError | bool | None:
+    def end_on(
+        self, tier: str, error: CkptError | None, *, required: bool = True
+    ) -> CkptError | bool | None:
         """The save has ended on ``tier``.
 
         Returns:
@@ -245,7 +253,11 @@ def missing_at_the_end(saves: Sequence[PendingSave], timeout: float | None) -> S
     for save in saves:
         if not save.done() or save.unreported:
             for tier, error in save.lacking().items():
-                why = f"{error.what} ({error.detail})" if isinstance(error, StorageError) else str(error)
+                why = (
+                    f"{error.what} ({error.detail})"
+                    if isinstance(error, StorageError)
+                    else str(error)
+                )
                 lost.append((save, tier, why if error else f"not finished within {timeout} s"))
     if not lost:
         return None

@@ -28,7 +28,9 @@ packages (versions as in `constraints.txt`). The licence of ckpt itself is Apach
 
 
 def needed(name: str, extra: str = "") -> Iterator[str]:
-    """The packages that ``name`` and, in turn, they need on this system; with ``extra``, what that adds."""
+    """The packages that ``name`` and, in turn, they need on this system; with ``extra``, what
+    that adds.
+    """
     waiting, seen = [(name, extra)], {name}
     while waiting:
         at, option = waiting.pop()
@@ -62,7 +64,8 @@ def page() -> str:
             listed.add(name)
             version = metadata.version(name).partition("+")[0]
             rows.append(
-                f"| {name} | {version} | {licence(name)} | {f'extra `{extra}`' if extra else 'always'} |"
+                f"| {name} | {version} | {licence(name)} | "
+                f"{f'extra `{extra}`' if extra else 'always'} |"
             )
     return HEAD + "\n".join(rows) + "\n"
 

@@ -1,10 +1,13 @@
-"""Show it: train a GPT, kill -9 everything while a checkpoint streams, resume, compare every loss bit for bit.
+"""Show it: train a GPT, kill -9 everything while a checkpoint streams, resume, compare every loss
+bit for bit.
 
-    python examples/demo.py            # DDP and FSDP2, two processes each, less than three minutes on two cores
+    python examples/demo.py            # DDP and FSDP2, two processes each, less than three minutes
+    on two cores
 
-For each mode: an uninterrupted run; a run that is killed with SIGKILL (launcher and all workers) between the
-appearance of a step's folder and that of its manifest; `ckpt restore --latest`, as a job script would; a run that
-resumes. A person sees the progress on stderr; the result is a table, or JSON with `--json`, on stdout.
+For each mode: an uninterrupted run; a run that is killed with SIGKILL (launcher and all workers)
+between the appearance of a step's folder and that of its manifest; `ckpt restore --latest`, as a
+job script would; a run that resumes. A person sees the progress on stderr; the result is a table,
+or JSON with `--json`, on stdout.
 """
 
 import argparse
@@ -29,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {
     **os.environ,
     "OMP_NUM_THREADS": "1",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # with a shared store gloo dials ranks that are gone (torch 2.13)
+    # with a shared store gloo dials ranks that are gone (torch 2.13)
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 console = Console(stderr=True, highlight=False)
 
@@ -52,9 +56,20 @@ class Outcome:
 
 
 @contextmanager
-def launched(parallel: str, root: Path, losses: Path, options: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Start `train_gpt.py` under torchrun with two ranks; its output is a pipe; nothing is left running."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def launched(
+    parallel: str, root: Path, losses: Path, options: list[str]
+) -> Iterator[subprocess.Popen[str]]:
+    """Start `train_gpt.py` under torchrun with two ranks; its output is a pipe; nothing is left
+    running.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     command += [str(HERE / "train_gpt.py"), "--parallel", parallel, *options]
     command += ["--root", str(root), "--losses", str(losses)]
     pipe, both = subprocess.PIPE, subprocess.STDOUT
@@ -82,7 +97,9 @@ def train(parallel: str, root: Path, losses: Path, options: list[str]) -> None:
 
 
 def process_state(pid: int) -> tuple[str, int]:
-    """Return the state letter and the parent of a process; X, as the kernel has it, for one that is gone."""
+    """Return the state letter and the parent of a process; X, as the kernel has it, for one that
+    is gone.
+    """
     try:
         fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -91,7 +108,9 @@ def process_state(pid: int) -> tuple[str, int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the processes below `pid`; torchrun's workers are sessions of their own, so a group is not enough."""
+    """Return the processes below `pid`; torchrun's workers are sessions of their own, so a group
+    is not enough.
+    """
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         children.setdefault(process_state(int(entry))[1], []).append(int(entry))
@@ -111,10 +130,14 @@ def steps(root: Path) -> dict[int, bool]:
     return found
 
 
-def kill_while_streaming(process: subprocess.Popen[str], root: Path, committed: int = 2) -> tuple[int, bool]:
-    """SIGKILL launcher and workers as soon as a save streams while at least `committed` steps are committed.
+def kill_while_streaming(
+    process: subprocess.Popen[str], root: Path, committed: int = 2
+) -> tuple[int, bool]:
+    """SIGKILL launcher and workers as soon as a save streams while at least `committed` steps are
+    committed.
 
-    Return the newest step that had begun, and whether it was uncommitted when everything was dead: the kill may
+    Return the newest step that had begun, and whether it was uncommitted when everything was dead:
+        the kill may
     come too late, and then this says so.
     """
     victims: list[int] = []
@@ -126,7 +149,9 @@ def kill_while_streaming(process: subprocess.Popen[str], root: Path, committed: 
                 break
         time.sleep(0.0005)
     else:
-        raise RuntimeError(f"the run ended (exit code {process.returncode}) before it could be killed")
+        raise RuntimeError(
+            f"the run ended (exit code {process.returncode}) before it could be killed"
+        )
     for pid in victims:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -153,7 +178,9 @@ def losses(path: Path) -> dict[int, str]:
 def show(parallel: str, folder: Path, options: list[str]) -> Outcome:
     """Go through the whole story once."""
     folder.mkdir(parents=True)
-    reference, killed, resumed = (folder / f"{name}.jsonl" for name in ("reference", "killed", "resumed"))
+    reference, killed, resumed = (
+        folder / f"{name}.jsonl" for name in ("reference", "killed", "resumed")
+    )
 
     console.rule(f"{parallel}: an uninterrupted run, for reference")
     train(parallel, folder / "reference", reference, options)
@@ -215,13 +242,19 @@ def tabulate(outcomes: list[Outcome]) -> Table:
 
 def main() -> int:
     """Run the modes; the exit code is 0 only if all resumed and every loss agrees."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--folder", type=Path, default=Path("runs/demo"), help="is removed at the start")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/demo"), help="is removed at the start"
+    )
     parser.add_argument("--modes", nargs="+", choices=["ddp", "fsdp2"], default=["ddp", "fsdp2"])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=8)
-    parser.add_argument("--width", type=int, default=384, help="of the model: larger takes longer to save")
+    parser.add_argument(
+        "--width", type=int, default=384, help="of the model: larger takes longer to save"
+    )
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     started = time.monotonic()

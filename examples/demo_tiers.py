@@ -1,12 +1,16 @@
-"""Show it: one training, three tiers (memory, disk, S3); killed three times, resumed from each of them, every loss equal.
+"""Show it: one training, three tiers (memory, disk, S3); killed three times, resumed from each of
+them, every loss equal.
 
-    python examples/demo_tiers.py      # one process, a real S3 server (rclone) on loopback; a minute on two cores
+    python examples/demo_tiers.py      # one process, a real S3 server (rclone) on loopback; a
+    minute on two cores
 
-1. The training is killed with SIGKILL right after a save: the next process finds the step in memory.
+1. The training is killed with SIGKILL right after a save: the next process finds the step in
+   memory.
 2. Killed again, and the memory is wiped, as a reboot does: it goes on from the disk.
 3. Killed again, memory and disk are wiped, as on another machine: it goes on from S3.
 
-Beside it runs nothing but an uninterrupted training for reference. The result is a table, or JSON with `--json`, on stdout.
+Beside it runs nothing but an uninterrupted training for reference. The result is a table, or JSON
+with `--json`, on stdout.
 """
 
 import argparse
@@ -76,9 +80,19 @@ def tier_of(url: str) -> str:
     return MEMORY if url.startswith("shm:") else S3 if url.startswith("s3:") else DISK
 
 
-def live(roots: list[str], log: Path, options: list[str], endpoint: str, until: Callable[[], bool]) -> None:
+def live(
+    roots: list[str], log: Path, options: list[str], endpoint: str, until: Callable[[], bool]
+) -> None:
     """Train until it ends or `until` says so; then kill -9."""
-    command = [sys.executable, str(HERE / "train_gpt.py"), *options, "--losses", str(log), "--root", *roots]
+    command = [
+        sys.executable,
+        str(HERE / "train_gpt.py"),
+        *options,
+        "--losses",
+        str(log),
+        "--root",
+        *roots,
+    ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "AWS_ENDPOINT_URL": endpoint, "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": ACCESS, "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -139,7 +153,8 @@ def show(folder: Path, options: list[str]) -> list[Life]:
     live([str(folder / "reference")], reference, options, "", lambda: False)
     logs = [folder / f"life-{number}.jsonl" for number in range(4)]
     with s3_server(folder / "server") as endpoint:
-        # "memory" would do; by a name of its own it is known which folder is the demo's, among those of other jobs
+        # "memory" would do; by a name of its own it is known which folder is the demo's, among
+        # those of other jobs
         name, disk = f"demo-{os.getpid()}", folder / "disk"
         memory = Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{name}")
         roots = [f"shm://{name}", str(disk), "s3://bucket/gpt"]
@@ -166,14 +181,18 @@ def show(folder: Path, options: list[str]) -> list[Life]:
 
 
 LEGEND = """\
-life: from a start to the kill -9 that ends it. resumed from: the nearest tier that had the newest step, in: the time of that restore.
-stall: what the training thread lost per save. durable: from the call of save_async until the step was a checkpoint on that tier.
-equal losses: steps whose loss is, bit for bit, that of the training that nobody disturbed."""
+life: from a start to the kill -9 that ends it.
+resumed from: the nearest tier that had the newest step. in: the time of that restore.
+stall: what the training thread lost per save.
+durable: from the call of save_async until the step was a checkpoint on that tier.
+equal losses: steps whose loss equals, bit for bit, that of a training that was not disturbed."""
 
 
 def tabulate(lives: list[Life]) -> Table:
     """Return the small table at the end."""
-    table = Table(title="one training, three tiers, three kills", caption=LEGEND, caption_justify="left")
+    table = Table(
+        title="one training, three tiers, three kills", caption=LEGEND, caption_justify="left"
+    )
     for heading in (
         "",
         "resumed from",
@@ -189,22 +208,31 @@ def tabulate(lives: list[Life]) -> Table:
             f"{life.resumed_from}, step {life.resumed_step}" if life.resumed_from else "the start",
             f"{life.restore_s * 1e3:.0f} ms" if life.resumed_from else "",
             "-" if life.stall_ms is None else f"{life.stall_ms:.2f} ms",
-            *(f"{life.durable_s[t] * 1e3:.0f} ms" if t in life.durable_s else "" for t in (MEMORY, DISK, S3)),
+            *(
+                f"{life.durable_s[t] * 1e3:.0f} ms" if t in life.durable_s else ""
+                for t in (MEMORY, DISK, S3)
+            ),
             f"{life.equal_losses} of {life.compared}",
         )
     return table
 
 
 def main() -> int:
-    """Run the story; the exit code is 0 only if each tier was resumed from and every loss agrees."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Run the story; the exit code is 0 only if each tier was resumed from and every loss
+    agrees.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/demo-tiers"), help="is removed at the start"
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=3)
-    parser.add_argument("--width", type=int, default=384, help="of the model: larger takes longer to save")
+    parser.add_argument(
+        "--width", type=int, default=384, help="of the model: larger takes longer to save"
+    )
     args = parser.parse_args()
     shutil.rmtree(args.folder, ignore_errors=True)
     args.folder.mkdir(parents=True)

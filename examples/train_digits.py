@@ -1,8 +1,10 @@
-"""Teach a small ConvNet to read scikit-learn's digits, on two processes; kill it, and the next run goes on.
+"""Teach a small ConvNet to read scikit-learn's digits, on two processes; kill it, and the next run
+goes on.
 
     python examples/train_digits.py --root runs/digits
 
-It shows what a script with epochs has to keep: the epoch, the position within it, BatchNorm's statistics.
+It shows what a script with epochs has to keep: the epoch, the position within it, BatchNorm's
+statistics.
 """
 
 import argparse
@@ -56,14 +58,17 @@ def train(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
     dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port), rank=rank, world_size=world)
     train_set, test_images, test_labels = digits()
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(train_set, seed=1)
-    # With a generator of its own the loader leaves the global one alone: else every iter() of it draws a number
-    # there, and an epoch resumed half-way would draw once more than one that was not.
+    # With a generator of its own the loader leaves the global one alone: else every iter() of it
+    # draws a number there, and an epoch resumed half-way would draw once more than one that was
+    # not.
     loader = DataLoader(train_set, args.batch, sampler=sampler, generator=torch.Generator())
 
     torch.manual_seed(1 + rank)
     model = DistributedDataParallel(convnet())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=args.epochs * len(loader))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=args.epochs * len(loader)
+    )
     criterion = nn.CrossEntropyLoss()
     state: dict[str, Any] = {
         "model": model,
@@ -71,7 +76,8 @@ def train(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
         "scheduler": scheduler,
         "rng": PerRank(RngState(), on_resize="same_rank"),
         "epoch": 0,
-        "batches": 0,  # of this epoch: the sampler's order follows from the epoch, this is the place in it
+        # of this epoch: the sampler's order follows from the epoch, this is the place in it
+        "batches": 0,
     }
     with CheckpointManager(args.root) as manager:
         report = manager.restore(state)
@@ -108,7 +114,9 @@ def train(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Start the ranks and wait for them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--root", default="runs/digits", help="folder or URL of the checkpoints")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=5)
@@ -116,7 +124,8 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # The parent serves the rendezvous on a port of the system's choice: no port to guess, none to collide with.
+    # The parent serves the rendezvous on a port of the system's choice: no port to guess, none to
+    # collide with.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(train, (args.world, store.port, args), args.world)  # type: ignore[attr-defined, no-untyped-call]
 

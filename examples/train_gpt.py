@@ -1,8 +1,10 @@
-"""Train a small GPT on CPython's own documentation; kill it whenever you like; the next run goes on bit for bit.
+"""Train a small GPT on CPython's own documentation; kill it whenever you like; the next run goes on
+bit for bit.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --parallel fsdp2 --root runs/gpt
 
-The lines that concern checkpoints are marked `# ckpt`. Everything else is an ordinary training script.
+The lines that concern checkpoints are marked `# ckpt`. Everything else is an ordinary training
+script.
 """
 
 import argparse
@@ -40,7 +42,9 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +64,9 @@ class GPT(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, max(1, width // 64), dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, max(1, width // 64), dropout) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         for embedding in (self.tokens, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
@@ -79,8 +85,9 @@ class GPT(nn.Module):
 class Excerpts:
     """An endless stream of random excerpts. Its position is all there is to save.
 
-    Every rank draws the offsets of the whole global batch and takes its part. So the position is equal on
-    all ranks (no PerRank needed), and a batch depends on nothing but the seed and the position.
+    Every rank draws the offsets of the whole global batch and takes its part. So the position is
+    equal on all ranks (no PerRank needed), and a batch depends on nothing but the seed and the
+    position.
     """
 
     def __init__(self, batch: int, context: int, rank: int, world: int) -> None:
@@ -108,7 +115,9 @@ class Excerpts:
 
 
 def report_commits(saves: deque[PendingSave], log: TextIO) -> None:
-    """Tell of every save that became durable since the last call; an error in the background is raised here."""
+    """Tell of every save that became durable since the last call; an error in the background is
+    raised here.
+    """
     while saves and saves[0].done():
         save = saves.popleft()
         try:
@@ -116,27 +125,39 @@ def report_commits(saves: deque[PendingSave], log: TextIO) -> None:
         except TierBehind as behind:  # nearer tiers have it
             print(f"step {save.step:5d}  {behind}", flush=True)
             continue
-        print(f"step {save.step:5d}  committed, durable after {save.durable_seconds:.2f} s", flush=True)
+        print(
+            f"step {save.step:5d}  committed, durable after {save.durable_seconds:.2f} s",
+            flush=True,
+        )
         record = {"step": save.step, "stall": save.stall_seconds, "durable": save.durable_seconds}
         print(json.dumps(record), file=log)
 
 
 def report_tier(log: TextIO, event: Event) -> None:
-    """Note how a save travels from tier to tier, and where a restore has found it; called from background threads."""
+    """Note how a save travels from tier to tier, and where a restore has found it; called from
+    background threads.
+    """
     record: dict[str, Any] = {}
     if isinstance(event, SaveStaged):
         record["staged"] = {"step": event.step, "stall": event.stall_seconds}
     elif isinstance(event, SaveCommitted):
-        record["committed"] = {"step": event.step, "tier": event.tier, "seconds": event.durable_seconds}
+        record["committed"] = {
+            "step": event.step,
+            "tier": event.tier,
+            "seconds": event.durable_seconds,
+        }
     elif isinstance(event, Restored):
         record["restored"] = {"step": event.step, "tier": event.tier, "seconds": event.seconds}
     if record:
         log.write(json.dumps(record) + "\n")
 
 
-def train(args: argparse.Namespace, device: torch.device, rank: int, world: int, log: TextIO) -> None:
+def train(
+    args: argparse.Namespace, device: torch.device, rank: int, world: int, log: TextIO
+) -> None:
     """Run from the newest checkpoint under `args.root`, or from the start, to `args.steps`."""
-    torch.manual_seed(SEED)  # equal weights on all ranks: FSDP2 shards what each has, it does not broadcast
+    # equal weights on all ranks: FSDP2 shards what each has, it does not broadcast
+    torch.manual_seed(SEED)
     model: nn.Module = GPT(args.layers, args.width, args.context).to(device)
     if args.parallel == "ddp":
         model = DistributedDataParallel(model)
@@ -147,10 +168,12 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     excerpts = Excerpts(args.batch, args.context, rank, world)
-    torch.manual_seed(SEED + 1 + rank)  # other dropout on every rank, so the generator's state is PerRank
+    # other dropout on every rank, so the generator's state is PerRank
+    torch.manual_seed(SEED + 1 + rank)
 
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}  # ckpt
-    state |= {"data": excerpts, "rng": PerRank(RngState(), on_resize="same_rank"), "step": 0}  # ckpt
+    # ckpt
+    state |= {"data": excerpts, "rng": PerRank(RngState(), on_resize="same_rank"), "step": 0}
     saves: deque[PendingSave] = deque()
     told = [partial(report_tier, log)]
     with CheckpointManager(
@@ -178,9 +201,12 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
             last = step == args.steps or stop.requested(step)  # ckpt: on all ranks the same
             if last or step % args.save_every == 0:
                 state["step"] = step  # ckpt
-                save = manager.save_async(state, step=step)  # ckpt: training goes on, the bytes follow
+                # ckpt: training goes on, the bytes follow
+                save = manager.save_async(state, step=step)
                 saves.append(save)
-                print(f"step {step:5d}  saving, stall {save.stall_seconds * 1e3:.1f} ms", flush=True)
+                print(
+                    f"step {step:5d}  saving, stall {save.stall_seconds * 1e3:.1f} ms", flush=True
+                )
             report_commits(saves, log)
             if last:
                 break
@@ -189,18 +215,23 @@ def train(args: argparse.Namespace, device: torch.device, rank: int, world: int,
 
 def main() -> None:
     """Read the command line, make the run deterministic, join the other ranks, train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--parallel", choices=["none", "ddp", "fsdp2"], default="none")
     places = "folders or URLs of the checkpoints, nearest first; `memory` is this machine's memory"
     parser.add_argument("--root", nargs="+", default=["runs/gpt"], help=places)
-    parser.add_argument("--losses", default=os.devnull, help="file for exact losses and commits (JSON lines)")
+    parser.add_argument(
+        "--losses", default=os.devnull, help="file for exact losses and commits (JSON lines)"
+    )
     for name, default in {"steps": 200, "save-every": 20, "print-every": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in {"layers": 4, "width": 256, "context": 128, "batch": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+    # without it cuBLAS is not deterministic
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)  # the order of a parallel sum depends on the number of threads
     device, rank, world = torch.device("cpu"), 0, 1

@@ -1,4 +1,6 @@
-"""Checkpoints without torch or an engine: the same planning, merging and packing, with arrays for state."""
+"""Checkpoints without torch or an engine: the same planning, merging and packing, with arrays
+for state.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def write_checkpoint(
     tied: Mapping[str, str] | None = None,
     commit: bool = True,
 ) -> Written:
-    """Save ``arrays``, cut along their first dimension among ``world_size`` ranks (those too short belong to rank 0)."""
+    """Save ``arrays``, cut along their first dimension among ``world_size`` ranks (those too
+    short belong to rank 0).
+    """
     ref = StepRef(step, attempt)
     parts = [
         _write_rank(

@@ -19,13 +19,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What is marked ``torture`` runs only when it is asked for."""
     if "torture" not in config.option.markexpr:
         kept = [item for item in items if not item.get_closest_marker("torture")]
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("torture")])
+        config.hook.pytest_deselected(
+            items=[item for item in items if item.get_closest_marker("torture")]
+        )
         items[:] = kept
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--tally", type=Path, help="write how often each fault was tried into this file, if all tests pass"
+        "--tally",
+        type=Path,
+        help="write how often each fault was tried into this file, if all tests pass",
     )
 
 

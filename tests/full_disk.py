@@ -1,4 +1,5 @@
-"""A disk of 4 MiB, in a mount namespace of its own: the tier has a capacity that is larger than the disk. Run by ``test_capacity``.
+"""A disk of 4 MiB, in a mount namespace of its own: the tier has a capacity that is larger than the
+disk. Run by ``test_capacity``.
 
 full_disk.py FOLDER: the disk. Prints what is there in the end.
 """

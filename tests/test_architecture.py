@@ -1,4 +1,6 @@
-"""The house rules that no linter holds: storeys, sizes, what is imported when, nothing evaluated."""
+"""The house rules that no linter holds: storeys, sizes, what is imported when, nothing
+evaluated.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ MAX_BODY_LINES = 50
 HELP_SECONDS = 0.25
 
 # Modules that turn bytes into code or into objects of any class.
-UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNSAFE_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+}
 UNSAFE_BUILTINS = {"eval", "exec"}
 
 
@@ -33,14 +44,20 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def bare_python(*args: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def bare_python(
+    *args: str, cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """A fresh interpreter that sees the two source roots, installed or not, and nothing pytest has
     imported.
     """
     return subprocess.run(
         [sys.executable, *args],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]), **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=120,
@@ -48,11 +65,14 @@ def bare_python(*args: str, cwd: Path | None = None, **environment: str) -> subp
     )
 
 
-# -- storeys and sizes ------------------------------------------------------------------------------------------------
+# -- storeys and sizes -----------------------------------------------------------------------------
 
 
 def test_the_storeys_hold() -> None:
-    lint_imports = "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c(['--no-cache', '--no-logo']))"
+    lint_imports = (
+        "import sys; from importlinter.cli import lint_imports_command as c; "
+        "sys.exit(c(['--no-cache', '--no-logo']))"
+    )
     done = bare_python("-c", lint_imports, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -65,10 +85,14 @@ def docstring_of(node: ast.AST) -> ast.Expr | None:
 
 
 def code_lines(path: Path) -> int:
-    """Lines of a file; docstrings are free, so that no one shortens them for the sake of the bound."""
+    """Lines of a file; docstrings are free, so that no one shortens them for the sake of the
+    bound.
+    """
     text = path.read_text()
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = [docstring_of(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    docstrings = [
+        docstring_of(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)
+    ]
     free = sum((node.end_lineno or 0) - node.lineno + 1 for node in docstrings if node)
     return len(text.splitlines()) - free
 
@@ -96,12 +120,13 @@ def test_no_function_body_is_longer_than_50_lines() -> None:
         f"{name_of(path)}:{node.lineno} {node.name}": body_lines(node)
         for path in sources()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > MAX_BODY_LINES
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and body_lines(node) > MAX_BODY_LINES
     }
     assert too_long == {}
 
 
-# -- parameters, cycles, imports inside of functions, private names ---------------------------------
+# -- parameters, cycles, imports inside of functions, private names --------------------------------
 
 MAX_PARAMETERS = 6
 ENTRY_POINTS = {"ckpt/manager.py restore"}
@@ -131,8 +156,11 @@ LATE_IMPORTS = {
     "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it
     "ckpt/storage/testing/__init__.py": {"ckpt"},  # the suite needs pytest
 }
-"""Imports inside of functions, besides optional packages. A command imports what it needs when it runs, so that
-``--help`` is fast: the folder ckpt/cli is not looked at. This list only shrinks."""
+"""Imports inside of functions, besides optional packages.
+
+A command imports what it needs when it runs, so that ``--help`` is fast: the folder ckpt/cli is not
+looked at. This list only shrinks.
+"""
 
 FOREIGN_PRIVATES = {
     "ckpt/adapters/tensors/gathered.py",
@@ -180,7 +208,8 @@ def test_no_function_has_more_than_six_parameters() -> None:
         f"{name_of(path)} {node.name}"
         for path in sources()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameters(node) > MAX_PARAMETERS
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and parameters(node) > MAX_PARAMETERS
     }
     commands = {each for each in found if each.startswith("ckpt/cli/") and " _" not in each}
     assert found - commands - ENTRY_POINTS - MANY_PARAMETERS == set()
@@ -246,13 +275,19 @@ def test_imports_inside_of_functions_are_of_optional_packages() -> None:
         if not name_of(path).startswith("ckpt/cli/")
         and (late := set(late_imports(ast.parse(path.read_text()))) - OPTIONAL_PACKAGES)
     }
-    assert {name: late for name, late in found.items() if late - LATE_IMPORTS.get(name, set())} == {}
+    assert {
+        name: late for name, late in found.items() if late - LATE_IMPORTS.get(name, set())
+    } == {}
 
 
 def private_uses(code: str) -> Iterator[str]:
     """Each use of a private name of another object, as 'line: what'."""
     for node in ast.walk(ast.parse(code)):
-        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+        if (
+            not isinstance(node, ast.Attribute)
+            or not node.attr.startswith("_")
+            or node.attr.startswith("__")
+        ):
             continue
         match node.value:
             case ast.Name(id="self" | "cls") | ast.Call(func=ast.Name(id="super")):
@@ -261,7 +296,9 @@ def private_uses(code: str) -> Iterator[str]:
                 yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("code", ["other._lock", "self.other._lock", "f()._lock = 1", "del type(x)._y"])
+@pytest.mark.parametrize(
+    "code", ["other._lock", "self.other._lock", "f()._lock = 1", "del type(x)._y"]
+)
 def test_uses_of_private_names_are_found(code: str) -> None:
     assert list(private_uses(code))
 
@@ -272,7 +309,7 @@ def test_no_object_uses_private_names_of_another() -> None:
     assert {name: uses for name, uses in found.items() if uses and name not in allowed} == {}
 
 
-# -- nothing is unpickled or evaluated --------------------------------------------------------------------------------
+# -- nothing is unpickled or evaluated -------------------------------------------------------------
 
 
 def loads_weights_only(node: ast.AST) -> bool:
@@ -291,15 +328,21 @@ def unsafe_uses(code: str) -> Iterator[str]:
     """Each place that could run what a checkpoint says, as 'line: what'."""
     tree = ast.parse(code)
     safe = {
-        id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and loads_weights_only(node)
+        id(node.func)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and loads_weights_only(node)
     }
     for node in ast.walk(tree):
         if id(node) in safe:
             continue
         match node:
             case ast.Import(names=names):
-                found = [alias.name for alias in names if alias.name.split(".")[0] in UNSAFE_MODULES]
-            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] in UNSAFE_MODULES:
+                found = [
+                    alias.name for alias in names if alias.name.split(".")[0] in UNSAFE_MODULES
+                ]
+            case ast.ImportFrom(module=str(module), names=names) if (
+                module.split(".")[0] in UNSAFE_MODULES
+            ):
                 found = [module]
             case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] == "torch":
                 found = [f"{module}.load" for alias in names if alias.name == "load"]
@@ -364,11 +407,12 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
     } == {}
 
 
-# -- what an import costs ---------------------------------------------------------------------------------------------
+# -- what an import costs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "module", ["ckpt", "ckpt.cli.main", "ckpt.storage.registry", "ckpt_backends", "ckpt_backends.posix"]
+    "module",
+    ["ckpt", "ckpt.cli.main", "ckpt.storage.registry", "ckpt_backends", "ckpt_backends.posix"],
 )
 def test_importing_does_not_import_torch(module: str) -> None:
     done = bare_python("-c", f"import sys, {module}; print('torch' in sys.modules)")

@@ -27,7 +27,9 @@ def defined(path: Path) -> set[str]:
             found.add(node.name)
         elif isinstance(node, ast.ClassDef):
             found.update(
-                f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)
+                f"{node.name}.{item.name}"
+                for item in node.body
+                if isinstance(item, ast.FunctionDef)
             )
     return found
 

@@ -1,4 +1,6 @@
-"""A target that does not fit is refused before anything in it changes, and the error names what does not fit."""
+"""A target that does not fit is refused before anything in it changes, and the error names what
+does not fit.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def blank() -> dict[str, Any]:
 
 def content(state: dict[str, Any]) -> Any:
     def plain(value: Any) -> Any:
-        if isinstance(value, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        if isinstance(
+            value, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
+        ):
             return copy.deepcopy(dict(value.state_dict()))
         if isinstance(value, PerRank):
             return plain(value.value)
@@ -125,7 +129,12 @@ CASES: list[tuple[str, Any, type[RestoreError], str]] = [
     ),
     ("deep", {"list": [torch.zeros(2), {"t": torch.zeros(1)}]}, EntryUnexpected, "'deep/n'"),
     ("deep", {"list": [torch.zeros(2)], "n": 1}, KindMismatch, "'deep/list'"),
-    ("deep", {"list": [torch.zeros(2), {"t": torch.zeros(2)}], "n": 1}, ShapeMismatch, "'deep/list/1/t'"),
+    (
+        "deep",
+        {"list": [torch.zeros(2), {"t": torch.zeros(2)}], "n": 1},
+        ShapeMismatch,
+        "'deep/list/1/t'",
+    ),
     ("holder", {}, KindMismatch, "'holder'"),
     ("holder", None, KindMismatch, "'holder'"),
     ("tuple", (torch.zeros(1), 2, 3), KindMismatch, "'tuple'"),

@@ -1,4 +1,6 @@
-"""Tiers that cannot be: said at construction where it can be known then, else in the handle, with the tier's URL and the way out."""
+"""Tiers that cannot be: said at construction where it can be known then, else in the handle,
+with the tier's URL and the way out.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def test_one_folder_in_two_spellings_is_one_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("one", "two"), [("run", "run/b"), ("run/b", "run"), ("s3://b/a", "s3://b/a/c/"), ("s3://b", "s3://b/a")]
+    ("one", "two"),
+    [("run", "run/b"), ("run/b", "run"), ("s3://b/a", "s3://b/a/c/"), ("s3://b", "s3://b/a")],
 )
 def test_a_root_inside_of_another_is_refused(tmp_path, monkeypatch, one, two):
     monkeypatch.chdir(tmp_path)
@@ -82,7 +85,7 @@ def test_there_is_one_memory(tmp_path):
         ({"capacity": True}, "capacity=True: give a size"),
         ({"capacity": 1.5}, "capacity=1.5: give a size"),
         ({"keep_best": ("loss", "min")}, "keep_best adds to keep_last: say how many of the newest"),
-        ({"keep_last": 1, "keep_best": "loss"}, "keep_best='loss': name a metric and which values are the best"),
+        ({"keep_last": 1, "keep_best": "loss"}, "keep_best='loss': name a metric and which values are the best"),  # noqa: E501
         ({"keep_last": 1, "keep_best": ("loss", "least")}, "name a metric"),
         ({"keep_last": 1, "keep_best": ("", "min")}, "name a metric"),
         ({"keep_last": 1, "keep_best": ("loss", "min", 0)}, "the count of keep_best=0"),
@@ -97,7 +100,7 @@ def test_a_wrong_field_is_named_with_the_way_out(field, told):
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("200GB", 200 * 10**9), ("64GiB", 64 << 30), ("1.5 kB", 1500), ("7", 7), ("3b", 3), ("2T", 2 * 10**12), (5, 5)],
+    [("200GB", 200 * 10**9), ("64GiB", 64 << 30), ("1.5 kB", 1500), ("7", 7), ("3b", 3), ("2T", 2 * 10**12), (5, 5)],  # noqa: E501
 )  # fmt: skip
 def test_a_capacity_is_a_size(text, nbytes):
     assert Tier("runs", capacity=text).capacity_bytes == nbytes
@@ -105,7 +108,10 @@ def test_a_capacity_is_a_size(text, nbytes):
 
 def test_all_of_it_in_a_file(tmp_path):
     file = tmp_path / "ckpt.toml"
-    file.write_text('[[tiers]]\nurl = "/x"\nkeep_last = 2\nkeep_best = ["loss", "min", 3]\ncapacity = "1GB"\nrequired = false')  # fmt: skip
+    file.write_text(
+        '[[tiers]]\nurl = "/x"\nkeep_last = 2\nkeep_best = ["loss", "min", 3]\ncapacity = '
+        '"1GB"\nrequired = false'
+    )
     wanted = Tier("/x", keep_last=2, keep_best=("loss", "min", 3), capacity="1GB", required=False)
     assert load_config(file).tiers == (wanted,)
     file.write_text('[[tiers]]\nurl = "/x"\ncapacity = "1 byte or two"')
@@ -146,7 +152,9 @@ def test_a_bucket_that_does_not_exist_is_told_by_its_name_at_the_first_save(tmp_
 def test_credentials_that_expire_in_mid_run_cost_the_far_tier_only(tmp_path, moto_server):
     def requests_without_a_look_at_the_key(count: float) -> None:
         wish = urllib.request.Request(
-            f"{moto_server.url}/moto-api/reset-auth", str(count).encode(), {"Content-Type": "text/plain"}
+            f"{moto_server.url}/moto-api/reset-auth",
+            str(count).encode(),
+            {"Content-Type": "text/plain"},
         )
         urllib.request.urlopen(wish, timeout=10).close()
 
@@ -174,7 +182,9 @@ def uploads(backend) -> list[str]:
 
 
 @pytest.mark.server
-def test_uploads_of_a_killed_job_are_aborted_when_the_next_one_begins_to_save(tmp_path, moto_server):
+def test_uploads_of_a_killed_job_are_aborted_when_the_next_one_begins_to_save(
+    tmp_path, moto_server
+):
     bucket = {**S3, "endpoint_url": moto_server.url}
     url = f"s3://bucket/killed-{os.getpid()}"
     backend = open_backend(url, bucket)
@@ -199,7 +209,8 @@ def test_a_save_that_is_aborted_leaves_no_parts_to_pay_for(tmp_path, moto_server
     for how in ("at once", "at the end"):
         with CheckpointManager(Tier(url, bucket)) as manager, monkeypatch.context() as patch:
             patch.setattr(S3Backend, "send_part", away)
-            patch.setattr(_S3Upload, "abort", lambda _: None)  # it was refused too, which nobody heard of
+            # it was refused too, which nobody heard of
+            patch.setattr(_S3Upload, "abort", lambda _: None)
             if how == "at the end":
                 patch.setattr(S3Backend, "unfinished", away)
             error = manager.save_async(state, 1).exception(60)

@@ -1,4 +1,6 @@
-"""A save that is cut in two as it begins holds nobody up: not the optimizer, not ``close``, not the next save."""
+"""A save that is cut in two as it begins holds nobody up: not the optimizer, not ``close``, not
+the next save.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,9 @@ def test_without_a_thread_the_manager_says_so_when_it_is_built(
             CheckpointManager(str(tmp_path))
 
 
-def test_a_save_needs_no_new_thread_to_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_needs_no_new_thread_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it needs to write it is told of as any other failure, and the next save works."""
 
     def full(self: threading.Thread) -> None:

@@ -49,7 +49,9 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def test_behind_a_codec_counts_what_is_stored(tmp_path):
-    """Five raw images would not fit, five encoded ones do; also for a job that begins with them there."""
+    """Five raw images would not fit, five encoded ones do; also for a job that begins with them
+    there.
+    """
     with CheckpointManager(Tier(str(tmp_path / "all"), codec="zstd")) as manager:
         manager.save(weights(0), 0)
     stored = size_of(tmp_path / "all")
@@ -66,14 +68,18 @@ def test_behind_a_codec_counts_what_is_stored(tmp_path):
 
 def test_a_checkpoint_that_fits_only_behind_its_codec_is_saved(tmp_path):
     near, far = tmp_path / "near", tmp_path / "far"
-    with CheckpointManager([Tier(str(near), codec="zstd", capacity=IMAGE - 20_000), far]) as manager:
+    with CheckpointManager(
+        [Tier(str(near), codec="zstd", capacity=IMAGE - 20_000), far]
+    ) as manager:
         for step in (1, 2):
             manager.save(weights(step), step)
     assert (whole(near), whole(far)) == ([2], [1, 2])
 
 
 def test_what_the_codec_did_not_shrink_as_before_goes_off_after_the_commit(tmp_path):
-    """Of zeros are those that lie there when one comes that is not: it was reckoned as small as they are."""
+    """Of zeros are those that lie there when one comes that is not: it was reckoned as small as
+    they are.
+    """
     with CheckpointManager(Tier(str(tmp_path / "other"), codec="zstd")) as manager:
         manager.save(weights(1), 1)
     root, random_bytes = tmp_path / "runs", size_of(tmp_path / "other")
@@ -119,7 +125,9 @@ def test_a_checkpoint_larger_than_the_capacity_is_told_and_evicts_nothing(tmp_pa
     with CheckpointManager(tmp_path) as manager:
         manager.save(state(1), 1)
     with CheckpointManager(Tier(str(tmp_path), capacity=IMAGE // 2)) as manager:
-        with pytest.raises(OutOfSpace, match=r"larger than the capacity of 202 kB: raise it") as told:
+        with pytest.raises(
+            OutOfSpace, match=r"larger than the capacity of 202 kB: raise it"
+        ) as told:
             manager.save(state(2), 2)
         assert str(tmp_path) in str(told.value)
     assert whole(tmp_path) == [1]
@@ -146,7 +154,8 @@ def test_the_newest_goes_only_if_it_lies_elsewhere(tmp_path):
         with pytest.raises(OutOfSpace):
             manager.save(state(2), 2)
     with CheckpointManager([Tier(str(far), capacity=IMAGE + 100_000), near]) as manager:
-        for step in (3, 4):  # near and far have changed places: each step lies on both once it is done
+        # near and far have changed places: each step lies on both once it is done
+        for step in (3, 4):
             manager.save(state(step), step)
     assert (whole(far), whole(near)) == ([4], [1, 3, 4])
 
@@ -180,7 +189,11 @@ def test_a_disk_that_is_full_below_the_capacity_is_treated_alike(tmp_path, monke
         with CheckpointManager(tmp_path) as manager:
             manager.restore(state(0))
             manager.save(state(step), step)
-    faulty(monkeypatch, tmp_path, [Rule(verb="upload", key="safetensors", nth=1, fault=Raise(OutOfSpace))])
+    faulty(
+        monkeypatch,
+        tmp_path,
+        [Rule(verb="upload", key="safetensors", nth=1, fault=Raise(OutOfSpace))],
+    )
     with CheckpointManager(Tier(str(tmp_path), capacity="1GB")) as manager:
         manager.restore(state(0))
         manager.save(state(4), 4)
@@ -189,7 +202,10 @@ def test_a_disk_that_is_full_below_the_capacity_is_treated_alike(tmp_path, monke
 
 def test_a_full_disk_with_nothing_to_give_up_is_told(tmp_path, monkeypatch):
     faulty(monkeypatch, tmp_path, [Rule(verb="upload", key="safetensors", fault=Raise(OutOfSpace))])
-    with CheckpointManager(Tier(str(tmp_path), capacity="1GB")) as manager, pytest.raises(OutOfSpace, match=str(tmp_path)):  # fmt: skip
+    with (
+        CheckpointManager(Tier(str(tmp_path), capacity="1GB")) as manager,
+        pytest.raises(OutOfSpace, match=str(tmp_path)),
+    ):
         manager.save(state(1), 1)
 
 
@@ -200,7 +216,8 @@ def test_a_step_given_up_by_a_rollback_goes_before_those_of_the_running_job(tmp_
     with CheckpointManager(Tier(str(tmp_path), capacity=THREE)) as manager:
         manager.restore(state(0), step=10)
         manager.save(state(11), 11)
-        assert whole(tmp_path) == [10, 11, 30]  # 10 is what a restarted job would want until there was 11
+        # 10 is what a restarted job would want until there was 11
+        assert whole(tmp_path) == [10, 11, 30]
         manager.save(state(12), 12)
         manager.save(state(13), 13)
     assert whole(tmp_path) == [11, 12, 13]
@@ -221,7 +238,10 @@ def test_the_images_of_all_ranks_count(tmp_path):
 
 
 def test_a_rank_that_does_not_lead_makes_room_of_what_the_leader_has_found(tmp_path, monkeypatch):
-    """The job before has closed in order, so that no note tells of it. The disk is full for rank 1 alone, once."""
+    """The job before has closed in order, so that no note tells of it.
+
+    The disk is full for rank 1 alone, once.
+    """
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(state(step), step)
@@ -236,7 +256,9 @@ def test_a_rank_that_does_not_lead_makes_room_of_what_the_leader_has_found(tmp_p
 
     def save(coordinator):
         mine = {f"x{coordinator.rank}": torch.ones(50_000, dtype=torch.int64)}
-        with CheckpointManager(Tier(str(tmp_path), capacity="1GB"), coordinator=coordinator) as manager:
+        with CheckpointManager(
+            Tier(str(tmp_path), capacity="1GB"), coordinator=coordinator
+        ) as manager:
             manager.save(mine, 3)
 
     assert World(2, patience=30).run(save) == {0: None, 1: None}
@@ -245,7 +267,9 @@ def test_a_rank_that_does_not_lead_makes_room_of_what_the_leader_has_found(tmp_p
 
 def test_no_room_is_told_to_all_ranks(tmp_path):
     def save(coordinator):
-        with CheckpointManager(Tier(str(tmp_path), capacity="1kB"), coordinator=coordinator) as manager:
+        with CheckpointManager(
+            Tier(str(tmp_path), capacity="1kB"), coordinator=coordinator
+        ) as manager:
             return manager.save_async({"x": torch.ones(50_000)}, 1).exception(30)
 
     found = World(2, patience=30).run(save)
@@ -255,7 +279,9 @@ def test_no_room_is_told_to_all_ranks(tmp_path):
 @pytest.mark.parametrize("lazy", [0, 1])
 def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
     def save(coordinator):
-        with CheckpointManager(Tier(str(tmp_path), capacity="1GB"), coordinator=coordinator) as manager:
+        with CheckpointManager(
+            Tier(str(tmp_path), capacity="1GB"), coordinator=coordinator
+        ) as manager:
             if coordinator.rank == lazy:
                 with pytest.raises(ConfigError):
                     manager.save_async({"x": torch.ones(5)}, 2, metrics={"loss": "low"})
@@ -270,7 +296,10 @@ def test_a_rank_that_does_not_begin_a_save_holds_up_nobody(tmp_path, lazy):
 
 def test_on_a_disk_that_is_really_full(tmp_path):
     mount = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size=4m none {tmp_path}"]
-    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
         pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
     mount[-1] += f" && exec {sys.executable} -m tests.full_disk {tmp_path}"
     root = Path(__file__).resolve().parents[1]

@@ -1,4 +1,6 @@
-"""A rank whose tensor was changed behind its back has no image for any tier; the others go on to the next one, and hear of it there."""
+"""A rank whose tensor was changed behind its back has no image for any tier; the others go on to
+the next one, and hear of it there.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_the_others_do_not_wait_for_it_on_the_next_tier(tmp_path: Path, monkeypa
 
     def work(coordinator: Coordinator) -> object:
         state = {f"x{coordinator.rank}": torch.ones(1000)}
-        with CheckpointManager(tiers, coordinator=coordinator, commit_timeout_seconds=20) as manager:
+        with CheckpointManager(
+            tiers, coordinator=coordinator, commit_timeout_seconds=20
+        ) as manager:
             error = manager.save_async(state, 1).exception()
             manager.save(state, 2)
             return error, manager.steps()

@@ -102,7 +102,9 @@ def test_what_was_saved_comes_back_bit_for_bit_and_reads_less(place: Tier) -> No
 @pytest.mark.parametrize(
     "codecs", [("none", "zstd"), ("zstd", "none"), ("zstd", "zstd:3"), ("zstd", "none", "zstd")]
 )
-def test_tiers_drain_from_each_other_whatever_their_codecs(tmp_path: Path, codecs: tuple[str, ...]) -> None:
+def test_tiers_drain_from_each_other_whatever_their_codecs(
+    tmp_path: Path, codecs: tuple[str, ...]
+) -> None:
     tiers = [Tier(str(tmp_path / str(index)), codec=codec) for index, codec in enumerate(codecs)]
     saved = save(tiers)
     tables = set()
@@ -157,15 +159,22 @@ def test_a_part_of_a_tensor_is_read_through_the_chunks_that_hold_it(tmp_path: Pa
         def place(self, read: ChunkRead, data: memoryview) -> None:
             chunk = torch.frombuffer(data, dtype=torch.float32).view(read.box.shape)
             for target in read.targets:
-                out[target.part.relative_to(box).slices()] = chunk[target.part.relative_to(read.box).slices()]
+                out[target.part.relative_to(box).slices()] = chunk[
+                    target.part.relative_to(read.box).slices()
+                ]
 
     plan = plan_restore(manifest, [Leaf("weight", "float32", (1200, 1000), (box,))])
     assert plan.read_bytes < manifest.stored_bytes / 2
     with Workers("test", 2) as workers:
         read_plan(
-            plan, Sink(), backend=backend, file_of=lambda _: (ref.key(ENCODED), manifest.stored_bytes),
-            workers=workers, retry=RetryPolicy(), on_bytes=lambda _: None,
-        )  # fmt: skip
+            plan,
+            Sink(),
+            backend=backend,
+            file_of=lambda _: (ref.key(ENCODED), manifest.stored_bytes),
+            workers=workers,
+            retry=RetryPolicy(),
+            on_bytes=lambda _: None,
+        )
     assert torch.equal(out, saved["weight"][700:1001, 30:80])  # type: ignore[index]
 
 
@@ -259,7 +268,9 @@ def test_memory_takes_no_codec(tmp_path: Path, url: str) -> None:
 
 
 def test_a_codec_may_stand_in_the_file(tmp_path: Path) -> None:
-    (tmp_path / "ckpt.toml").write_text('[[tiers]]\nurl = "/a"\ncodec = "zstd:3"\n[[tiers]]\nurl = "/b"\n')
+    (tmp_path / "ckpt.toml").write_text(
+        '[[tiers]]\nurl = "/a"\ncodec = "zstd:3"\n[[tiers]]\nurl = "/b"\n'
+    )
     assert [tier.codec for tier in load_config(tmp_path / "ckpt.toml").tiers] == ["zstd:3", "none"]
     (tmp_path / "ckpt.toml").write_text('[[tiers]]\nurl = "/a"\ncodec = "rar"\n')
     with pytest.raises(ConfigError, match="rar"):

@@ -52,8 +52,16 @@ def test_a_whole_file_is_read() -> None:
         Tier("s3://bucket/run42", {"endpoint_url": "http://store:9000"}),
     )
     assert config.save == SaveConfig(
-        on_busy="skip", overlap="off", check="full", chunk_bytes=8 << 20, commit_timeout_seconds=30, slots=1, threads=4, nice=0, cpus=frozenset({2, 3})
-    )  # fmt: skip
+        on_busy="skip",
+        overlap="off",
+        check="full",
+        chunk_bytes=8 << 20,
+        commit_timeout_seconds=30,
+        slots=1,
+        threads=4,
+        nice=0,
+        cpus=frozenset({2, 3}),
+    )
     assert config.metadata == {"team": "speech", "tags": ["a", 1, True]}
 
 
@@ -64,7 +72,9 @@ def test_a_root_is_the_only_tier() -> None:
 def test_relative_folders_in_a_file_elsewhere_are_relative_to_it(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     file = tmp_path / "deep" / "job.toml"
-    file.write_text('tiers = [{url = "runs"}, {url = "/abs"}, {url = "s3://b/p"}, {url = "~/runs"}]')
+    file.write_text(
+        'tiers = [{url = "runs"}, {url = "/abs"}, {url = "s3://b/p"}, {url = "~/runs"}]'
+    )
     urls = [tier.url for tier in load_config(file).tiers]
     assert urls == [str(tmp_path / "deep" / "runs"), "/abs", "s3://b/p", "~/runs"]
 
@@ -89,7 +99,10 @@ def test_relative_folders_in_a_file_elsewhere_are_relative_to_it(tmp_path: Path)
         ("[save]\ncheck = true", "check=True: choose 'sampled' or 'full' or 'off'"),
         ("[save]\nchunk_mib = 100", "chunk_mib=100: give a whole number from 1 to 64"),
         ("[save]\nchunk_mib = 0.5", "chunk_mib=0.5: give a whole number from 1 to 64"),
-        ("[save]\ncommit_timeout_seconds = 0", "commit_timeout_seconds=0: give a number of seconds above 0"),
+        (
+            "[save]\ncommit_timeout_seconds = 0",
+            "commit_timeout_seconds=0: give a number of seconds above 0",
+        ),
         ("[save]\ncommit_timeout_seconds = inf", "commit_timeout_seconds=inf"),
         ("[save]\nslots = 0", "slots=0: give a whole number from 1"),
         ("[save]\nthreads = true", "threads=True: give a whole number from 1"),

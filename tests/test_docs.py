@@ -1,4 +1,6 @@
-"""What the pages say is there: links, files, commands, options, settings, figures, and examples that run."""
+"""What the pages say is there: links, files, commands, options, settings, figures, and examples
+that run.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from ckpt.storage.tiers import as_tiers
 from tests.coordination.world import World
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")})
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")}
+)
 HISTORY = re.compile(r"bench/results/|docs/decisions/|CHANGELOG")  # of what was, not of what is
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -50,13 +54,19 @@ def named(page: Path) -> str:
 
 
 def blocks(*languages: str) -> list[Block]:
-    found = [Block(page, *match.groups()) for page in PAGES for match in _FENCE.finditer(page.read_text())]
+    found = [
+        Block(page, *match.groups())
+        for page in PAGES
+        for match in _FENCE.finditer(page.read_text())
+    ]
     return [block for block in found if block.language in languages]
 
 
 def block(page: str, words: str) -> str:
     """The block of a page that has these words."""
-    (found,) = [each.text for each in blocks("python") if named(each.page) == page and words in each.text]
+    (found,) = [
+        each.text for each in blocks("python") if named(each.page) == page and words in each.text
+    ]
     return found
 
 
@@ -70,7 +80,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# -- what is named is there -------------------------------------------------------------------------------------------------
+# -- what is named is there ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
@@ -84,10 +94,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(place), link
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if not HISTORY.search(named(page))], ids=named)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if not HISTORY.search(named(page))], ids=named
+)
 def test_every_file_that_is_named_is_there(page: Path) -> None:
     wanted = re.findall(
-        r"\b(?:ckpt|backends|bench|tests|examples|docs)/[\w./-]+\.(?:py|md|sh|pml|json)\b", page.read_text()
+        r"\b(?:ckpt|backends|bench|tests|examples|docs)/[\w./-]+\.(?:py|md|sh|pml|json)\b",
+        page.read_text(),
     )
     missing = [path for path in wanted if "NNNN" not in path and not (ROOT / path).exists()]
     assert not missing
@@ -126,11 +139,13 @@ def test_the_tree_of_errors_has_all_with_their_exit_codes() -> None:
     assert told == {name: kind.exit_code for name, kind in there.items() if isinstance(kind, type)}
 
 
-# -- commands ---------------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 def _in_code(page: Path) -> Iterator[str]:
-    """Each line of its blocks, without prompts and comments, and each piece of code in its prose."""
+    """Each line of its blocks, without prompts and comments, and each piece of code in its
+    prose.
+    """
     for match in _FENCE.finditer(page.read_text()):
         for line in match[2].splitlines():
             yield re.sub(r"\s+#.*", "", line.removeprefix("$ ")).strip()
@@ -143,10 +158,16 @@ def commands(program: str) -> list[str]:
 
 
 def examples_of_help() -> list[str]:
-    """What ``ckpt --help`` and ``ckpt VERB --help`` show: the command, then two blanks or a pipe and other words."""
+    """What ``ckpt --help`` and ``ckpt VERB --help`` show: the command, then two blanks or a pipe
+    and other words.
+    """
     texts = [
         HELP,
-        *(command.callback.__doc__ or "" for command in app.registered_commands if command.callback),
+        *(
+            command.callback.__doc__ or ""
+            for command in app.registered_commands
+            if command.callback
+        ),
     ]
     lines = [line.strip() for text in texts for line in text.splitlines() if line.startswith("  ")]
     return sorted({re.split(r"  | \| ", line)[0] for line in lines if line.startswith("ckpt ")})
@@ -166,11 +187,15 @@ def test_the_command_line_knows(line: str) -> None:
 
 
 def test_the_page_of_licences_is_what_is_installed() -> None:
-    subprocess.run([sys.executable, ROOT / "docs" / "licences.py", "--check"], timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "docs" / "licences.py", "--check"], timeout=60, check=True
+    )
 
 
 def test_the_table_of_verbs_has_all() -> None:
-    told = re.findall(r"^\| \[`(\w+)`\]\(#(\w+)\)", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    told = re.findall(
+        r"^\| \[`(\w+)`\]\(#(\w+)\)", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE
+    )
     there = getattr(typer.main.get_command(app), "commands", {})
     assert sorted(told) == sorted((verb, verb) for verb in there)
 
@@ -180,7 +205,7 @@ def test_the_bench_knows(line: str) -> None:
     bench._parser().parse_args(shlex.split(line)[3:])
 
 
-# -- settings ---------------------------------------------------------------------------------------------------------------
+# -- settings --------------------------------------------------------------------------------------
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -206,9 +231,9 @@ def test_every_setting_is_told_with_its_default(kind: Any, heading: str) -> None
     for name, field in fields.items():
         if field.default is not dataclasses.MISSING:
             cell = told[name][0]
-            assert (shown[cell] if cell in shown else ast.literal_eval(cell.strip("`"))) == field.default, (
-                name
-            )
+            assert (
+                shown[cell] if cell in shown else ast.literal_eval(cell.strip("`"))
+            ) == field.default, name
 
 
 def test_every_event_is_told() -> None:
@@ -222,14 +247,18 @@ def test_a_configuration_that_is_shown_is_one(text: str, tmp_path: Path) -> None
     assert load_config(tmp_path / "ckpt.toml").path
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def _rows(path: str) -> dict[str, list[str]]:
     """The main table: who -> numbers."""
     lines = (ROOT / path).read_text().splitlines()
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
-    return {row[0].removesuffix(" 0.1.1"): row[1:] for row in rows if len(row) == 7 and row[0].strip(" -")}
+    return {
+        row[0].removesuffix(" 0.1.1"): row[1:]
+        for row in rows
+        if len(row) == 7 and row[0].strip(" -")
+    }
 
 
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
@@ -241,11 +270,13 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     assert shown.keys() == measured.keys()
     assert len(shown) == 6
     for name, cells in measured.items():
-        kept = [cell.partition(", memory tier")[0].replace("as above", cells[4]) for cell in shown[name]]
+        kept = [
+            cell.partition(", memory tier")[0].replace("as above", cells[4]) for cell in shown[name]
+        ]
         assert kept == cells, name
 
 
-# -- examples ---------------------------------------------------------------------------------------------------------------
+# -- examples --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("each", blocks("python"), ids=lambda each: each.name)
@@ -256,7 +287,9 @@ def test_an_example_is_python_and_imports_what_is_there(each: Block) -> None:
 
 
 def test_the_ten_lines_are_the_same_in_both_places() -> None:
-    assert block("README.md", "PerRank(RngState()") == block("docs/quickstart.md", "PerRank(RngState()")
+    assert block("README.md", "PerRank(RngState()") == block(
+        "docs/quickstart.md", "PerRank(RngState()"
+    )
 
 
 class Net(nn.Module):
@@ -314,14 +347,17 @@ def test_names_are_translated_as_shown(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save({"model": Renamed("backbone")}, 1)
         state, net = {"model": Renamed("encoder")}, Renamed("backbone")
-        exec(block("docs/restoring.md", "rename="), {"manager": manager, "state": state, "net": net})
+        exec(
+            block("docs/restoring.md", "rename="), {"manager": manager, "state": state, "net": net}
+        )
         assert torch.equal(state["model"].encoder.weight, net.backbone.weight)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("page", ["docs/quickstart.md", "docs/nodes.md"])
 def test_tiers_are_named_as_shown(page: str) -> None:
     lines = block(page, "CheckpointManager([").replace("from ckpt import", "# ")
-    names: dict[str, Any] = {"Tier": Tier, "CheckpointManager": as_tiers}  # no bucket is there to be opened
+    # no bucket is there to be opened
+    names: dict[str, Any] = {"Tier": Tier, "CheckpointManager": as_tiers}
     exec(lines, names)
     assert [tier.url for tier in names["manager"]] == ["memory", "/nvme/ckpt", "s3://bucket/run42"]
 
@@ -331,7 +367,9 @@ def test_a_model_on_meta_is_restored_as_shown(tmp_path: Path) -> None:
     saved = parts()
     with CheckpointManager(tmp_path) as manager:
         manager.save(saved, 1)
-        exec(block("docs/restoring.md", 'torch.device("meta")'), {**names, "manager": manager}, names)
+        exec(
+            block("docs/restoring.md", 'torch.device("meta")'), {**names, "manager": manager}, names
+        )
     assert names["report"].uninitialised == ("model/frequencies",)
     assert torch.equal(names["model"].blocks[1].weight, saved["model"].blocks[1].weight)
 
@@ -362,7 +400,9 @@ def test_a_checkpoint_is_opened_as_shown(tmp_path: Path, monkeypatch: pytest.Mon
     assert names["rows"].shape == (100, 2)
 
 
-def test_a_planned_stop_is_written_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planned_stop_is_written_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names = {
         "CheckpointManager": CheckpointManager,

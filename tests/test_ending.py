@@ -1,4 +1,6 @@
-"""An exception ends the process: ``close`` has ``exit_seconds`` and no more, what was durable stays, and the others hear of it."""
+"""An exception ends the process: ``close`` has ``exit_seconds`` and no more, what was durable
+stays, and the others hear of it.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,31 @@ def job(manager):
     manager.save({"x": torch.ones(3)}, 1)
     manager.save_async({"x": torch.ones(3)}, 2)
     HOW
-"""
+"""  # noqa: E501
 WAYS = {
-    "within_with": ("raise ValueError('boom')", "with CheckpointManager(sys.argv[1], exit_seconds=0.3) as manager: job(manager)", 1),
-    "unhandled": ("raise ValueError('boom')", "manager = CheckpointManager(sys.argv[1], exit_seconds=0.3); job(manager)", 1),
+    "within_with": (
+        "raise ValueError('boom')",
+        "with CheckpointManager(sys.argv[1], exit_seconds=0.3) as manager: job(manager)",
+        1,
+    ),
+    "unhandled": (
+        "raise ValueError('boom')",
+        "manager = CheckpointManager(sys.argv[1], exit_seconds=0.3); job(manager)",
+        1,
+    ),
     "in_finally": (
         "raise ValueError('boom')",
-        "manager = CheckpointManager(sys.argv[1], exit_seconds=0.3)\ntry: job(manager)\nfinally: manager.close()", 1,
+        "manager = CheckpointManager(sys.argv[1], exit_seconds=0.3)\ntry: job(manager)\nfinally: "
+        "manager.close()",
+        1,
     ),
     "a_signal_to_a_handler_that_exits": (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); signal.raise_signal(signal.SIGTERM)",
-        "with CheckpointManager(sys.argv[1], exit_seconds=0.3) as manager: job(manager)", 143,
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+        "signal.raise_signal(signal.SIGTERM)",
+        "with CheckpointManager(sys.argv[1], exit_seconds=0.3) as manager: job(manager)",
+        143,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -72,7 +86,10 @@ def test_a_process_that_an_exception_ends_does_not_wait_for_a_store_that_hangs(
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
-    assert f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)" in done.stderr
+    assert (
+        f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)"
+        in done.stderr
+    )
     assert done.stderr.count("lacks step 2") == 1
     assert CheckpointManager(str(tmp_path / "run")).steps() == [1]
 
@@ -359,7 +376,9 @@ def test_an_error_that_goes_on_ends_close_soon(
     assert "this process ends" in caplog.text
 
 
-def test_a_manager_that_was_built_while_an_error_was_handled_raises_a_signal_again(tmp_path: Path) -> None:
+def test_a_manager_that_was_built_while_an_error_was_handled_raises_a_signal_again(
+    tmp_path: Path,
+) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda signum, _: heard.append(signum))
     try:
@@ -412,7 +431,7 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path, wrong: object) -> None:
         CheckpointManager(str(tmp_path), exit_seconds=wrong)  # type: ignore[arg-type]
 
 
-# -- the other ranks ----------------------------------------------------------------------------------------------------
+# -- the other ranks -------------------------------------------------------------------------------
 
 
 def test_who_waits_for_a_rank_that_has_left_hears_why_and_not_after_the_time_out() -> None:
@@ -456,13 +475,18 @@ def test_the_last_word_of_a_rank_that_has_left_counts() -> None:
             return super().verdict(subject, timeout=timeout)
 
     committer = Committer(
-        Late(world, 0), OneTier(open_backend("memory://late")), name="save", bounds=Bounds(3600, 0.05)
+        Late(world, 0),
+        OneTier(open_backend("memory://late")),
+        name="save",
+        bounds=Bounds(3600, 0.05),
     )
     heard.append(committer.commit(ref, Durable(FragmentRef("rank-00000.json", 0, 1, "x"))))
     assert "its own reason" in str(heard[0])
 
 
-def test_a_wait_that_is_under_way_ends_when_this_rank_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_under_way_ends_when_this_rank_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("ckpt.coordination.leaving._LOOK_SECONDS", 0.05)
     leaving = Leaving(World(2, patience=100.0).coordinator(0))
     threading.Timer(0.1, leaving.leave, ["boom"]).start()

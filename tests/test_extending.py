@@ -1,4 +1,6 @@
-"""Each row of the table in CONTRIBUTING.md, done by a distribution of another author: it is installed, and ckpt is not changed."""
+"""Each row of the table in CONTRIBUTING.md, done by a distribution of another author: it is
+installed, and ckpt is not changed.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ COMMAND = """
 
 
 def test_a_command_of_another_distribution_is_listed_and_runs(tmp_path: Path) -> None:
-    outside = Distribution(tmp_path, "ckpt_count", COMMAND, "[ckpt.commands]\ncount = ckpt_count:count\n")
+    outside = Distribution(
+        tmp_path, "ckpt_count", COMMAND, "[ckpt.commands]\ncount = ckpt_count:count\n"
+    )
     (tmp_path / "root").mkdir()
     assert outside.run("-m", "ckpt.cli.main", "count", str(tmp_path / "root")).stdout == "0\n"
     listed = outside.run("-m", "ckpt.cli.main", "--help").stdout
@@ -99,7 +103,9 @@ def test_a_command_of_another_distribution_is_listed_and_runs(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "entry", ["ckpt_count:missing", "nosuch_module:count", "ckpt_count:number", "ckpt_count:odd"]
 )
-def test_a_command_that_cannot_be_loaded_does_not_cost_the_others(tmp_path: Path, entry: str) -> None:
+def test_a_command_that_cannot_be_loaded_does_not_cost_the_others(
+    tmp_path: Path, entry: str
+) -> None:
     outside = Distribution(tmp_path, "ckpt_count", COMMAND, f"[ckpt.commands]\ncount = {entry}\n")
     done = outside.run("-m", "ckpt.cli.main", "--help")
     assert done.returncode == 0
@@ -153,7 +159,9 @@ def test_an_adapter_of_another_distribution_saves_and_restores_its_object(tmp_pa
 
 
 def test_an_adapter_that_cannot_be_loaded_costs_no_save_and_no_restore(tmp_path: Path) -> None:
-    outside = Distribution(tmp_path, "ckpt_engine", "", "[ckpt.adapters]\nengine = ckpt_engine:missing\n")
+    outside = Distribution(
+        tmp_path, "ckpt_engine", "", "[ckpt.adapters]\nengine = ckpt_engine:missing\n"
+    )
     code = """
         import sys, logging, torch
         logging.basicConfig(stream=sys.stdout)

@@ -40,8 +40,12 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {"x": torch.full((ELEMENTS,), step, dtype=torch.int32)}
 
 
-@pytest.mark.parametrize("trouble", ["down", "slow", pytest.param("held", marks=pytest.mark.torture)])
-def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_end(tmp_path, wire, trouble):
+@pytest.mark.parametrize(
+    "trouble", ["down", "slow", pytest.param("held", marks=pytest.mark.torture)]
+)
+def test_a_far_tier_in_trouble_changes_nothing_nearer_and_has_everything_in_the_end(
+    tmp_path, wire, trouble
+):
     near, bucket = str(tmp_path / "near"), far(wire, f"far-{trouble}")
     calls: dict[bool, list[float]] = {False: [], True: []}
     durable: dict[bool, list[float]] = {False: [], True: []}

@@ -30,9 +30,16 @@ __all__ = ["cli"]
 
 def write(root: str, step: int, *, arrays: Any = ARRAYS, commit: bool = True) -> None:
     write_checkpoint(
-        open_backend(root), step, arrays, world_size=2, tree=TREE, metadata={"team": "speech"}, commit=commit,
-        per_rank={rank: {"rng": rank} for rank in range(2)}, tied={"model/head": "model/embed"},
-    )  # fmt: skip
+        open_backend(root),
+        step,
+        arrays,
+        world_size=2,
+        tree=TREE,
+        metadata={"team": "speech"},
+        commit=commit,
+        per_rank={rank: {"rng": rank} for rank in range(2)},
+        tied={"model/head": "model/embed"},
+    )
 
 
 @pytest.fixture
@@ -80,7 +87,9 @@ def test_a_restore_of_one_rank_reads_its_fragment_once(tmp_path: Path) -> None:
     assert filled.manifest.tensors[0].shards
     requests = [(call.verb, call.key.rpartition("/")[2]) for call in backend.calls]
     assert requests == [
-        (verb, name) for name in ("manifest.json", "rank-00000.json") for verb in ("head", "read_into")
+        (verb, name)
+        for name in ("manifest.json", "rank-00000.json")
+        for verb in ("head", "read_into")
     ]
 
 
@@ -103,7 +112,10 @@ def test_a_copy_is_byte_for_byte_and_verifies(cli: Cli, root: str) -> None:
 
 
 def files(root: str) -> dict[str, bytes]:
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in Path(root).rglob("step-*/*")}
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes()
+        for path in Path(root).rglob("step-*/*")
+    }
 
 
 def test_a_restore_by_the_command_line_has_the_same_files(cli: Cli, root: str) -> None:
@@ -131,7 +143,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("harm", [flip, Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b" ")])
+@pytest.mark.parametrize(
+    "harm", [flip, Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b" ")]
+)
 def test_a_damaged_fragment_is_found_by_verify_and_refused_by_all_that_need_it(
     cli: Cli, root: str, harm: Callable[[Path], object]
 ) -> None:
@@ -160,13 +174,17 @@ def test_a_fragment_that_is_gone_is_told_where_files_are_encoded_too(
     path.unlink()
     ran = cli("verify", "--root", str(tmp_path), "--json")
     assert ran.code == 4, ran.err
-    assert [fault["file"].rsplit("/")[-1] for fault in ran.json["steps"][0]["faults"]] == ["rank-00000.json"]
+    assert [fault["file"].rsplit("/")[-1] for fault in ran.json["steps"][0]["faults"]] == [
+        "rank-00000.json"
+    ]
 
 
 def test_a_fragment_that_is_damaged_near_is_no_loss_where_the_far_tier_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its fragments are others than those that the near manifest was merged from: it has a manifest of its own."""
+    """Its fragments are others than those that the near manifest was merged from: it has a
+    manifest of its own.
+    """
     tiers = [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"), codec="zstd")]
     value = torch.randn(50_000)
     with CheckpointManager(tiers) as manager:
@@ -182,7 +200,9 @@ def test_a_fragment_that_is_damaged_near_is_no_loss_where_the_far_tier_is_encode
             assert report.tier.endswith("far")
 
 
-def test_a_step_without_a_fragment_is_no_reason_to_give_up_an_older_one(cli: Cli, root: str) -> None:
+def test_a_step_without_a_fragment_is_no_reason_to_give_up_an_older_one(
+    cli: Cli, root: str
+) -> None:
     (fragment,) = Path(root).glob("step-000000300.*/rank-00001.json")
     fragment.unlink()
     assert "damaged" in cli("ls", "--root", root).out
@@ -191,7 +211,9 @@ def test_a_step_without_a_fragment_is_no_reason_to_give_up_an_older_one(cli: Cli
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_step_of_an_earlier_format_is_refused_and_stays(cli: Cli, root: str, version: int) -> None:
+def test_a_step_of_an_earlier_format_is_refused_and_stays(
+    cli: Cli, root: str, version: int
+) -> None:
     ref = committed(open_backend(root))[0]
     body = b'{"format":%d,"step":300}' % version
     record = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_TERMS = 40
-ROW = re.compile(r"\| (?P<term>[^|]+) \| (?P<meaning>[^|]+) \| `(?P<file>[^`]+)` `(?P<symbol>[^`]+)` \|")
+ROW = re.compile(
+    r"\| (?P<term>[^|]+) \| (?P<meaning>[^|]+) \| `(?P<file>[^`]+)` `(?P<symbol>[^`]+)` \|"
+)
 
 
 def rows() -> list[re.Match[str]]:

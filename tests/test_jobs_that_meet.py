@@ -53,7 +53,9 @@ LEADER_DEAD = {"started": 1}
 
 def restored_from(*tiers: Tier | Path, step: int | None = None) -> Any:
     target = state(0)
-    with CheckpointManager([tier if isinstance(tier, Tier) else str(tier) for tier in tiers]) as manager:
+    with CheckpointManager(
+        [tier if isinstance(tier, Tier) else str(tier) for tier in tiers]
+    ) as manager:
         report = manager.restore(target, step)
     assert report is not None
     assert target["x"].unique().tolist() == [report.step]
@@ -114,7 +116,9 @@ def kept(tiers: list[Tier]) -> list[int]:
     return sorted(ref.step for ref in committed(open_tiers(tiers)[0].backend))
 
 
-def test_a_job_that_only_restores_leaves_a_living_one_what_it_has_in_memory(in_memory: list[Tier]) -> None:
+def test_a_job_that_only_restores_leaves_a_living_one_what_it_has_in_memory(
+    in_memory: list[Tier],
+) -> None:
     with CheckpointManager(in_memory) as living:
         for step in (1, 2):
             living.save(state(step), step)
@@ -144,7 +148,9 @@ def test_a_restore_between_the_last_fragment_and_the_manifest_costs_no_step_in_m
 
 
 class Partitioned:
-    """A store that takes the first manifest and does not answer; then another job takes the root and evicts that step."""
+    """A store that takes the first manifest and does not answer; then another job takes the root
+    and evicts that step.
+    """
 
     def __init__(self, root: Path, meanwhile: Callable[[], None]) -> None:
         self.inner, self.meanwhile, self.puts = open_backend(str(root)), meanwhile, 0
@@ -190,7 +196,9 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
 def test_a_pruner_that_comes_late_removes_nothing_of_the_next_job(
     near: Path, closed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first job is held up before it prunes; meanwhile another machine goes on from its step 2."""
+    """The first job is held up before it prunes; meanwhile another machine goes on from its step
+    2.
+    """
     prune, go = ckpt.retention.pruner.prune, threading.Event()
 
     def late(*args: Any, **how: Any) -> Any:

@@ -73,7 +73,9 @@ def test_the_command_line_shows_metrics_and_says_why_a_step_stays(cli, tmp_path)
 
 def test_where_ranks_differ_the_metrics_of_rank_0_count(tmp_path):
     def save(coordinator):
-        with CheckpointManager(tmp_path, coordinator=coordinator, metadata={"team": "a"}) as manager:
+        with CheckpointManager(
+            tmp_path, coordinator=coordinator, metadata={"team": "a"}
+        ) as manager:
             manager.save({"x": torch.ones(3)}, 1, metrics={"loss": float(coordinator.rank)})
 
     assert World(2, patience=30).run(save) == {0: None, 1: None}

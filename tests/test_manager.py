@@ -52,7 +52,9 @@ Faults = Callable[..., None]
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Every backend opened from now on has these faults; none of its uploads, which are not what is tested here."""
+    """Every backend opened from now on has these faults; none of its uploads, which are not what
+    is tested here.
+    """
 
     def wrap(*rules: Rule) -> None:
         monkeypatch.setattr(
@@ -99,7 +101,7 @@ def back(root: str, step: int | None = None) -> dict[str, Any]:
     return state
 
 
-# -- the state at the call --------------------------------------------------------------------------------------------
+# -- the state at the call -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlap", ["auto", "off"])
@@ -183,7 +185,9 @@ def test_after_a_fence_parameters_may_be_changed_by_anybody(memory: str) -> None
 
 @pytest.fixture
 def held_copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Late copies wait until the event is set, so that a test can come between the call and the copy."""
+    """Late copies wait until the event is set, so that a test can come between the call and the
+    copy.
+    """
     from ckpt.staging.snapshot import Snapshot
 
     gate = threading.Event()
@@ -248,7 +252,7 @@ def test_a_closed_manager_leaves_no_hook_behind(memory: str) -> None:
     assert not state["optimizer"]._optimizer_step_pre_hooks
 
 
-# -- errors in the background -----------------------------------------------------------------------------------------
+# -- errors in the background ----------------------------------------------------------------------
 
 FULL = Rule(verb="put", key="step-.*json", nth=1, fault=Raise(OutOfSpace))
 
@@ -261,7 +265,9 @@ def failed(manager: CheckpointManager) -> Any:
 
 
 @pytest.mark.parametrize("way", ["result", "exception", "save_async", "fence", "close"])
-def test_an_error_in_the_background_is_told_exactly_once(memory: str, faults: Faults, way: str) -> None:
+def test_an_error_in_the_background_is_told_exactly_once(
+    memory: str, faults: Faults, way: str
+) -> None:
     faults(FULL)
     manager = CheckpointManager(memory)
     pending = failed(manager)
@@ -307,7 +313,7 @@ def test_the_error_of_the_body_goes_before_one_of_the_background(
         failed(manager)
 
 
-# -- slots ------------------------------------------------------------------------------------------------------------
+# -- slots -----------------------------------------------------------------------------------------
 
 SLOW = Rule(verb="finish", fault=Delay(0.7))
 
@@ -326,7 +332,9 @@ def test_with_skip_a_save_is_left_out_while_no_slot_is_free(memory: str, faults:
         assert manager.steps() == [1, 2]
 
 
-def test_with_wait_the_call_waits_for_a_slot_and_nothing_is_lost(memory: str, faults: Faults) -> None:
+def test_with_wait_the_call_waits_for_a_slot_and_nothing_is_lost(
+    memory: str, faults: Faults
+) -> None:
     faults(SLOW)
     with CheckpointManager(memory, slots=1) as manager:
         manager.save_async({"x": 1}, 1)
@@ -338,7 +346,9 @@ def test_with_wait_the_call_waits_for_a_slot_and_nothing_is_lost(memory: str, fa
         assert manager.steps() == [1, 2]
 
 
-def test_a_slow_store_costs_the_caller_nothing_while_a_slot_is_free(memory: str, faults: Faults) -> None:
+def test_a_slow_store_costs_the_caller_nothing_while_a_slot_is_free(
+    memory: str, faults: Faults
+) -> None:
     faults(SLOW)
     with CheckpointManager(memory) as manager:
         began = time.perf_counter()
@@ -359,7 +369,7 @@ def test_a_state_that_grows_and_shrinks_gets_slots_that_fit(memory: str) -> None
             assert bool((target["x"] == step).all())
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def test_the_step_is_that_of_the_state_or_the_next(memory: str) -> None:
@@ -416,7 +426,7 @@ def test_after_going_back_later_steps_may_be_lived_again_and_the_younger_wins(me
             assert target["x"] == expected
 
 
-# -- one root, one job ------------------------------------------------------------------------------------------------
+# -- one root, one job -----------------------------------------------------------------------------
 
 
 def test_a_second_manager_on_a_living_ones_root_is_refused_and_writes_nothing(root: str) -> None:
@@ -479,7 +489,11 @@ def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str)
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert (
-            sorted(name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-"))
+            sorted(
+                name
+                for name in os.listdir("/dev/shm")
+                if name.startswith(f"ckpt-slot-{os.getpid()}-")
+            )
             == slots
         )
         assert (Path(root) / OWNER).exists()
@@ -487,7 +501,7 @@ def test_in_a_forked_child_the_manager_refuses_and_close_harms_nobody(root: str)
         assert manager.steps() == [1, 2]
 
 
-# -- places and settings ----------------------------------------------------------------------------------------------
+# -- places and settings ---------------------------------------------------------------------------
 
 
 def test_two_tiers_both_get_it_and_either_can_give_it(tmp_path: Path, memory: str) -> None:
@@ -539,7 +553,9 @@ def test_the_same_place_twice_is_refused(tmp_path: Path) -> None:
         CheckpointManager([])
 
 
-def test_a_manager_can_be_built_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_manager_can_be_built_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ckpt.toml").write_text(
         'root = "run"\n[save]\nslots = 1\nchunk_mib = 2\n[metadata]\nteam = "speech"\n'
     )
@@ -560,15 +576,20 @@ def test_metadata_is_kept_and_must_be_plain(memory: str) -> None:
     with CheckpointManager(memory, metadata={"run": 7, "tags": ["a"]}) as manager:
         manager.save({"x": 1})
     backend = open_backend(memory)
-    assert bytes(read_manifest(backend, find(backend, None)[0]).metadata) == b'{"run":7,"tags":["a"]}'
+    assert (
+        bytes(read_manifest(backend, find(backend, None)[0]).metadata) == b'{"run":7,"tags":["a"]}'
+    )
     with pytest.raises(UnsupportedValue, match="metadata/f"):
         CheckpointManager(memory, metadata={"f": print})
 
 
 @pytest.mark.parametrize(
-    "setting", [{"slots": 0}, {"on_busy": "later"}, {"commit_timeout_seconds": -1}, {"chunk_bytes": 3}]
+    "setting",
+    [{"slots": 0}, {"on_busy": "later"}, {"commit_timeout_seconds": -1}, {"chunk_bytes": 3}],
 )
-def test_a_wrong_setting_is_told_when_the_manager_is_built(memory: str, setting: dict[str, Any]) -> None:
+def test_a_wrong_setting_is_told_when_the_manager_is_built(
+    memory: str, setting: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigError, match=next(iter(setting))):
         CheckpointManager(memory, **setting)
     with pytest.raises(ConfigError, match=next(iter(setting))):
@@ -583,7 +604,7 @@ def test_a_launchers_world_without_a_process_group_is_refused(
         CheckpointManager(memory)
 
 
-# -- observers --------------------------------------------------------------------------------------------------------
+# -- observers -------------------------------------------------------------------------------------
 
 
 def test_observers_are_told_what_happens_and_cannot_break_it(
@@ -600,7 +621,13 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
         with pytest.raises(OutOfSpace):
             manager.save({"x": torch.ones(2)}, 2)
         manager.restore({"x": torch.zeros(2)})
-    assert [type(event) for event in told] == [SaveStaged, SaveCommitted, SaveStaged, SaveFailed, Restored]
+    assert [type(event) for event in told] == [
+        SaveStaged,
+        SaveCommitted,
+        SaveStaged,
+        SaveFailed,
+        Restored,
+    ]
     assert [event.step for event in told] == [1, 1, 2, 2, 1]
     committed = told[1]
     assert isinstance(committed, SaveCommitted)
@@ -610,7 +637,7 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
     assert "observer failed" in caplog.text
 
 
-# -- for ever ---------------------------------------------------------------------------------------------------------
+# -- for ever --------------------------------------------------------------------------------------
 
 
 def footprint() -> tuple[int, int, int, int]:
@@ -687,7 +714,9 @@ def test_a_torch_that_was_not_tested_is_warned_of_once(
     assert "torch 2.99.0 is installed" in said[0]
 
 
-def test_a_step_lower_than_the_one_before_is_warned_of(memory: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_lower_than_the_one_before_is_warned_of(
+    memory: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with CheckpointManager(memory) as manager:
         for step in (1, 5, 3, 4):
             manager.save({"step": step}, step=step)

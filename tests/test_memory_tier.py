@@ -88,11 +88,16 @@ def test_nothing_is_copied_and_what_lies_in_a_slot_goes_before_the_slot_is_fille
     with CheckpointManager(tiers) as manager:
         for step in range(5):
             manager.save({"x": torch.full((1 << 20,), step)}, step)
-            listed = {ref.step for ref in committed(open_backend(f"shm://{folder.name.split('-')[-1]}"))}
+            listed = {
+                ref.step for ref in committed(open_backend(f"shm://{folder.name.split('-')[-1]}"))
+            }
             assert listed == {step, step - 1} - {-1}
             files = list(folder.rglob("*.safetensors"))
-            assert all(path.stat().st_nlink == 2 for path in files)  # the slot itself, under a second name
-        assert manager.restore({"x": torch.zeros(1 << 20, dtype=torch.int64)}).tier.startswith("shm://")
+            # the slot itself, under a second name
+            assert all(path.stat().st_nlink == 2 for path in files)
+        assert manager.restore({"x": torch.zeros(1 << 20, dtype=torch.int64)}).tier.startswith(
+            "shm://"
+        )
 
 
 def test_damage_in_memory_is_found_and_the_disk_is_next(near, tmp_path):
@@ -117,10 +122,13 @@ def test_closing_frees_the_memory_unless_it_holds_the_newest_step(near, tmp_path
     with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=10)]) as manager:
         manager.save({"x": torch.ones(3)}, 10)
         manager.save({"x": torch.ones(3)}, 11)
-    assert {path.parent.name.split(".")[0] for path in folder.rglob("manifest.json")} == {"step-000000011"}
+    assert {path.parent.name.split(".")[0] for path in folder.rglob("manifest.json")} == {
+        "step-000000011"
+    }
     with CheckpointManager(tiers) as manager:
         assert manager.steps() == [1, 10, 11]
-        manager.save({"x": torch.ones(3)}, 12)  # what an earlier job left is swept away by the first commit
+        # what an earlier job left is swept away by the first commit
+        manager.save({"x": torch.ones(3)}, 12)
         assert manager.steps() == [1, 10, 12]
 
 
@@ -143,7 +151,9 @@ def test_a_state_that_grows_takes_a_larger_slot_and_leaves_nothing_of_the_small_
         for step, size in enumerate([1000, 3 << 20, 10, 5 << 20]):
             model = nn.Linear(size, 1)
             manager.save({"model": model}, step)
-            held = {path.stat().st_ino: path.stat().st_size for path in folder.rglob("*.safetensors")}
+            held = {
+                path.stat().st_ino: path.stat().st_size for path in folder.rglob("*.safetensors")
+            }
             slots = {path.stat().st_ino for path in MEMORY.glob(f"ckpt-slot-{os.getpid()}-*")}
             assert set(held) <= slots  # no memory but that of slots
 
@@ -191,7 +201,9 @@ def test_a_wrong_policy_is_refused(wrong):
         Tier("x", **wrong)
 
 
-def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(near, tmp_path, monkeypatch):
+def test_the_only_good_image_in_memory_is_not_given_up_for_a_slot_that_is_empty(
+    near, tmp_path, monkeypatch
+):
     tiers, _ = near
     with CheckpointManager([Tier("memory"), Tier(tiers[1].url, every=100)]) as manager:
         manager.save({"x": torch.ones(9)}, 1)
@@ -221,7 +233,9 @@ def test_a_step_that_cannot_be_taken_off_memory_is_not_overwritten(near, monkeyp
             manager.save({"x": torch.full((9,), step)}, step)
         with monkeypatch.context() as broken:
             broken.setattr(
-                ShmBackend, "delete", lambda self, key: (_ for _ in ()).throw(AccessDenied(key, "no"))
+                ShmBackend,
+                "delete",
+                lambda self, key: (_ for _ in ()).throw(AccessDenied(key, "no")),
             )
             with pytest.raises(AccessDenied):
                 manager.save({"x": torch.full((9,), 3)}, 3)
@@ -231,8 +245,13 @@ def test_a_step_that_cannot_be_taken_off_memory_is_not_overwritten(near, monkeyp
 
 
 @pytest.mark.parametrize("wrong", ["mode", "link", "owner", "file"])
-def test_a_folder_in_shared_memory_that_is_not_ours_alone_is_left_out(near, tmp_path, wrong, caplog):
-    """Nothing is read from it, and the job goes on with the other tiers. The log says so, and not again for every step."""
+def test_a_folder_in_shared_memory_that_is_not_ours_alone_is_left_out(
+    near, tmp_path, wrong, caplog
+):
+    """Nothing is read from it, and the job goes on with the other tiers.
+
+    The log says so, and not again for every step.
+    """
     tiers, folder = near
     with CheckpointManager(str(tmp_path / "planted")) as other:
         other.save({"x": torch.zeros(3)}, 99)
@@ -274,10 +293,15 @@ def test_a_step_for_memory_alone_that_finds_no_room_is_skipped(near):
 
 @pytest.mark.parametrize(
     ("before", "told"),
-    [(10, "no durable tier has any step of this run"), (0, "newest durable step is 0, older than 10")],
+    [
+        (10, "no durable tier has any step of this run"),
+        (0, "newest durable step is 0, older than 10"),
+    ],
 )
 def test_closing_says_when_even_what_was_restored_is_in_memory_only(near, caplog, before, told):
-    """``before``: the first step that is saved; 10 is the last before the job dies, and no durable tier takes it."""
+    """``before``: the first step that is saved; 10 is the last before the job dies, and no
+    durable tier takes it.
+    """
     tiers, _ = near
     disk = tiers[1].url
     start = f"""
@@ -330,7 +354,9 @@ def test_closing_says_nothing_of_that_where_the_restored_step_is_durable(near, c
 
 
 def test_slots_that_vanish_from_shared_memory_are_replaced_and_every_step_is_saved(near, tmp_path):
-    """logind removes what a user has in /dev/shm when his last session ends (RemoveIPC), and cleaners do."""
+    """logind removes what a user has in /dev/shm when his last session ends (RemoveIPC), and
+    cleaners do.
+    """
     tiers, folder = near
     with CheckpointManager(tiers) as manager:
         for step in range(1, 7):

@@ -1,4 +1,6 @@
-"""A restore from several tiers: each chunk from the nearest that has it intact, and what came from far stays near."""
+"""A restore from several tiers: each chunk from the nearest that has it intact, and what came
+from far stays near.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def saved(template: Path, near: Path, far: Path) -> list[Path]:
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
-    """Wraps the store of a folder whenever a manager opens it; the last one is returned by calling the result."""
+    """Wraps the store of a folder whenever a manager opens it; the last one is returned by
+    calling the result.
+    """
 
     def watching(folder: Path, *rules: Rule) -> FaultyBackend:
         store = FaultyBackend(open_backend(str(folder)), rules)
@@ -113,9 +117,12 @@ def test_a_flipped_bit_is_mended_from_the_next_tier_and_told(
     assert repair.mended
     assert event.mended
     assert not [event for event in told if isinstance(event, StepDamaged)]
-    asked = [call for call in store.calls if call.verb == "read_into" and "manifest" not in call.key]
+    asked = [
+        call for call in store.calls if call.verb == "read_into" and "manifest" not in call.key
+    ]
     assert len(asked) == 2  # for the state, and for the file near
-    assert all(call.nbytes <= repair.nbytes + 2 * 4096 for call in asked)  # a disk is read in whole blocks
+    # a disk is read in whole blocks
+    assert all(call.nbytes <= repair.nbytes + 2 * 4096 for call in asked)
     assert files(near, 3)["data"].read_bytes() == files(far, 3)["data"].read_bytes()
     with CheckpointManager(near) as manager:
         alone = manager.restore(blank())
@@ -170,7 +177,9 @@ def test_the_report_names_every_tier_that_should_have_had_it(tmp_path: Path) -> 
     assert [repair.tier for repair in report.repaired] == [str(root) for root in roots[:3]]
 
 
-def test_a_file_encoded_otherwise_than_far_is_read_from_there_and_stays_damaged(tmp_path: Path) -> None:
+def test_a_file_encoded_otherwise_than_far_is_read_from_there_and_stays_damaged(
+    tmp_path: Path,
+) -> None:
     near, far = tmp_path / "near", tmp_path / "far"
     tiers = [Tier(str(near), codec="zstd"), Tier(str(far))]
     with CheckpointManager(tiers) as manager:
@@ -300,7 +309,10 @@ def test_a_torn_manifest_near_stops_nobody(
         assert_is(target, 3)
         assert [repair.key.rpartition("/")[2] for repair in report.repaired] == ["manifest.json"]
         # the data was near
-        assert {key.rpartition("/")[2] for key in reads(store)} == {"manifest.json", "rank-00000.json"}
+        assert {key.rpartition("/")[2] for key in reads(store)} == {
+            "manifest.json",
+            "rank-00000.json",
+        }
         again = manager.restore(target)
     assert again is not None
     assert again.repaired == ()  # a good one was put in its place
@@ -353,7 +365,10 @@ def test_a_far_tier_that_is_down_is_told_and_the_near_one_serves(
 ) -> None:
     watch(
         far,
-        *(Rule(verb=verb, fault=Raise(AccessDenied)) for verb in ("read_into", "head", "list", "folders")),
+        *(
+            Rule(verb=verb, fault=Raise(AccessDenied))
+            for verb in ("read_into", "head", "list", "folders")
+        ),
     )  # type: ignore[arg-type]
     target = blank()
     with CheckpointManager([near, far]) as manager:
@@ -385,7 +400,9 @@ def test_a_far_tier_that_hangs_is_not_waited_for(
         assert report is not None
         assert report.seconds < 2.75
         assert "no answer within" in caplog.text
-    assert any(thread.name.startswith("ckpt-list") for thread in threading.enumerate()), "nor at the end"
+    assert any(thread.name.startswith("ckpt-list") for thread in threading.enumerate()), (
+        "nor at the end"
+    )
     for path in near.rglob("manifest.json"):  # what nobody else has is worth any wait
         path.unlink()
     target = blank()
@@ -409,7 +426,10 @@ def test_a_far_tier_that_is_down_is_not_waited_for_as_long_as_one_that_lists(
         assert report is not None
         assert report.step == 3
         assert report.seconds < 3.75
-        assert f"the tier {far} cannot be listed: storage did not answer properly: '{far}'" in caplog.text
+        assert (
+            f"the tier {far} cannot be listed: storage did not answer properly: '{far}'"
+            in caplog.text
+        )
     watch(far, Rule(verb="folders", fault=Delay(1)))
     shutil.rmtree(next(near.glob("step-*3.*")))
     with CheckpointManager([near, far]) as manager:
@@ -418,7 +438,7 @@ def test_a_far_tier_that_is_down_is_not_waited_for_as_long_as_one_that_lists(
         assert report.step == 3  # it answers, so it is worth a wait: what it holds may be newer
 
 
-# -- read-through -----------------------------------------------------------------------------------------------------
+# -- read-through ----------------------------------------------------------------------------------
 
 
 def test_an_empty_near_tier_is_filled_and_the_next_restore_is_local(
@@ -472,7 +492,9 @@ def test_a_short_file_near_is_replaced(saved: list[Path], near: Path, far: Path)
 def test_a_partial_cache_is_used_and_pruned_in_the_end(
     saved: list[Path], tmp_path: Path, far: Path, watch: Watch
 ) -> None:
-    """A fragment that is gone when it is to be copied leaves the data in a cache that does not list the step."""
+    """A fragment that is gone when it is to be copied leaves the data in a cache that does not
+    list the step.
+    """
     fresh = tmp_path / "fresh"
     watch(far, Rule(verb="read_into", key="rank-00000.json", fault=Raise(ObjectNotFound), nth=2))
     target = blank()
@@ -626,11 +648,18 @@ def test_a_near_tier_that_does_not_answer_is_asked_once_for_all_files(
     assert report is not None
     assert report.tier == str(far)
     assert [(repair.tier, repair.key) for repair in report.repaired] == [(str(near), "")]
-    assert sum(call.verb in ("head", "read_into") and "safetensors" in call.key for call in store.calls) == 2
+    assert (
+        sum(
+            call.verb in ("head", "read_into") and "safetensors" in call.key for call in store.calls
+        )
+        == 2
+    )
     assert len(warnings(caplog)) == 1  # it does not answer; nothing is put there then
 
 
-def test_a_save_after_a_read_through_is_as_ever(saved: list[Path], tmp_path: Path, far: Path) -> None:
+def test_a_save_after_a_read_through_is_as_ever(
+    saved: list[Path], tmp_path: Path, far: Path
+) -> None:
     fresh = tmp_path / "fresh"
     target = blank()
     with CheckpointManager([Tier(str(fresh), keep_last=1), Tier(str(far))]) as manager:

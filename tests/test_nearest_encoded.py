@@ -93,7 +93,11 @@ def test_the_verb_restore_mends_what_is_raw_near_from_what_is_encoded_far(
     (ref,) = attempts(sources[0])
     with Workers("test", 2) as workers:
         fetch_step(
-            sources[0], ref, open_backend(str(tmp_path / "mended")), others=sources[1:], workers=workers
+            sources[0],
+            ref,
+            open_backend(str(tmp_path / "mended")),
+            others=sources[1:],
+            workers=workers,
         )
     (mended,) = (tmp_path / "mended").rglob("*.safetensors")
     assert mended.read_bytes() == good
@@ -103,7 +107,9 @@ def test_the_verb_copy_takes_the_same_chunks_for_the_same_step(
     tiers: list[Tier], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arguments, result in (((), "already there"), (("--check",), "intact")):
-        monkeypatch.setattr(sys, "argv", ["ckpt", "copy", tiers[0].url, tiers[1].url, "--json", *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["ckpt", "copy", tiers[0].url, tiers[1].url, "--json", *arguments]
+        )
         main()
         (step,) = json.loads(capsys.readouterr().out)["steps"]
         assert step["result"] == result

@@ -1,4 +1,6 @@
-"""Another user of the machine can neither plant a state in the memory tier nor stop the job that uses it."""
+"""Another user of the machine can neither plant a state in the memory tier nor stop the job that
+uses it.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_a_state_that_was_planted_before_the_job_is_not_restored_and_the_job_goe
 def test_a_state_that_is_planted_while_the_job_runs_is_not_restored(
     tiers: list[Tier], memory: Path, planted: Path
 ) -> None:
-    """The folder is removed, as a cleaner of /dev/shm does, and another user puts his own in its place."""
+    """The folder is removed, as a cleaner of /dev/shm does, and another user puts his own in its
+    place.
+    """
     gone, there = os.pipe(), os.pipe()
 
     def attack() -> None:
@@ -200,7 +204,7 @@ def test_a_slot_that_another_user_pretends_to_have_is_not_counted() -> None:
     """The name of a slot tells a process; whose file it is tells the file."""
 
     def pretend() -> str:
-        path = f"/dev/shm/ckpt-slot-{os.getppid()}-{slots._started(os.getppid())}-9-{slots._namespace()}.abc"
+        path = f"/dev/shm/ckpt-slot-{os.getppid()}-{slots._started(os.getppid())}-9-{slots._namespace()}.abc"  # noqa: E501
         Path(path).write_bytes(b"x" * 4096)
         return path
 

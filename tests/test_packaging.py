@@ -1,8 +1,9 @@
 """The wheel and the sdist, as someone gets them who has no checkout.
 
-``python -m build`` makes the wheel out of the sdist, so a file that the sdist lacks is missing in the wheel too. The clean
-environment does not install torch and the rest again: a ``.pth`` line appends this interpreter's site-packages *behind* its own,
-and ``.pth`` files in there (an editable install of this very project) are not followed.
+``python -m build`` makes the wheel out of the sdist, so a file that the sdist lacks is missing in
+the wheel too. The clean environment does not install torch and the rest again: a ``.pth`` line
+appends this interpreter's site-packages *behind* its own, and ``.pth`` files in there (an editable
+install of this very project) are not followed.
 """
 
 from __future__ import annotations
@@ -54,7 +55,13 @@ def run(*command: str | Path, cwd: Path) -> str:
         if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     }
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False
+        [*map(str, command)],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -99,7 +106,11 @@ def clean(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Pat
         built.wheel,
         cwd=home,
     )
-    own = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home).strip())
+    own = Path(
+        run(
+            python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=home
+        ).strip()
+    )
     borrowed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (own / "borrowed.pth").write_text("\n".join(sorted(borrowed)) + "\n")
     return home / "bin"
@@ -107,7 +118,9 @@ def clean(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize("package", ["ckpt", "ckpt_backends"])
 def test_the_packages_come_from_the_wheel(clean: Path, tmp_path: Path, package: str) -> None:
-    place = run(clean / "python", "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path).strip()
+    place = run(
+        clean / "python", "-c", f"import {package}; print({package}.__file__)", cwd=tmp_path
+    ).strip()
     assert Path(place).is_relative_to(clean.parent)
 
 
@@ -121,7 +134,10 @@ def test_the_command_runs(clean: Path, tmp_path: Path) -> None:
 
 
 def test_the_version_is_that_of_the_wheel(clean: Path, tmp_path: Path) -> None:
-    code = "import ckpt; from importlib.metadata import version; assert ckpt.__version__ == version('ckpt-stream')"
+    code = (
+        "import ckpt; from importlib.metadata import version; assert ckpt.__version__ == "
+        "version('ckpt-stream')"
+    )
     run(clean / "python", "-c", code, cwd=tmp_path)
 
 
@@ -139,7 +155,9 @@ def test_the_wheel_holds_the_two_packages_and_nothing_else(wheel_names: set[str]
 
 def test_the_wheel_holds_every_module(wheel_names: set[str]) -> None:
     core = {str(path.relative_to(ROOT)) for path in (ROOT / "ckpt").rglob("*.py")}
-    backends = {str(path.relative_to(ROOT / "backends")) for path in (ROOT / "backends").rglob("*.py")}
+    backends = {
+        str(path.relative_to(ROOT / "backends")) for path in (ROOT / "backends").rglob("*.py")
+    }
     assert core | backends <= wheel_names
 
 
@@ -171,7 +189,9 @@ def test_the_sdist_holds(name: str, sdist_names: set[str]) -> None:
 def test_the_sdist_holds_no_environment_or_cache(sdist_names: set[str]) -> None:
     parts = {part for name in sdist_names for part in Path(name).parts}
     assert not {
-        part for part in parts if part.startswith(".venv") or part == "__pycache__" or part.endswith("_cache")
+        part
+        for part in parts
+        if part.startswith(".venv") or part == "__pycache__" or part.endswith("_cache")
     }
 
 

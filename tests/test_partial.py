@@ -30,12 +30,20 @@ def job(seed: int, *, head: int = 3, deeper: bool = False) -> dict[str, Any]:
         "history": [torch.full((1,), seed)],
         "own": PerRank(torch.full((2,), seed)),
     }
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 100 * seed} | bare
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "step": 100 * seed,
+    } | bare
 
 
 def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Every tensor of model and optimizer."""
-    found = {f"model/{name}": tensor.detach().clone() for name, tensor in state["model"].state_dict().items()}
+    found = {
+        f"model/{name}": tensor.detach().clone()
+        for name, tensor in state["model"].state_dict().items()
+    }
     for name, parameter in state["model"].named_parameters():
         for key, value in state["optimizer"].state[parameter].items():
             found[f"optimizer/model/{name}/{key}"] = value.clone()
@@ -44,7 +52,10 @@ def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
         "array": torch.tensor(state["array"]),
         "own": state["own"].value.clone(),
     }
-    return found | {"nested/a": state["nested"]["a"].clone(), "history/0": state["history"][0].clone()}
+    return found | {
+        "nested/a": state["nested"]["a"].clone(),
+        "history/0": state["history"][0].clone(),
+    }
 
 
 @pytest.fixture
@@ -91,7 +102,9 @@ def test_a_model_without_its_optimizer(root: str) -> None:
         ("step", ["nothing"]),
     ],
 )
-def test_what_is_not_asked_for_keeps_what_it_has(root: str, only: str | list[str], taken: list[str]) -> None:
+def test_what_is_not_asked_for_keeps_what_it_has(
+    root: str, only: str | list[str], taken: list[str]
+) -> None:
     state = job(2)
     before = tensors(state)
     with CheckpointManager(root) as manager:
@@ -114,7 +127,11 @@ def test_the_settings_of_an_optimizer_alone(root: str) -> None:
 
 
 def test_what_is_not_asked_for_need_not_fit(root: str) -> None:
-    state = job(2) | {"ema": torch.zeros(99), "history": [torch.zeros(1)] * 5, "own": PerRank("text")}
+    state = job(2) | {
+        "ema": torch.zeros(99),
+        "history": [torch.zeros(1)] * 5,
+        "own": PerRank("text"),
+    }
     with CheckpointManager(root) as manager:
         manager.restore(state, only="model/*")
     assert torch.equal(state["model"][0].weight, job(1)["model"][0].weight)
@@ -131,8 +148,12 @@ def test_names_that_one_side_lacks_are_told_unless_strict(root: str) -> None:
         report = manager.restore(state, strict=False)
     assert report is not None
     assert sorted(report.missing) == [
-        "model/3.bias", "model/3.weight", "new", "optimizer/model/3.bias", "optimizer/model/3.weight",
-    ]  # fmt: skip
+        "model/3.bias",
+        "model/3.weight",
+        "new",
+        "optimizer/model/3.bias",
+        "optimizer/model/3.weight",
+    ]
     assert report.unexpected == ("scheduler",)
     assert_taken(
         state,

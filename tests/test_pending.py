@@ -40,7 +40,9 @@ def memory() -> str:
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened = threading.Event()
     monkeypatch.setattr(
-        ckpt.storage.tiers, "open_backend", lambda url, options: Gate(open_backend(url, options), opened)
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: Gate(open_backend(url, options), opened),
     )
     return opened
 
@@ -78,7 +80,9 @@ def test_a_time_out_is_no_end_and_may_be_asked_again(memory: str, gate: threadin
         pending.result(30)
 
 
-def test_a_failed_save_says_so_to_everyone_who_asks(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_says_so_to_everyone_who_asks(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     denied = [Rule(verb="upload", fault=Raise(AccessDenied))]
     monkeypatch.setattr(
         ckpt.storage.tiers,
@@ -100,7 +104,9 @@ def test_many_threads_may_wait_for_one_save(memory: str, gate: threading.Event) 
     with CheckpointManager(memory) as manager:
         pending = manager.save_async({"x": 1})
         heard: list[object] = []
-        threads = [threading.Thread(target=lambda: heard.append(pending.result(30))) for _ in range(8)]
+        threads = [
+            threading.Thread(target=lambda: heard.append(pending.result(30))) for _ in range(8)
+        ]
         for thread in threads:
             thread.start()
         assert heard == []

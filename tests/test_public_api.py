@@ -1,4 +1,7 @@
-"""What ``import ckpt`` promises. A name added or removed here is a change for users: say so in CHANGELOG.md."""
+"""What ``import ckpt`` promises.
+
+A name added or removed here is a change for users: say so in CHANGELOG.md.
+"""
 
 from __future__ import annotations
 

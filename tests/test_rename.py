@@ -50,7 +50,12 @@ def job(seed: int, model: nn.Module | None = None, stepped: bool = True) -> dict
     if stepped:
         model(torch.rand(8, 4)).sum().backward()
         optimizer.step()
-    return {"model": model, "optimizer": optimizer, "epoch": seed, "own": PerRank(torch.full((2,), seed))}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "epoch": seed,
+        "own": PerRank(torch.full((2,), seed)),
+    }
 
 
 @pytest.fixture
@@ -67,7 +72,9 @@ def restored(root: str, state: dict[str, Any], **how: Any) -> RestoreReport:
     return report
 
 
-def unchanged(root: str, state: dict[str, Any], error: type[Exception], match: str, **how: Any) -> None:
+def unchanged(
+    root: str, state: dict[str, Any], error: type[Exception], match: str, **how: Any
+) -> None:
     """It fails, and leaves everything as it was."""
     before = {name: t.clone() for name, t in state["model"].state_dict().items()}
     settings = [dict(group) for group in state["optimizer"].param_groups]
@@ -75,7 +82,9 @@ def unchanged(root: str, state: dict[str, Any], error: type[Exception], match: s
         restored(root, state, **how)
     assert all(torch.equal(t, before[name]) for name, t in state["model"].state_dict().items())
     assert state["epoch"] == 2
-    assert [group["lr"] for group in state["optimizer"].param_groups] == [each["lr"] for each in settings]
+    assert [group["lr"] for group in state["optimizer"].param_groups] == [
+        each["lr"] for each in settings
+    ]
 
 
 def moments(state: Mapping[str, Any], module: str) -> list[torch.Tensor]:
@@ -91,7 +100,9 @@ def moments(state: Mapping[str, Any], module: str) -> list[torch.Tensor]:
         {"*/trunk.*": "*/backbone.*"},
         {"model/trunk.0.*": "model/backbone.0.*", "model/trunk.1.*": "model/backbone.1.*"},
         lambda name: name.replace("trunk", "backbone"),
-        lambda name: name.replace("model/trunk.", "model/backbone.") if name.startswith("model/") else name,
+        lambda name: (
+            name.replace("model/trunk.", "model/backbone.") if name.startswith("model/") else name
+        ),
     ],
 )
 @pytest.mark.parametrize("stepped", [True, False])
@@ -134,13 +145,20 @@ def test_everything_below_a_name(root: str) -> None:
 def test_two_names_of_one_source_and_a_rule_for_many(root: str) -> None:
     state = job(2, Net(heads=("one", "two")))
     saved = job(1)["model"]
-    report = restored(root, state, rename={"model/one.*": "model/head.*", "model/two.*": "model/head.*"})
+    report = restored(
+        root, state, rename={"model/one.*": "model/head.*", "model/two.*": "model/head.*"}
+    )
     for head in (state["model"].one, state["model"].two):
         assert torch.equal(head.weight, saved.head.weight)
     assert state["model"].one.weight.data_ptr() != state["model"].two.weight.data_ptr()
     assert len(report.renamed) == 8
     state = {"weights": [torch.zeros(4, 4), torch.zeros(4, 4)], "array": np.zeros(4, np.float32)}
-    restored(root, state, rename={"weights/*": "model/head.weight", "array": "model/head.bias"}, strict=False)
+    restored(
+        root,
+        state,
+        rename={"weights/*": "model/head.weight", "array": "model/head.bias"},
+        strict=False,
+    )
     assert torch.equal(state["weights"][1], saved.head.weight)
     assert state["array"].tolist() == saved.head.bias.tolist()
 
@@ -172,12 +190,18 @@ def assert_tensors(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor])
         assert torch.equal(have[name], tensor), name
 
 
-def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(tmp_path: Path, root: str) -> None:
+def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(
+    tmp_path: Path, root: str
+) -> None:
     saved = job(1)["model"]
     with CheckpointManager(str(tmp_path / "plain")) as manager:
-        manager.save({"weights": {f"module.{name}": t for name, t in saved.state_dict().items()}}, 1)
+        manager.save(
+            {"weights": {f"module.{name}": t for name, t in saved.state_dict().items()}}, 1
+        )
     state = {"model": job(2)["model"]}
-    restored(str(tmp_path / "plain"), state, rename={"model/*": "weights/module.*", "model": "weights"})
+    restored(
+        str(tmp_path / "plain"), state, rename={"model/*": "weights/module.*", "model": "weights"}
+    )
     assert torch.equal(state["model"].head.weight, saved.head.weight)
     table = {"model": {name: torch.zeros_like(t) for name, t in saved.state_dict().items()}}
     whole = {"model": job(2)["model"]}
@@ -205,7 +229,11 @@ def test_a_plain_state_dict_into_a_module_and_a_module_into_tensors(tmp_path: Pa
         ({"epoch": "model/head.weight"}, KindMismatch, "epoch"),
         ({"model": "optimizer"}, KindMismatch, "model"),
         ({"model/head.*": "model/backbone.0.*"}, EntryUnexpected, r"model/head\.weight"),
-        (lambda name: "model/head.weight" if name == "model/head.bias" else name, ShapeMismatch, "head.bias"),
+        (
+            lambda name: "model/head.weight" if name == "model/head.bias" else name,
+            ShapeMismatch,
+            "head.bias",
+        ),
         (lambda name: 3, ConfigError, "gave 3"),
         (lambda name: {}[name], ConfigError, "failed: KeyError"),
         ({}, ConfigError, "leave it out"),
@@ -228,12 +256,18 @@ def test_a_source_that_is_not_there_may_be_left(root: str) -> None:
     before = state["model"].head.weight.clone()
     report = restored(root, state, rename={"model/head.*": "model/tail.*"}, strict=False)
     assert report.missing == (
-        "model/head.weight", "model/head.bias", "optimizer/model/head.weight", "optimizer/model/head.bias",
-    )  # fmt: skip
+        "model/head.weight",
+        "model/head.bias",
+        "optimizer/model/head.weight",
+        "optimizer/model/head.bias",
+    )
     assert torch.equal(state["model"].head.weight, before)
     assert set(report.unexpected) == {
-        "model/head.weight", "model/head.bias", "optimizer/model/head.weight", "optimizer/model/head.bias",
-    }  # fmt: skip
+        "model/head.weight",
+        "model/head.bias",
+        "optimizer/model/head.weight",
+        "optimizer/model/head.bias",
+    }
 
 
 def test_tied_weights_are_not_filled_from_two_sources(root: str) -> None:
@@ -249,7 +283,7 @@ def test_tied_weights_are_not_filled_from_two_sources(root: str) -> None:
     )
 
 
-# -- dtypes -------------------------------------------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------
 
 FLOATS = ["float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
 
@@ -272,16 +306,18 @@ def test_floats_become_other_floats_when_asked(tmp_path: Path, here: str, there:
     expected = values.to(getattr(torch, here))
     for tensor in state.values():
         assert torch.equal(tensor.contiguous().view(torch.uint8), expected.view(torch.uint8))
-    assert report.converted == (() if here == there else (("whole", there, here), ("strided", there, here)))
+    assert report.converted == (
+        () if here == there else (("whole", there, here), ("strided", there, here))
+    )
     assert report.nbytes == 2 * values.nbytes
 
 
 @pytest.mark.parametrize(
     ("there", "here", "good"),
     [
-        ("int32", "int64", True), ("uint8", "int16", True), ("int64", "int32", False), ("int8", "uint8", False),
-        ("uint64", "int64", False), ("bool", "uint8", False), ("int32", "float32", False), ("complex64", "float32", False),
-        ("float32", "complex64", False), ("complex64", "complex128", True), ("float32", "int32", False),
+        ("int32", "int64", True), ("uint8", "int16", True), ("int64", "int32", False), ("int8", "uint8", False),  # noqa: E501
+        ("uint64", "int64", False), ("bool", "uint8", False), ("int32", "float32", False), ("complex64", "float32", False),  # noqa: E501
+        ("float32", "complex64", False), ("complex64", "complex128", True), ("float32", "int32", False),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_would_lose_is_no_cast(tmp_path: Path, there: str, here: str, good: bool) -> None:
@@ -309,7 +345,11 @@ def test_a_model_and_its_optimizer_in_another_dtype(root: str, stepped: bool) ->
     saved = job(1)
     for here, there in zip(moments(state, "head"), moments(saved, "head"), strict=True):
         assert torch.equal(here, there.to(here.dtype))
-    assert [t.dtype for t in moments(state, "head")] == [torch.float64, torch.float64, torch.float32]
+    assert [t.dtype for t in moments(state, "head")] == [
+        torch.float64,
+        torch.float64,
+        torch.float32,
+    ]
     assert ("optimizer/model/head.weight/exp_avg", "float32", "float64") in report.converted
     state["model"](torch.rand(8, 4, dtype=torch.float64)).sum().backward()
     state["optimizer"].step()
@@ -330,12 +370,14 @@ def test_moments_of_their_own_dtype_keep_it(tmp_path: Path) -> None:
     assert held.dtype == torch.float64
 
 
-@pytest.mark.parametrize(("setting", "value"), [("cast", "float32"), ("cast", None), ("strict", "no")])
+@pytest.mark.parametrize(
+    ("setting", "value"), [("cast", "float32"), ("cast", None), ("strict", "no")]
+)
 def test_settings_that_are_none(root: str, setting: str, value: Any) -> None:
     unchanged(root, job(2), ConfigError, setting, **{setting: value})
 
 
-# -- what others have saved ---------------------------------------------------------------------------------------------
+# -- what others have saved ------------------------------------------------------------------------
 
 Make = Callable[[Any], torch.optim.Optimizer]
 OTHERS: dict[str, Make] = {
@@ -392,7 +434,8 @@ def test_options_and_schedulers_make_no_other_optimizer(
     if scheduler:
         torch.optim.lr_scheduler.OneCycleLR(states[0]["optimizer"], 1.0, total_steps=9)
         states[0]["optimizer"].param_groups[0]["of a user"] = 3
-    del states[1]["optimizer"].param_groups[0]["decoupled_weight_decay"]  # as an older torch saves it
+    # as an older torch saves it
+    del states[1]["optimizer"].param_groups[0]["decoupled_weight_decay"]
     with CheckpointManager(str(tmp_path)) as manager:
         manager.save(states[0], 1)
         manager.restore(states[1])
@@ -420,9 +463,12 @@ def test_a_plain_dict_is_given_to_an_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"rename": {"teacher": "model"}}, {"rename": lambda name: name.replace("teacher", "model")}]
+    "how",
+    [{"rename": {"teacher": "model"}}, {"rename": lambda name: name.replace("teacher", "model")}],
 )
-def test_a_part_that_is_renamed_is_as_strict_as_one_that_is_not(root: str, how: dict[str, Any]) -> None:
+def test_a_part_that_is_renamed_is_as_strict_as_one_that_is_not(
+    root: str, how: dict[str, Any]
+) -> None:
     """By ``only`` the state's names are meant, also for what the checkpoint has too much."""
     teacher = Net(heads=())
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}

@@ -1,4 +1,6 @@
-"""What a strict review has proved once, held for good: each test is the scenario of a defect that was there."""
+"""What a strict review has proved once, held for good: each test is the scenario of a defect
+that was there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
-from ckpt.errors import AccessDenied, CkptError, NoCheckpoint, RestoreError, TensorChanged, UnsupportedValue
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    NoCheckpoint,
+    RestoreError,
+    TensorChanged,
+    UnsupportedValue,
+)
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
@@ -144,7 +153,9 @@ def test_a_script_that_ends_without_close_still_finishes_its_save(tmp_path):
         f"manager = CheckpointManager({str(tmp_path)!r})\n"
         "manager.save_async({'x': torch.ones(1 << 22)}, step=3)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert whole(tmp_path) == [3]
 

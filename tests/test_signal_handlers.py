@@ -25,7 +25,10 @@ def root() -> str:
 
 @pytest.fixture
 def handler() -> Iterator[Callable[[Callable[[], object]], list[BaseException]]]:
-    """Sets what SIGUSR1 calls. Returns the list of what that raised, which a handler of a user's might let pass."""
+    """Sets what SIGUSR1 calls.
+
+    Returns the list of what that raised, which a handler of a user's might let pass.
+    """
     before = signal.getsignal(signal.SIGUSR1)
 
     def handle(act: Callable[[], object]) -> list[BaseException]:
@@ -51,7 +54,9 @@ def interrupt() -> None:
 def test_a_save_or_close_inside_of_a_save_is_refused_and_not_waited_for(
     root: str, handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The call that is interrupted has taken the only slot, which it gives back when the handler has returned."""
+    """The call that is interrupted has taken the only slot, which it gives back when the handler
+    has returned.
+    """
     state = job()
     reference, pin = content(state), Slot.pin
 
@@ -61,7 +66,9 @@ def test_a_save_or_close_inside_of_a_save_is_refused_and_not_waited_for(
         pin(slot, *args)
 
     with CheckpointManager(root, slots=1) as manager:
-        for number, call in enumerate((lambda: manager.save(state, 9), lambda: manager.close(20)), 1):
+        for number, call in enumerate(
+            (lambda: manager.save(state, 9), lambda: manager.close(20)), 1
+        ):
             raised = handler(call)
             monkeypatch.setattr(Slot, "pin", interrupted)
             manager.save(state, number)
@@ -79,7 +86,9 @@ def test_a_second_close_while_the_first_waits_does_nothing(
     manager = CheckpointManager(root)
     manager.save(job(), 1)
     raised = handler(manager.close)
-    monkeypatch.setattr("ckpt.manager.wait_and_log", lambda done, *_: interrupt() or done.result() is None)
+    monkeypatch.setattr(
+        "ckpt.manager.wait_and_log", lambda done, *_: interrupt() or done.result() is None
+    )
     manager.close()
     assert not raised
 
@@ -127,7 +136,9 @@ class Interrupted(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("saved_before", [True, False])
-def test_a_save_in_the_midst_of_a_step_is_refused(saved_before: bool, root: str, handler: Any) -> None:
+def test_a_save_in_the_midst_of_a_step_is_refused(
+    saved_before: bool, root: str, handler: Any
+) -> None:
     state = job(lambda parameters: Interrupted(parameters, lr=0.1))
     optimizer = state["optimizer"]
     with CheckpointManager(root) as manager:
@@ -142,7 +153,9 @@ def test_a_save_in_the_midst_of_a_step_is_refused(saved_before: bool, root: str,
         reference = content(state)
         manager.save(state, 3)
         assert manager.steps() == ([1, 3] if saved_before else [3])
-    assert_restores(root, reference, job(lambda parameters: Interrupted(parameters, lr=0.1), seed=3))
+    assert_restores(
+        root, reference, job(lambda parameters: Interrupted(parameters, lr=0.1), seed=3)
+    )
 
 
 def test_a_save_by_a_closure_and_by_a_hook_behind_the_step_is_made(root: str) -> None:

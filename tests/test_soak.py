@@ -1,4 +1,6 @@
-"""Two hundred saves in a training loop: memory, shared memory, descriptors and threads are after the last what they were after the fiftieth."""
+"""Two hundred saves in a training loop: memory, shared memory, descriptors and threads are after
+the last what they were after the fiftieth.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from ckpt import CheckpointManager, PerRank, RngState, Tier
 MIB = 1 << 20
 SAVES, WARM = 200, 50
 SPARE_BYTES = 4 * MIB
-"""What the allocators of Python and C may keep for themselves meanwhile. A leak of one image in 150 saves would be as large."""
+"""What the allocators of Python and C may keep for themselves meanwhile.
+
+A leak of one image in 150 saves would be as large.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +41,24 @@ def footprint() -> Footprint:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     process = psutil.Process()
-    slots = [name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")]
+    slots = [
+        name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")
+    ]
     return Footprint(
         resident=process.memory_info().rss,
         shared=sum(os.stat(f"/dev/shm/{name}").st_blocks * 512 for name in slots),
-        mappings=sum("ckpt-slot" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+        mappings=sum(
+            "ckpt-slot" in line for line in Path("/proc/self/maps").read_text().splitlines()
+        ),
         descriptors=process.num_fds(),
         threads=process.num_threads(),
     )
 
 
 def settled() -> Footprint:
-    """Once two looks agree: the pruner may still have a folder open when the save that asked for it has ended."""
+    """Once two looks agree: the pruner may still have a folder open when the save that asked for
+    it has ended.
+    """
     last, deadline = footprint(), time.monotonic() + 10
     while time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,6 @@
-"""What a model may be when it is restored: without memory, wrapped, compiled, without its optimizer."""
+"""What a model may be when it is restored: without memory, wrapped, compiled, without its
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
     assert torch.equal(step(one), step(two))
 
 
-# -- the meta device ----------------------------------------------------------------------------------------------------
+# -- the meta device -------------------------------------------------------------------------------
 
 
 def test_a_model_on_meta_and_an_optimizer_built_over_it(
@@ -124,11 +126,19 @@ def test_a_model_on_meta_and_an_optimizer_built_over_it(
 def test_what_was_not_asked_for_stays_on_meta_though_its_optimizer_state_is_real(
     root: str, saved: dict[str, Any], only: Any
 ) -> None:
-    """By the parameter its state is laid out: memory that nothing was read into must not become the weight."""
+    """By the parameter its state is laid out: memory that nothing was read into must not become
+    the weight.
+    """
     state = job(on_meta(), 2, steps=0)
     model, wanted = state["model"], only != "optimizer"
     report = restored(root, state, only=only)
-    assert [p.is_meta for p in model.parameters()] == [True, not wanted, not wanted, not wanted, not wanted]
+    assert [p.is_meta for p in model.parameters()] == [
+        True,
+        not wanted,
+        not wanted,
+        not wanted,
+        not wanted,
+    ]
     assert "model/embed.weight" in report.uninitialised
     for mine, other in zip(model.parameters(), saved["model"].parameters(), strict=True):
         held, known = state["optimizer"].state[mine], saved["optimizer"].state[other]
@@ -163,7 +173,9 @@ def test_on_the_default_device_only(root: str, saved: dict[str, Any]) -> None:
 def test_the_default_device_is_not_for_what_is_saved_on_the_cpu(
     tmp_path: Path, saved: dict[str, Any]
 ) -> None:
-    """Random states are refused by torch on any other; the meta device stands for another one here."""
+    """Random states are refused by torch on any other; the meta device stands for another one
+    here.
+    """
     more = {"rng": PerRank(RngState()), "history": [[torch.ones(2)], 1], "model": saved["model"]}
     with CheckpointManager(str(tmp_path)) as manager:
         manager.save(more, 1)
@@ -222,7 +234,9 @@ def test_parameters_that_nothing_can_make_real(root: str) -> None:
     assert all(p.is_meta for p in state["model"].parameters())
 
 
-def test_in_another_dtype_under_another_name_and_tensors_alone(root: str, saved: dict[str, Any]) -> None:
+def test_in_another_dtype_under_another_name_and_tensors_alone(
+    root: str, saved: dict[str, Any]
+) -> None:
     model = on_meta().to(torch.bfloat16)
     restored(root, {"student": model}, rename={"student": "model"}, cast=True, only="student")
     assert torch.equal(model.embed.weight, saved["model"].embed.weight.bfloat16())
@@ -250,12 +264,14 @@ def test_a_subclass_of_parameter_stays_one(tmp_path: Path) -> None:
     assert model.weight.tolist() == [1, 1, 1]
 
 
-# -- wrappers -----------------------------------------------------------------------------------------------------------
+# -- wrappers --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -290,7 +306,9 @@ def test_whatever_wraps_the_model_then_and_now(tmp_path: Path, there: str, here:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("here", WRAPPERS)
-def test_a_model_without_its_optimizer_and_the_reverse(root: str, saved: dict[str, Any], here: str) -> None:
+def test_a_model_without_its_optimizer_and_the_reverse(
+    root: str, saved: dict[str, Any], here: str
+) -> None:
     state = job(WRAPPERS[here](Net()), 2)
     before = [value["exp_avg"].clone() for value in state["optimizer"].state.values()]
     report = restored(root, {"model": state["model"]}, only="model")

@@ -119,7 +119,9 @@ def test_what_a_far_tier_waits_for_is_not_pruned_from_the_near_one(tmp_path, gat
 
 
 def test_what_a_near_tier_kept_for_a_far_one_goes_when_the_manager_closes(tmp_path, gated):
-    manager = CheckpointManager([Tier(str(tmp_path / "near"), keep_last=1), tmp_path / "far"], backlog=9)
+    manager = CheckpointManager(
+        [Tier(str(tmp_path / "near"), keep_last=1), tmp_path / "far"], backlog=9
+    )
     saves = []
     for step in range(1, 5):
         saves.append(manager.save_async(state(step), step))
@@ -145,7 +147,10 @@ def test_a_step_that_only_a_far_tier_takes_holds_its_slot_and_no_near_tier(tmp_p
         for save in saves.values():
             save.result(20)
         manager.save(state(12), 12)
-    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == ([2, 4, 6, 8, 12], [2, 3, 4, 6, 8, 9, 12])
+    assert (whole(tmp_path / "near"), whole(tmp_path / "far")) == (
+        [2, 4, 6, 8, 12],
+        [2, 3, 4, 6, 8, 9, 12],
+    )
     assert [int(key[5:14]) for key in gated.began] == [2, 3, 9, 8, 6, 4, 12]
 
 
@@ -309,7 +314,9 @@ def test_a_far_tier_that_refuses_everything_costs_no_near_step(tmp_path, monkeyp
     assert all(isinstance(error, AccessDenied) for error in heard)
 
 
-def test_close_says_what_it_waits_for_and_gives_up_when_it_is_told_to(tmp_path, gated, caplog, monkeypatch):
+def test_close_says_what_it_waits_for_and_gives_up_when_it_is_told_to(
+    tmp_path, gated, caplog, monkeypatch
+):
     monkeypatch.setattr("ckpt.pending._SILENT_SECONDS", 0.1, raising=False)
     near, far = tmp_path / "near", tmp_path / "far"
     manager = CheckpointManager([near, far])
@@ -320,7 +327,9 @@ def test_close_says_what_it_waits_for_and_gives_up_when_it_is_told_to(tmp_path, 
         manager.close(timeout=0.5)
     assert f"waiting for {far}: 3 steps, newest 120" in caplog.text
     assert told.value.missing == {str(far): (100, 110, 120)}
-    assert str(told.value).startswith(f"{far} lacks steps 100, 110, 120 (not finished within 0.5 s)")
+    assert str(told.value).startswith(
+        f"{far} lacks steps 100, 110, 120 (not finished within 0.5 s)"
+    )
     assert "nearer tiers have them" in str(told.value)
     assert len(traceback.extract_tb(told.value.__traceback__)) < 4
     assert isinstance(saves[0].exception(), StepsMissing)
@@ -332,7 +341,14 @@ def test_close_tells_of_all_steps_that_a_tier_lacks_at_once(tmp_path, monkeypatc
     faulty(
         monkeypatch,
         tmp_path / "far",
-        [Rule(verb="put", key="writer", nth=None, fault=Raise(AccessDenied("writer.json", "read-only")))],
+        [
+            Rule(
+                verb="put",
+                key="writer",
+                nth=None,
+                fault=Raise(AccessDenied("writer.json", "read-only")),
+            )
+        ],
     )
     manager = CheckpointManager([tmp_path / "near", tmp_path / "far"])
     pending = manager.save_async(state(1), 1)

@@ -1,4 +1,6 @@
-"""A state larger than the staging memory: staged in waves, whole all the same, and its stall told."""
+"""A state larger than the staging memory: staged in waves, whole all the same, and its stall
+told.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ WIDTH = 4800  # weight and two moments of 88 MiB each
 
 
 class Net(nn.Module):
-    """Its state passes round the ring twice. One weight is not contiguous, and one tensor lies across the end."""
+    """Its state passes round the ring twice.
+
+    One weight is not contiguous, and one tensor lies across the end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +60,9 @@ def backward(net: Net) -> None:
 def bits(net: Net, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     found = {name: value.detach().clone() for name, value in net.state_dict().items()}
     for name, parameter in net.named_parameters():
-        found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()}
+        found |= {
+            f"{name}.{key}": value.clone() for key, value in optimizer.state[parameter].items()
+        }
     return found
 
 
@@ -86,7 +93,8 @@ def test_a_state_larger_than_the_staging_memory_is_saved_whole(tmp_path, caplog,
             optimizer.step()  # waits for the last wave by itself
             stalled = pending.stall_seconds
             pending.result()
-            assert stalled > pending.durable_seconds / 8  # most of the streaming was waited for, and is told
+            # most of the streaming was waited for, and is told
+            assert stalled > pending.durable_seconds / 8
             assert_restores(tmp_path, expected)
     assert "in waves" in caplog.text
 
@@ -105,7 +113,9 @@ def test_what_has_passed_through_is_taken_to_the_next_tier_from_the_nearest(tmp_
 
 def test_a_disk_that_fails_under_way_lets_the_optimizer_go_on(tmp_path, monkeypatch):
     net, optimizer = trained()
-    rules = [Rule(verb="write", key="safetensors", nth=9, fault=Raise(OutOfSpace("k", "disk full")))]
+    rules = [
+        Rule(verb="write", key="safetensors", nth=9, fault=Raise(OutOfSpace("k", "disk full")))
+    ]
 
     def opened(url, options):
         return FaultyBackend(open_backend(url, options), rules)
@@ -149,7 +159,9 @@ def test_too_little_for_waves_is_said_before_the_first_save(tmp_path):
 
 
 def test_a_part_that_fails_for_good_while_the_ring_is_full_holds_up_nobody(tmp_path, monkeypatch):
-    """The other writer runs ahead until the ring is full; both must hear of it, and so must the copy and the fence."""
+    """The other writer runs ahead until the ring is full; both must hear of it, and so must the
+    copy and the fence.
+    """
     net, optimizer = trained()
     backend = open_backend(str(tmp_path))
     failing = threading.Event()
@@ -209,4 +221,6 @@ def test_what_is_set_aside_is_set_aside_once(tmp_path):
 
 def resident() -> int:
     with open("/proc/self/status") as file:
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon", "RssShmem")))
+        return sum(
+            int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon", "RssShmem"))
+        )

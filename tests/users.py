@@ -1,4 +1,7 @@
-"""Two users of one machine, for tests of what one can do to the other. Needs root, which may become anybody."""
+"""Two users of one machine, for tests of what one can do to the other.
+
+Needs root, which may become anybody.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ def fresh_user() -> int:
 
 
 def act_as(user: int, work: Callable[[], Any]) -> Any:
-    """Run ``work`` in a fork that is ``user``, and return what it returns (JSON). Raises what it says if it fails."""
+    """Run ``work`` in a fork that is ``user``, and return what it returns (JSON).
+
+    Raises what it says if it fails.
+    """
     return begin_as(user, work)()
 
 

@@ -1,7 +1,8 @@
 """Moving aligned memory to a file past the page cache, and any other memory through it.
 
-``O_DIRECT`` costs a tenth of the CPU and does not push the trainer's pages out, but a file system may refuse it when the file is
-opened, or only at a certain write. So every file here has a second, buffered descriptor that can take over at any call.
+``O_DIRECT`` costs a tenth of the CPU and does not push the trainer's pages out, but a file system
+may refuse it when the file is opened, or only at a certain write. So every file here has a second,
+buffered descriptor that can take over at any call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 
 from ckpt.storage.api import Buffer
 
-ALIGNMENT: Final = 4096  # covers the logical block of every disk in use; a store that wants more refuses and is written buffered
+# covers the logical block of every disk in use; a store that wants more refuses and is written
+# buffered
+ALIGNMENT: Final = 4096
 _REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 _RENAME_NOREPLACE: Final = 1
 _AT_FDCWD: Final = -100
@@ -35,7 +38,9 @@ def is_aligned(offset: int, memory: memoryview) -> bool:
 
 
 def open_direct(path: str, flags: int) -> int | None:
-    """A second descriptor that bypasses the page cache, or ``None`` where the file system has no such thing."""
+    """A second descriptor that bypasses the page cache, or ``None`` where the file system has no
+    such thing.
+    """
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -65,7 +70,8 @@ def pwrite_all(fd: int, offset: int, data: memoryview) -> None:
 class DirectWriter:
     """Writes to one file, past the page cache where memory and file system allow it.
 
-    Threads: ``write`` from any, at once, on disjoint ranges. ``sync`` and ``close`` from one, when no ``write`` runs.
+    Threads: ``write`` from any, at once, on disjoint ranges. ``sync`` and ``close`` from one, when
+        no ``write`` runs.
     """
 
     def __init__(self, path: str, fd: int, size: int, *, direct: bool = True) -> None:
@@ -87,12 +93,16 @@ class DirectWriter:
         pwrite_all(self.fd, offset, data)
 
     def sync(self, size: int) -> None:
-        """Cut the padding off, and what was reserved beyond ``size``, and wait until the bytes are on the medium."""
+        """Cut the padding off, and what was reserved beyond ``size``, and wait until the bytes
+        are on the medium.
+        """
         os.ftruncate(self.fd, size)
         os.fsync(self.fd)
 
     def close(self) -> None:
-        """Close both descriptors; raises ``OSError`` if the file system reports a late failure (NFS)."""
+        """Close both descriptors; raises ``OSError`` if the file system reports a late failure
+        (NFS).
+        """
         direct, self._direct, self._refused = self._direct, None, True
         fd, self.fd = self.fd, -1
         try:
@@ -114,11 +124,15 @@ class DirectWriter:
             except OSError as error:
                 if error.errno not in _REFUSALS:
                     raise
-                self._refused = True  # the descriptor stays open: another thread may be writing to it
+                # the descriptor stays open: another thread may be writing to it
+                self._refused = True
         return done
 
     def _write_padded(self, offset: int, tail: memoryview) -> bool:
-        """The file's unaligned end, as a whole block that ``sync`` cuts again. False if it must go buffered."""
+        """The file's unaligned end, as a whole block that ``sync`` cuts again.
+
+        False if it must go buffered.
+        """
         if self._refused:
             return False
         page = mmap.mmap(
@@ -129,9 +143,11 @@ class DirectWriter:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Reserve ``size`` bytes, where the file system can; raises ``OSError`` (ENOSPC) if they are not there.
+    """Reserve ``size`` bytes, where the file system can; raises ``OSError`` (ENOSPC) if they are
+    not there.
 
-    Not ``os.posix_fallocate``: where the file system cannot, glibc would write one byte into every block, for minutes on NFSv3.
+    Not ``os.posix_fallocate``: where the file system cannot, glibc would write one byte into every
+        block, for minutes on NFSv3.
     """
     if size and _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()
@@ -140,7 +156,10 @@ def reserve(fd: int, size: int) -> None:
 
 
 def rename_if_absent(source: str, target: str) -> None:
-    """Rename, but never over something. Raises ``FileExistsError``; EOPNOTSUPP if the file system has no way to do it."""
+    """Rename, but never over something.
+
+    Raises ``FileExistsError``; EOPNOTSUPP if the file system has no way to do it.
+    """
     if _rename_noreplace(source, target):
         return
     try:
@@ -152,7 +171,10 @@ def rename_if_absent(source: str, target: str) -> None:
             raise
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            told = "it can neither link nor rename without replacing; with one leader, open it with the option put_if_absent=false"
+            told = (
+                "it can neither link nor rename without replacing; with one leader, open it with "
+                "the option put_if_absent=false"
+            )
             raise OSError(errno.EOPNOTSUPP, told) from error
         raise
     os.unlink(source)
@@ -163,7 +185,9 @@ def _rename_noreplace(source: str, target: str) -> bool:
     renameat2 = getattr(_LIBC, "renameat2", None)
     if renameat2 is None:
         return False
-    if not renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE):
+    if not renameat2(
+        _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE
+    ):
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):

@@ -31,7 +31,8 @@ _DIRECT_BYTES: Final = 4096
 _DROP_CACHE_BYTES: Final = 8 << 20
 _SHORT_COPY_BYTES: Final = 64 << 10
 _MOST_PARTS: Final = 1024  # that one request to the kernel may have
-_REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})  # EFAULT: a device's memory
+# EFAULT: a device's memory
+_REFUSALS: Final = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
 _AT_EMPTY_PATH: Final = 0x1000
 _STATX_DIOALIGN: Final = 0x2000
 _SYS_CACHESTAT: Final = 451  # on every architecture but alpha
@@ -39,7 +40,9 @@ _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 def read_at(path: str, offset: int, outs: Sequence[memoryview], *, direct: bool = True) -> int:
-    """Fill ``outs``, one after another, from ``offset`` of the file as far as the file goes; returns how many bytes that was."""
+    """Fill ``outs``, one after another, from ``offset`` of the file as far as the file goes;
+    returns how many bytes that was.
+    """
     asked = sum(out.nbytes for out in outs)
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -1,7 +1,10 @@
-"""Which of our errors a client library's exception means. The libraries are not imported: their classes are known by name.
+"""Which of our errors a client library's exception means.
 
-Three sources, the most telling first: the code and HTTP status that a server answered (found anywhere along the chain of causes), the
-class of the exception, its ``errno``. Messages are cleaned of everything that could be a credential.
+The libraries are not imported: their classes are known by name.
+
+Three sources, the most telling first: the code and HTTP status that a server answered (found
+anywhere along the chain of causes), the class of the exception, its ``errno``. Messages are cleaned
+of everything that could be a credential.
 """
 
 from __future__ import annotations
@@ -86,7 +89,8 @@ _BY_CLASS: Final[Mapping[str, type[StorageError]]] = {
     "AlreadyExistsError": ObjectExists,
     "PermissionDeniedError": AccessDenied,
     "UnauthenticatedError": AccessDenied,
-    "GenericError": TransientStorageError,  # has been tried again already; the upload as a whole may be
+    # has been tried again already; the upload as a whole may be
+    "GenericError": TransientStorageError,
 }
 _BUGS: Final = (TypeError, AttributeError, AssertionError, NameError, MemoryError)
 _USERINFO: Final = re.compile(r"//[^/@\s]+@")
@@ -109,7 +113,8 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
     except _BUGS:
         raise
     except Exception as error:  # noqa: BLE001 - none of them may pass, that is what this is for
-        # from None: the chain of a vendor's exception holds requests, headers and with them credentials
+        # from None: the chain of a vendor's exception holds requests, headers and with them
+        # credentials
         raise storage_error(key, error, secrets=secrets, bucket=bucket) from None
 
 
@@ -119,12 +124,18 @@ def storage_error(
     """Our error for ``error``."""
     for link in _chain(error):
         if _class_of(link):
-            break  # the transport broke: a status that aiohttp puts on such an error (400) was answered by nobody
+            # the transport broke: a status that aiohttp puts on such an error (400) was answered by
+            # nobody
+            break
         code, status = _answer(link)
         if code == "NoSuchBucket":
-            return StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL")
+            return StorageError(
+                key, f"there is no bucket {bucket!r}: create it, or correct the URL"
+            )
         kind = (
-            _BY_CODE.get(code) or _BY_STATUS.get(status) or (TransientStorageError if status >= 500 else None)
+            _BY_CODE.get(code)
+            or _BY_STATUS.get(status)
+            or (TransientStorageError if status >= 500 else None)
         )
         if kind is not None or status >= 400:
             return (kind or StorageError)(key, clean(_told(code, status, error), secrets))
@@ -152,17 +163,22 @@ def _by_class(error: BaseException) -> type[StorageError]:
 
 
 def _class_of(error: BaseException) -> type[StorageError] | None:
-    return next((_BY_CLASS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _BY_CLASS), None)
+    return next(
+        (_BY_CLASS[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in _BY_CLASS), None
+    )
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """Return the code and the HTTP status of a server's answer; ('', 0) if the exception has none."""
+    """Return the code and the HTTP status of a server's answer; ('', 0) if the exception has
+    none.
+    """
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore.ClientError
         code = str(response.get("Error", {}).get("Code", ""))
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return code, int(status or (code if code.isdigit() else 0))
-    for name in ("code", "status", "status_code"):  # gcsfs.HttpError, aiohttp.ClientResponseError, azure
+    # gcsfs.HttpError, aiohttp.ClientResponseError, azure
+    for name in ("code", "status", "status_code"):
         value: Any = getattr(error, name, None)
         if isinstance(value, int | str) and str(value).isdigit() and 300 <= int(value) < 600:
             return "", int(value)
@@ -170,7 +186,9 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def _told(code: str, status: int, error: BaseException) -> str:
-    told = " ".join(part for part in (str(status or ""), code if code != str(status) else "") if part)
+    told = " ".join(
+        part for part in (str(status or ""), code if code != str(status) else "") if part
+    )
     return f"{told}: {error}"[:300]
 
 

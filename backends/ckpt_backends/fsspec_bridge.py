@@ -1,7 +1,9 @@
 """Any file system that fsspec knows as a store; the base of the S3 and GCS backends.
 
-What a store gives is what its fsspec file system gives. On object stores (``_OBJECT_STORES``) an object appears whole or not at all. On
-a local disk behind ``dir::`` it is renamed into place, but not forced to the medium. On others, such as SFTP or SMB, a crash during ``put`` may leave a short object: use them for copies, not as the only tier.
+What a store gives is what its fsspec file system gives. On object stores (``_OBJECT_STORES``) an
+object appears whole or not at all. On a local disk behind ``dir::`` it is renamed into place, but
+not forced to the medium. On others, such as SFTP or SMB, a crash during ``put`` may leave a short
+object: use them for copies, not as the only tier.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ PART_BYTES: Final = 8 << 20
 _OBJECT_STORES: Final = frozenset(
     {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "cos"}
 )
-_CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})  # pipe_file(mode="create") is decided by the server
+# pipe_file(mode="create") is decided by the server
+_CREATES: Final = frozenset({"s3", "s3a", "gs", "gcs"})
 _RENAMES: Final = frozenset({"file", "local"})  # mv is one rename
 _TEMPORARY: Final = ".tmp"
 _MODIFIED: Final = ("mtime", "LastModified", "updated", "modified", "last_modified", "created")
@@ -93,17 +96,22 @@ def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:
         if isinstance(value, Mapping):
             found += secrets_of({str(key): item for key, item in value.items()})
         elif (
-            isinstance(value, str) and len(value) >= 4 and any(word in name.lower() for word in _SECRET_NAMES)
+            isinstance(value, str)
+            and len(value) >= 4
+            and any(word in name.lower() for word in _SECRET_NAMES)
         ):
             found.append(value)
     return tuple(found)
 
 
 class StorageBackendOnFsspec:
-    """An fsspec file system as a store. Threads: every method from any thread; asynchronous file systems share fsspec's one loop.
+    """An fsspec file system as a store.
 
-    ``put(if_absent=True)`` on a file system without a conditional put looks first and writes then: enough for one leader at a time,
-    not for a race; ``capabilities.put_if_absent`` says which it is.
+    Threads: every method from any thread; asynchronous file systems share fsspec's one loop.
+
+    ``put(if_absent=True)`` on a file system without a conditional put looks first and writes then:
+    enough for one leader at a time, not for a race; ``capabilities.put_if_absent`` says which it
+    is.
     """
 
     def __init__(
@@ -164,7 +172,9 @@ class StorageBackendOnFsspec:
             found = self._fs.cat_file(self.path_of(key), start=offset, end=offset + out.nbytes)
         if len(found) != out.nbytes:
             raise StorageError(
-                key, f"ends at byte {offset + len(found)}, bytes up to {offset + out.nbytes} were asked for"
+                key,
+                f"ends at byte {offset + len(found)}, bytes up to {offset + out.nbytes} were "
+                "asked for",
             )
         out.cast("B")[:] = found
 
@@ -187,7 +197,12 @@ class StorageBackendOnFsspec:
                 found = {}
         for path, info in found.items():
             key = self._key(path)
-            if key.startswith(prefix) and info["type"] == "file" and key and not key.endswith(_TEMPORARY):
+            if (
+                key.startswith(prefix)
+                and info["type"] == "file"
+                and key
+                and not key.endswith(_TEMPORARY)
+            ):
                 yield ObjectInfo(key=key, size=int(info["size"]), modified=_modified(info))
 
     def folders(self, prefix: str) -> Iterator[str]:
@@ -259,10 +274,13 @@ def _protocols(fs: Any) -> set[str]:
 
 
 class _StreamUpload:
-    """A large object through one writable file of an object store, part after part; it becomes visible when that is closed.
+    """A large object through one writable file of an object store, part after part; it becomes
+    visible when that is closed.
 
-    Parts may come in any order: what comes early waits as a reference, no copy. The file's state is unknown after an error, so it is
-    thrown away then and the next call sends all parts again; their memory is there until ``finish``, the contract says so.
+    Parts may come in any order: what comes early waits as a reference, no copy. The file's state is
+        unknown after an error, so it is
+    thrown away then and the next call sends all parts again; their memory is there until
+    ``finish``, the contract says so.
 
     Threads: one call at a time.
     """
@@ -335,7 +353,10 @@ class _StreamUpload:
 
 
 def _throw_away(file: Any) -> None:
-    """Discard an unfinished file. It must also count as closed, or collecting it would publish what it holds."""
+    """Discard an unfinished file.
+
+    It must also count as closed, or collecting it would publish what it holds.
+    """
     with suppress(Exception):
         file.discard()
     file.closed = True
@@ -346,4 +367,10 @@ def _modified(info: Mapping[str, Any]) -> float | None:
     found = next((info[name] for name in _MODIFIED if info.get(name) is not None), None)
     with suppress(ValueError):
         found = datetime.fromisoformat(found) if isinstance(found, str) else found
-    return found.timestamp() if isinstance(found, datetime) else found if isinstance(found, float) else None
+    return (
+        found.timestamp()
+        if isinstance(found, datetime)
+        else found
+        if isinstance(found, float)
+        else None
+    )

@@ -1,4 +1,6 @@
-"""Google Cloud Storage over gcsfs: conditional puts in one request, large objects as one resumable upload."""
+"""Google Cloud Storage over gcsfs: conditional puts in one request, large objects as one
+resumable upload.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,21 @@ from http.client import HTTPConnection, HTTPException
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.errors import (
+    ConfigError,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, Upload, check_key
 from ckpt_backends.foreign_errors import clean
-from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
+from ckpt_backends.fsspec_bridge import (
+    PART_BYTES,
+    StorageBackendOnFsspec,
+    missing_extra,
+    secrets_of,
+)
 from ckpt_backends.gcs_upload import ResumableUpload
 from ckpt_backends.jitter import give_gcsfs_its_own_dice
 
@@ -27,11 +40,14 @@ _TRIES: Final = 3
 
 
 def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
-    """The bucket and prefix ``gs://bucket/prefix``. Nothing is contacted yet, but gcsfs may look for credentials.
+    """The bucket and prefix ``gs://bucket/prefix``.
+
+    Nothing is contacted yet, but gcsfs may look for credentials.
 
     Args:
         url: May carry ``?endpoint_url=...`` (an emulator).
-        options: ``token``, ``project``, ``endpoint_url`` and whatever else ``gcsfs.GCSFileSystem`` takes.
+        options: ``token``, ``project``, ``endpoint_url`` and whatever else ``gcsfs.GCSFileSystem``
+            takes.
 
     Raises:
         MissingExtra: gcsfs is not installed.
@@ -49,7 +65,8 @@ def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
         raise missing_extra(shown, error) from error
     except ConfigError as error:
         raise ConfigError(f"{shown!r} cannot be opened: {error}") from None
-    except Exception as error:  # noqa: BLE001 - whatever a missing or broken credential makes google-auth raise
+    except Exception as error:  # noqa: BLE001
+        # Whatever a missing or broken credential makes google-auth raise.
         raise ConfigError(
             f"{shown!r} cannot be opened: {clean(f'{type(error).__name__}: {error}', secrets)}"
         ) from None
@@ -60,17 +77,20 @@ def _file_system(settings: dict[str, Any]) -> Any:
     from gcsfs.retry import retry_request
 
     give_gcsfs_its_own_dice()
-    emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251 - gcsfs's own switch
+    # Gcsfs's own switch.
+    emulator = settings.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST")  # noqa: TID251
     if emulator:
-        # gcsfs's default class asks for the bucket's storage layout by gRPC, and waits 20 to 60 s each time for an emulator to
-        # answer. Its switch GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT is read at the first import only, which may not be ours.
+        # gcsfs's default class asks for the bucket's storage layout by gRPC, and waits 20 to 60 s
+        # each time for an emulator to answer. Its switch GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT is read
+        # at the first import only, which may not be ours.
         from gcsfs.core import GCSFileSystem
     else:
         from gcsfs import GCSFileSystem
 
         if settings.get("token") is None:
             settings = {**settings, "token": _find_credentials()}
-    # it writes each failed request with its traceback to its log: shown to those who ask for that log, our own error tells the others
+    # it writes each failed request with its traceback to its log: shown to those who ask for that
+    # log, our own error tells the others
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
     # its six tries take half a minute, and the pipeline has its own besides
@@ -99,7 +119,8 @@ def _find_credentials() -> str | None:
         return None  # an older gcsfs kept them there; it knows how to read them
     if not _on_google(os.environ.get(environment_vars.GCE_METADATA_HOST) or _METADATA_HOST):  # noqa: TID251
         raise ConfigError(
-            "no Google credentials were found: run 'gcloud auth application-default login', set GOOGLE_APPLICATION_CREDENTIALS to a key file, "
+            "no Google credentials were found: run 'gcloud auth application-default login', set "
+            "GOOGLE_APPLICATION_CREDENTIALS to a key file, "
             'or give the option token ("anon" for a public bucket)'
         )
     return "google_default"
@@ -118,17 +139,27 @@ def _on_google(host: str) -> bool:
 
 
 class GCSBackend(StorageBackendOnFsspec):
-    """A prefix of a bucket. Threads: every method from any thread, at once, but one ``Upload`` takes one ``write`` at a time."""
+    """A prefix of a bucket.
+
+    Threads: every method from any thread, at once, but one ``Upload`` takes one ``write`` at a
+    time.
+    """
 
     def __init__(self, fs: Any, root: str, url: str, *, secrets: Sequence[str]) -> None:
         capabilities = Capabilities(
-            put_if_absent=True, shared=True, part_bytes=PART_BYTES, max_concurrency=16, parallel_parts=False,
+            put_if_absent=True,
+            shared=True,
+            part_bytes=PART_BYTES,
+            max_concurrency=16,
+            parallel_parts=False,
             takes_parts=True,
-        )  # fmt: skip
+        )
         super().__init__(fs, root, url, secrets=secrets, capabilities=capabilities)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        """In a single request, whatever its size: emulators drop the condition of a resumable upload."""
+        """In a single request, whatever its size: emulators drop the condition of a resumable
+        upload.
+        """
         value = b"".join(parts)
         path, token = self.path_of(key), entropy.token_hex(16)
         mode = "create" if if_absent else "overwrite"
@@ -138,7 +169,8 @@ class GCSBackend(StorageBackendOnFsspec):
                     path, value, metadata={_TOKEN: token}, mode=mode, chunksize=_SINGLE_REQUEST
                 )
         except (ObjectExists, TransientStorageError):
-            if not if_absent or self._token_of(key) != token:  # ours: gcsfs repeated it after a lost reply
+            # ours: gcsfs repeated it after a lost reply
+            if not if_absent or self._token_of(key) != token:
                 raise
         except ObjectNotFound:
             self._check_bucket(key)
@@ -177,7 +209,9 @@ class GCSBackend(StorageBackendOnFsspec):
 
         once = type(self._fs)._request.__wrapped__
         with self.errors(key):
-            found: Any = sync(self._fs.loop, once, self._fs, method, url, headers=headers, data=data)
+            found: Any = sync(
+                self._fs.loop, once, self._fs, method, url, headers=headers, data=data
+            )
         return found[0], found[1]
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -207,7 +241,9 @@ class GCSBackend(StorageBackendOnFsspec):
             with self.errors(key):
                 self._fs.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True)
         except ObjectNotFound:
-            raise StorageError(key, f"there is no bucket {bucket!r}: create it, or correct the URL") from None
+            raise StorageError(
+                key, f"there is no bucket {bucket!r}: create it, or correct the URL"
+            ) from None
 
     def _token_of(self, key: str) -> str:
         with suppress(StorageError), self.errors(key):

@@ -71,7 +71,9 @@ class ResumableUpload:
             self._early[offset] = memoryview(bytes(data))
         else:
             self._send(offset, data)
-        while (waiting := self._early.get(self._sent)) is not None and not waiting.nbytes % STEP_BYTES:
+        while (
+            waiting := self._early.get(self._sent)
+        ) is not None and not waiting.nbytes % STEP_BYTES:
             start = self._sent
             self._send(start, waiting)
             del self._early[start]
@@ -109,7 +111,9 @@ class ResumableUpload:
             before, rest = self._sent, data[self._sent - offset :]
             self._ask(f"bytes {self._sent}-{self._sent + rest.nbytes - 1}/*", rest)
             if self._sent <= before:
-                raise TransientStorageError(self._key, f"the server takes no more than {before} bytes")
+                raise TransientStorageError(
+                    self._key, f"the server takes no more than {before} bytes"
+                )
 
     def _check(self) -> None:
         if self._lost:
@@ -121,10 +125,16 @@ class ResumableUpload:
         headers = {"Content-Range": span, "Content-Length": str(data.nbytes)}
         try:
             status, answer = self._backend.request(
-                self._key, "PUT", self._location, headers=headers, data=data if data.nbytes else None
+                self._key,
+                "PUT",
+                self._location,
+                headers=headers,
+                data=data if data.nbytes else None,
             )
         except StorageError as error:
-            self._lost = isinstance(error, ObjectNotFound) or bool(re.search(r"\b410\b", error.detail))
+            self._lost = isinstance(error, ObjectNotFound) or bool(
+                re.search(r"\b410\b", error.detail)
+            )
             self._check()
             raise
         if status not in (200, 201):

@@ -1,4 +1,7 @@
-"""Client libraries draw the pauses between their tries from Python's global generator, from threads of their own. That generator is the training's: a store that stumbles must not change what a run computes."""
+"""Client libraries draw the pauses between their tries from Python's global generator, from
+threads of their own. That generator is the training's: a store that stumbles must not change
+what a run computes.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ class Striping:
 
     Args:
         root: Of the store; need not be there yet.
-        count: Targets for each large file, -1 for all there are. None: four, unless a layout is inherited; 0: as it is.
+        count: Targets for each large file, -1 for all there are. None: four, unless a layout is
+            inherited; 0: as it is.
     """
 
     def __init__(self, root: str, count: int | None) -> None:
@@ -68,7 +69,8 @@ def stripe_count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST:
         told = value if isinstance(value, int) else f"<{type(value).__name__}>"
         raise ConfigError(
-            f"stripe_count={told}: give a number of Lustre storage targets from 1 to {_MOST}, -1 for all, or 0 to leave folders as they are"
+            f"stripe_count={told}: give a number of Lustre storage targets from 1 to {_MOST}, -1 "
+            "for all, or 0 to leave folders as they are"
         )
     return value
 

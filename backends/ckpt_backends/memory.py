@@ -10,13 +10,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, Upload, check_key, check_prefix, check_written
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    Upload,
+    check_key,
+    check_prefix,
+    check_written,
+)
 
 _PART_BYTES: Final = 8 << 20
 
 
 class _Store:
-    """The objects of one name. A value is never changed once it is in ``objects``, so readers need no lock while they copy."""
+    """The objects of one name.
+
+    A value is never changed once it is in ``objects``, so readers need no lock while they copy.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -28,21 +39,28 @@ _stores_lock: Final = threading.Lock()
 
 
 def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
-    """The store ``memory://name``, made if there is none yet; an optional path after the name is a prefix.
+    """The store ``memory://name``, made if there is none yet; an optional path after the name is a
+    prefix.
 
     Args:
         url: ``memory://name`` or ``memory://name/prefix``.
-        options: ``shared`` (bool, default false): what the capabilities say; true suits tests whose ranks are threads.
+        options: ``shared`` (bool, default false): what the capabilities say; true suits tests whose
+            ranks are threads.
     """
     if set(options) - {"shared"} or not isinstance(options.get("shared", False), bool):
-        told = ", ".join(f"{name} of type {type(value).__name__}" for name, value in options.items())
+        told = ", ".join(
+            f"{name} of type {type(value).__name__}" for name, value in options.items()
+        )
         raise ConfigError(f"memory:// takes the option shared (true or false), not {told}")
     name, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
     with _stores_lock:
         store = _stores.setdefault(name, _Store())
     return MemoryBackend(
-        store, f"memory://{name}/{prefix}".rstrip("/"), prefix, shared=bool(options.get("shared", False))
+        store,
+        f"memory://{name}/{prefix}".rstrip("/"),
+        prefix,
+        shared=bool(options.get("shared", False)),
     )
 
 
@@ -90,7 +108,11 @@ class MemoryBackend:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         start = self._prefix + check_prefix(prefix)
         with self._store.lock:
-            found = [(key, len(value)) for key, value in self._store.objects.items() if key.startswith(start)]
+            found = [
+                (key, len(value))
+                for key, value in self._store.objects.items()
+                if key.startswith(start)
+            ]
         for key, size in found:
             yield ObjectInfo(key=key.removeprefix(self._prefix), size=size)
 
@@ -125,7 +147,10 @@ class MemoryBackend:
 
 
 class _MemoryUpload:
-    """Copies each part into place at once. Threads: as ``Upload`` says; ``write`` at once is fine."""
+    """Copies each part into place at once.
+
+    Threads: as ``Upload`` says; ``write`` at once is fine.
+    """
 
     def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:
         self._backend, self._key, self._value = backend, key, bytearray(size)
@@ -138,7 +163,8 @@ class _MemoryUpload:
     def write(self, offset: int, data: memoryview) -> None:
         if offset < 0 or offset + data.nbytes > len(self._value):
             raise StorageError(
-                self._key, f"bytes {offset} to {offset + data.nbytes} of an upload of {len(self._value)}"
+                self._key,
+                f"bytes {offset} to {offset + data.nbytes} of an upload of {len(self._value)}",
             )
         memoryview(self._value)[offset : offset + data.nbytes] = data.cast("B")
         self._written[offset] = data.nbytes

@@ -27,7 +27,8 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
     errno.ENOSPC: OutOfSpace,
     errno.EDQUOT: OutOfSpace,
     errno.EFBIG: OutOfSpace,
-    errno.ESTALE: TransientStorageError,  # NFS: the server forgot the handle, a new open gets another
+    # NFS: the server forgot the handle, a new open gets another
+    errno.ESTALE: TransientStorageError,
     errno.ETIMEDOUT: TransientStorageError,
     errno.EAGAIN: TransientStorageError,
     errno.EBUSY: TransientStorageError,
@@ -39,14 +40,22 @@ BY_ERRNO: Final[Mapping[int, type[StorageError]]] = {
     errno.ENETUNREACH: TransientStorageError,
     errno.EPIPE: TransientStorageError,
     errno.EREMOTEIO: TransientStorageError,
-    # EIO is not here: after a failed fsync the kernel may have dropped the pages, and a second try would lie
+    # EIO is not here: after a failed fsync the kernel may have dropped the pages, and a second try
+    # would lie
 }
 
 
-def storage_error(key: str, error: OSError, *, missing: type[StorageError] = ObjectNotFound) -> StorageError:
-    """Our error for ``error``. ``missing`` stands in for ``ObjectNotFound`` where the call was not about an object."""
+def storage_error(
+    key: str, error: OSError, *, missing: type[StorageError] = ObjectNotFound
+) -> StorageError:
+    """Our error for ``error``.
+
+    ``missing`` stands in for ``ObjectNotFound`` where the call was not about an object.
+    """
     kind = BY_ERRNO.get(error.errno or 0, StorageError)
-    return (missing if kind is ObjectNotFound else kind)(key, error.strerror or type(error).__name__)
+    return (missing if kind is ObjectNotFound else kind)(
+        key, error.strerror or type(error).__name__
+    )
 
 
 @contextmanager

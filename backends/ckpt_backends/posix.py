@@ -1,7 +1,8 @@
 """A folder as a store: local disk, tmpfs, NFS, Lustre.
 
-How an object appears: it is written under a temporary name in its own folder, forced to the medium, renamed, and the folder and all
-folders above it up to the root are forced too. A crash before the rename leaves a temporary file, which no listing shows.
+How an object appears: it is written under a temporary name in its own folder, forced to the medium,
+renamed, and the folder and all folders above it up to the root are forced too. A crash before the
+rename leaves a temporary file, which no listing shows.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
             continue
         if name not in _FLAGS or not isinstance(value, bool):
             raise ConfigError(
-                f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and stripe_count (a number), not {name} of type {type(value).__name__}"
+                f"a folder takes the options {', '.join(sorted(_FLAGS))} (true or false) and "
+                f"stripe_count (a number), not {name} of type {type(value).__name__}"
             )
         flags[name] = value
     count = stripe_count(options["stripe_count"]) if "stripe_count" in options else None
@@ -95,7 +97,11 @@ def open_posix(url: str, options: Mapping[str, object]) -> PosixBackend:
 
 
 class PosixBackend(RootedFolder):
-    """A folder as a store. Threads: every method from any thread, at once. No descriptor stays open between calls; a thread that reads keeps a buffer of 2 MiB until it ends."""
+    """A folder as a store.
+
+    Threads: every method from any thread, at once. No descriptor stays open between calls; a thread
+    that reads keeps a buffer of 2 MiB until it ends.
+    """
 
     def __init__(
         self,
@@ -142,7 +148,9 @@ class PosixBackend(RootedFolder):
                     os.fsync(fd)
                 finally:
                     os.close(fd)
-                self.publish(temporary, target, if_absent=if_absent and self._capabilities.put_if_absent)
+                self.publish(
+                    temporary, target, if_absent=if_absent and self._capabilities.put_if_absent
+                )
             except BaseException:
                 self.remove_temporary(temporary)
                 raise
@@ -254,11 +262,15 @@ class PosixBackend(RootedFolder):
         return path
 
     def _create(self, path: str) -> int:
-        """A new file in a folder that a concurrent ``delete`` may be removing because it just was empty."""
+        """A new file in a folder that a concurrent ``delete`` may be removing because it just
+        was empty.
+        """
 
         def attempt() -> int:
             self._make_folders(os.path.dirname(path))
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            return os.open(
+                path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+            )
 
         return _insist(attempt)
 
@@ -282,7 +294,9 @@ class PosixBackend(RootedFolder):
             self._sync_root([os.path.dirname(path) for path in missing])
 
     def _sync_root(self, parents: Sequence[str]) -> None:
-        """Force the entry of the root, also if another process has just made it and not forced it yet."""
+        """Force the entry of the root, also if another process has just made it and not forced
+        it yet.
+        """
         for folder in {os.path.dirname(self._top()), *parents}:
             with suppress(PermissionError):  # a parent that is not ours to open was not made by us
                 _sync_folder(folder)
@@ -320,7 +334,9 @@ class PosixBackend(RootedFolder):
                 if prefix.startswith(f"{key}/") or f"{key}/".startswith(prefix):
                     yield from self._walk(key, prefix)
             elif (
-                key.startswith(prefix) and entry.is_file(follow_symlinks=False) and not _is_hidden(entry.name)
+                key.startswith(prefix)
+                and entry.is_file(follow_symlinks=False)
+                and not _is_hidden(entry.name)
             ):
                 with suppress(FileNotFoundError):  # deleted since
                     found = entry.stat(follow_symlinks=False)
@@ -328,7 +344,11 @@ class PosixBackend(RootedFolder):
 
     def _entries(self, folder: str) -> Sequence[os.DirEntry[str]]:
         path = self._readable(folder)
-        with mapped(folder), suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        with (
+            mapped(folder),
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(path) as entries,
+        ):
             return list(entries)
         return []
 
@@ -340,12 +360,21 @@ class _Paths:
 
 
 class _PosixUpload:
-    """One file on its way, under its temporary name. Threads: as ``Upload`` says; ``write`` at once is fine."""
+    """One file on its way, under its temporary name.
+
+    Threads: as ``Upload`` says; ``write`` at once is fine.
+    """
 
     def __init__(
         self, backend: PosixBackend, key: str, paths: _Paths, writer: DirectWriter, size: int
     ) -> None:
-        self._backend, self._key, self._paths, self._writer, self._size = backend, key, paths, writer, size
+        self._backend, self._key, self._paths, self._writer, self._size = (
+            backend,
+            key,
+            paths,
+            writer,
+            size,
+        )
         self._written: dict[int, int] = {}
         self._failed: StorageError | None = None
 
@@ -364,7 +393,9 @@ class _PosixUpload:
         self._written[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """A failure here is final: the temporary file is removed, since after a failed fsync its bytes cannot be trusted. Tried again, it says the same again."""
+        """A failure here is final: the temporary file is removed, since after a failed fsync its
+        bytes cannot be trusted. Tried again, it says the same again.
+        """
         if self._failed is not None:
             raise type(self._failed)(self._key, self._failed.detail)
         try:
@@ -375,7 +406,8 @@ class _PosixUpload:
                 self._backend.publish(self._paths.temporary, self._paths.target, if_absent=False)
         except BaseException as error:
             if isinstance(error, StorageError):
-                self._failed = type(error)(self._key, error.detail)  # without what its traceback sees
+                # without what its traceback sees
+                self._failed = type(error)(self._key, error.detail)
             self.abort()
             raise
         return ObjectInfo(key=self._key, size=size)
@@ -413,7 +445,9 @@ def _is_hidden(name: str) -> bool:
 
 
 def _remove_abandoned(folder: str) -> None:
-    """Temporary files that a crash left, once a folder holds nothing else: a shard may be tens of GiB."""
+    """Temporary files that a crash left, once a folder holds nothing else: a shard may be tens
+    of GiB.
+    """
     with suppress(OSError), os.scandir(folder) as entries:
         left = list(entries)
         if all(_OURS.fullmatch(entry.name) for entry in left):

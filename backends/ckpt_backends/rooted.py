@@ -12,7 +12,10 @@ from ckpt_backends.oserrors import mapped
 
 
 class RootedFolder:
-    """A backend whose root is a folder. It remembers which folder that was when it was opened, or when it was made."""
+    """A backend whose root is a folder.
+
+    It remembers which folder that was when it was opened, or when it was made.
+    """
 
     _root: str
     _first: str | None = None
@@ -39,7 +42,9 @@ class RootedFolder:
         """
         with suppress(OSError):
             found = os.stat(self._root)
-            return kind_of(self._root) if on_network(self._root) else f"{found.st_dev}:{found.st_ino}"
+            return (
+                kind_of(self._root) if on_network(self._root) else f"{found.st_dev}:{found.st_ino}"
+            )
         return None
 
     @abstractmethod

@@ -16,7 +16,13 @@ from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
-from ckpt.errors import ConfigError, ObjectExists, ObjectNotFound, StorageError, TransientStorageError
+from ckpt.errors import (
+    ConfigError,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.storage.api import (
     Buffer,
     Capabilities,
@@ -29,7 +35,12 @@ from ckpt.storage.api import (
     check_written,
 )
 from ckpt_backends.foreign_errors import clean
-from ckpt_backends.fsspec_bridge import PART_BYTES, StorageBackendOnFsspec, missing_extra, secrets_of
+from ckpt_backends.fsspec_bridge import (
+    PART_BYTES,
+    StorageBackendOnFsspec,
+    missing_extra,
+    secrets_of,
+)
 from ckpt_backends.jitter import give_botocore_its_own_dice
 from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
@@ -43,10 +54,12 @@ _ORPHAN_HOURS: Final = 24.0
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _CLIENT: Final[Mapping[str, object]] = {
     "connect_timeout": 10,
-    "read_timeout": 60,  # a slow wire has megabytes in its buffers when the last byte of a part is handed over
+    # a slow wire has megabytes in its buffers when the last byte of a part is handed over
+    "read_timeout": 60,
     "retries": {"max_attempts": 3, "mode": "standard"},
     "max_pool_connections": 2 * _CONCURRENCY,
-    # many servers that are not AWS refuse or damage the newer default checksums; ours are in the manifest
+    # many servers that are not AWS refuse or damage the newer default checksums; ours are in the
+    # manifest
     "request_checksum_calculation": "when_required",
     "response_checksum_validation": "when_required",
 }
@@ -57,12 +70,15 @@ def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
 
     Args:
         url: May carry ``?endpoint_url=...`` and ``?region=...``.
-        options: ``endpoint_url``, ``key``, ``secret``, ``token``, ``region``, ``profile``, ``anon``; ``put_if_absent`` (bool, default true; false
-            for servers that ignore ``If-None-Match``, such as ``rclone serve s3``); ``client`` ("botocore", the default, or "obstore": what uploads large
-            objects); ``checksums`` (bool: send a CRC-32 of each part for the server to
-            compare; default: where the endpoint is Amazon's own); ``abort_uploads_after_hours`` (24: unfinished uploads of earlier jobs below this root,
-            that are older, are aborted at the first upload; 0 leaves them); ``config_kwargs`` (of botocore's ``Config``); the rest goes to
-            ``s3fs.S3FileSystem``. What is not given, botocore looks up itself (environment, files, instance role).
+        options: ``endpoint_url``, ``key``, ``secret``, ``token``, ``region``, ``profile``,
+            ``anon``; ``put_if_absent`` (bool, default true; false for servers that ignore
+            ``If-None-Match``, such as ``rclone serve s3``); ``client`` ("botocore", the default, or
+            "obstore": what uploads large objects); ``checksums`` (bool: send a CRC-32 of each part
+            for the server to compare; default: where the endpoint is Amazon's own);
+            ``abort_uploads_after_hours`` (24: unfinished uploads of earlier jobs below this root,
+            that are older, are aborted at the first upload; 0 leaves them); ``config_kwargs`` (of
+            botocore's ``Config``); the rest goes to ``s3fs.S3FileSystem``. What is not given,
+            botocore looks up itself (environment, files, instance role).
 
     Raises:
         MissingExtra: s3fs is not installed.
@@ -108,7 +124,9 @@ def _hours(given: object, shown: str) -> float:
 
 
 def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
-    """s3fs for small requests, and what moves the bytes of large objects; both with the same settings."""
+    """s3fs for small requests, and what moves the bytes of large objects; both with the same
+    settings.
+    """
     import s3fs
 
     give_botocore_its_own_dice()
@@ -198,9 +216,12 @@ class S3Backend(StorageBackendOnFsspec):
         if not if_absent:
             self.call(key, "put_object", Body=value)
         else:
-            if self._exists(key):  # also protects what is there from servers that ignore the condition
+            # also protects what is there from servers that ignore the condition
+            if self._exists(key):
                 raise ObjectExists(key)
-            (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(key, value)
+            (self._put_if_none if self.capabilities.put_if_absent else self._put_and_compare)(
+                key, value
+            )
         return ObjectInfo(key=key, size=len(value))
 
     def upload(self, key: str, size: int) -> Upload:
@@ -225,7 +246,8 @@ class S3Backend(StorageBackendOnFsspec):
             done = self._bulk.receive(self._bucket, name, key, offset, out.cast("B"))
         if done != out.nbytes:
             raise StorageError(
-                key, f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for"
+                key,
+                f"ends at byte {offset + done}, bytes up to {offset + out.nbytes} were asked for",
             )
 
     def head(self, key: str) -> ObjectInfo:
@@ -263,10 +285,14 @@ class S3Backend(StorageBackendOnFsspec):
         with self.errors(key):
             if method == "put_object":
                 self._ask_no_leave()
-            return self._fs.call_s3(method, Bucket=self._bucket, Key=self._prefix + key, **arguments)
+            return self._fs.call_s3(
+                method, Bucket=self._bucket, Key=self._prefix + key, **arguments
+            )
 
     def _ask_no_leave(self) -> None:
-        """A put that asks the server first whether it may send waits for the answer without a limit (aiohttp knows none for it)."""
+        """A put that asks the server first whether it may send waits for the answer without a
+        limit (aiohttp knows none for it).
+        """
         client = self._fs.connect()
         if client is not self._hushed:
             client.meta.events.register_last("before-call.s3", expect_nothing)
@@ -286,7 +312,9 @@ class S3Backend(StorageBackendOnFsspec):
             page = self._about_bucket("list_multipart_uploads", Prefix=name)
             for found in page.get("Uploads", ()):
                 if found["Key"] == name:
-                    self._about_bucket("abort_multipart_upload", Key=name, UploadId=found["UploadId"])
+                    self._about_bucket(
+                        "abort_multipart_upload", Key=name, UploadId=found["UploadId"]
+                    )
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         """None where the option ``abort_uploads_after_hours`` is 0."""
@@ -307,7 +335,11 @@ class S3Backend(StorageBackendOnFsspec):
             return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
 
     def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
-        """A conditional put. The client may repeat it after a lost reply and then lose against itself, so each put leaves its token."""
+        """A conditional put.
+
+        The client may repeat it after a lost reply and then lose against itself, so each put leaves
+        its token.
+        """
         token = entropy.token_hex(16)
         try:
             self.call(key, "put_object", Body=value, IfNoneMatch="*", Metadata={_TOKEN: token})
@@ -322,7 +354,9 @@ class S3Backend(StorageBackendOnFsspec):
             self._put_if_none(key, value, again=False)
 
     def _put_and_compare(self, key: str, value: bytes) -> None:
-        """Without a condition on the server the last of two leaders wins; the other must at least learn of it."""
+        """Without a condition on the server the last of two leaders wins; the other must at
+        least learn of it.
+        """
         self.call(key, "put_object", Body=value)
         found = bytearray(self.head(key).size)
         self.read_into(key, 0, memoryview(found))
@@ -332,7 +366,9 @@ class S3Backend(StorageBackendOnFsspec):
     def _token_of(self, key: str) -> str:
         with suppress(StorageError):
             metadata = self.call(key, "head_object").get("Metadata", {})
-            return next((str(value) for name, value in metadata.items() if name.lower() == _TOKEN), "")
+            return next(
+                (str(value) for name, value in metadata.items() if name.lower() == _TOKEN), ""
+            )
         return ""
 
     def _pages(self, prefix: str, **arguments: object) -> Iterator[Any]:
@@ -340,7 +376,11 @@ class S3Backend(StorageBackendOnFsspec):
         while True:
             with self.errors(prefix):
                 page = self._fs.call_s3(
-                    "list_objects_v2", Bucket=self._bucket, Prefix=self._prefix + prefix, **arguments, **token
+                    "list_objects_v2",
+                    Bucket=self._bucket,
+                    Prefix=self._prefix + prefix,
+                    **arguments,
+                    **token,
                 )
             yield page
             if not page.get("IsTruncated"):
@@ -351,7 +391,9 @@ class S3Backend(StorageBackendOnFsspec):
 class _S3Upload:
     """A multipart upload. Threads: as ``Upload`` says; ``write`` at once is fine."""
 
-    def __init__(self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int) -> None:
+    def __init__(
+        self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int
+    ) -> None:
         self._backend, self._key, self._size = backend, key, size
         self._id, self._part_bytes = upload_id, part_bytes
         self._done: dict[int, tuple[dict[str, Any], int]] = {}
@@ -374,7 +416,9 @@ class _S3Upload:
 
     def finish(self, size: int | None = None) -> ObjectInfo:
         try:
-            size = check_written(self._key, sum(each for _, each in self._done.values()), self._size, size)
+            size = check_written(
+                self._key, sum(each for _, each in self._done.values()), self._size, size
+            )
         except StorageError:
             self.abort()
             raise
@@ -401,7 +445,8 @@ class _S3Upload:
         send all bytes again.
         """
         return TransientStorageError(
-            self._key, f"the server has forgotten this upload: it must be sent again ({error.detail})"
+            self._key,
+            f"the server has forgotten this upload: it must be sent again ({error.detail})",
         )
 
     def _complete_anyway(self, size: int) -> bool:

@@ -25,7 +25,9 @@ _RECEIVE_BYTES: Final = 1 << 20
 
 
 class S3Bulk:
-    """Parts and ranges of one bucket. Threads: any, at once; not across ``fork``. Nothing is made before the first call.
+    """Parts and ranges of one bucket.
+
+    Threads: any, at once; not across ``fork``. Nothing is made before the first call.
 
     Args:
         config: Of botocore's ``Config``.
@@ -60,8 +62,14 @@ class S3Bulk:
         """Send a part; returns what the end of the upload must say about it."""
         checksum = {"ChecksumCRC32": _crc32(data)} if self._checksums else {}
         reply = self._client().upload_part(
-            Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=Body(data), **checksum, **self._payer
-        )  # fmt: skip
+            Bucket=bucket,
+            Key=key,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=Body(data),
+            **checksum,
+            **self._payer,
+        )
         return {"PartNumber": number, "ETag": reply["ETag"], **checksum}
 
     def receive(self, bucket: str, key: str, name: str, offset: int, out: memoryview) -> int:
@@ -76,7 +84,9 @@ class S3Bulk:
                 stream._fp,
                 0,
             )  # http.client's, which receives into our memory; urllib3's own would copy
-            while done < out.nbytes and (count := response.readinto(out[done : done + _RECEIVE_BYTES])):
+            while done < out.nbytes and (
+                count := response.readinto(out[done : done + _RECEIVE_BYTES])
+            ):
                 done += count
             if done < min(out.nbytes, int(reply["ContentLength"])):
                 raise ConnectionError(f"the answer broke off after {done} bytes")
@@ -134,11 +144,19 @@ class S3Bulk:
 
 def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums: bool) -> S3Bulk:
     """Return the mover of bytes for an ``s3fs.S3FileSystem`` with these settings."""
-    named = {"key": "aws_access_key_id", "secret": "aws_secret_access_key", "token": "aws_session_token"}
+    named = {
+        "key": "aws_access_key_id",
+        "secret": "aws_secret_access_key",
+        "token": "aws_session_token",
+    }
     client: dict[str, Any] = {
         theirs: settings[ours] for ours, theirs in named.items() if settings.get(ours) is not None
     }
-    client |= {name: settings[name] for name in ("endpoint_url", "use_ssl") if settings.get(name) is not None}
+    client |= {
+        name: settings[name]
+        for name in ("endpoint_url", "use_ssl")
+        if settings.get(name) is not None
+    }
     client |= settings.get("client_kwargs", {})
     config = dict(config)
     if settings.get("anon"):
@@ -150,7 +168,9 @@ def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums
 
 
 class Body:
-    """Memory as a file that is read in slices of itself; botocore goes back to its start when it sends it again."""
+    """Memory as a file that is read in slices of itself; botocore goes back to its start when it
+    sends it again.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data.cast("B"), 0

@@ -22,7 +22,9 @@ _REQUEST_SECONDS: Final = 120
 _PATIENCE_SECONDS: Final = 120
 _TRIES: Final = 8
 _CREDENTIALS_SECONDS: Final = 300
-_DENIED: Final = re.compile(r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch")
+_DENIED: Final = re.compile(
+    r"\b40[13] |AccessDenied|ExpiredToken|InvalidAccessKeyId|SignatureDoesNotMatch"
+)
 
 
 class Bucket(Protocol):
@@ -70,7 +72,11 @@ class ObstoreWriter:
         def provide() -> dict[str, Any]:
             now = credentials.get_frozen_credentials()
             until = datetime.now(UTC) + timedelta(seconds=_CREDENTIALS_SECONDS)
-            named = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "token": now.token}
+            named = {
+                "access_key_id": now.access_key,
+                "secret_access_key": now.secret_key,
+                "token": now.token,
+            }
             return {**named, "expires_at": until}
 
         store: Any = S3Store  # its own types want literals
@@ -83,7 +89,10 @@ class ObstoreWriter:
                 "connect_timeout": timedelta(seconds=10),
                 "timeout": timedelta(seconds=_REQUEST_SECONDS),
             },
-            retry_config={"max_retries": _TRIES, "retry_timeout": timedelta(seconds=_PATIENCE_SECONDS)},
+            retry_config={
+                "max_retries": _TRIES,
+                "retry_timeout": timedelta(seconds=_PATIENCE_SECONDS),
+            },
         )
 
 
@@ -98,7 +107,14 @@ class ObstoreUpload:
     """
 
     def __init__(
-        self, bucket: Bucket, writer: ObstoreWriter, key: str, path: str, size: int, *, part_bytes: int
+        self,
+        bucket: Bucket,
+        writer: ObstoreWriter,
+        key: str,
+        path: str,
+        size: int,
+        *,
+        part_bytes: int,
     ) -> None:
         self._bucket, self._key, self._size, self._part_bytes = bucket, key, size, part_bytes
         self._before = bucket.etag_of(key)

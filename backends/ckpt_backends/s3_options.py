@@ -23,7 +23,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     from s3fs import S3FileSystem
 
-    known = {*inspect.signature(S3FileSystem.__init__).parameters, *_OURS, *_OF_THE_SESSION} - _NOT_TO_BE_SET
+    known = {
+        *inspect.signature(S3FileSystem.__init__).parameters,
+        *_OURS,
+        *_OF_THE_SESSION,
+    } - _NOT_TO_BE_SET
     for name in options:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.5)

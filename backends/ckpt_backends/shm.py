@@ -29,7 +29,8 @@ from ckpt.storage.api import Capabilities, ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
 
-_SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; folders are 0700 and hold the user's id
+# Shared memory is the point; folders are 0700 and hold the user's id.
+_SHM: Final = "/dev/shm"  # noqa: S108
 _NAME: Final = re.compile(r"shm://([A-Za-z0-9][A-Za-z0-9._-]{0,79})/?", re.IGNORECASE)
 _NOT_OWN: Final = "not a folder of this user alone"
 _TRIES: Final = 32
@@ -44,7 +45,9 @@ def open_shm(url: str, options: Mapping[str, object]) -> ShmBackend:
     """
     match = _NAME.fullmatch(url)
     if match is None:
-        raise ConfigError(f"{url!r}: a store in memory is shm://NAME, of letters, digits, '.', '_' and '-'")
+        raise ConfigError(
+            f"{url!r}: a store in memory is shm://NAME, of letters, digits, '.', '_' and '-'"
+        )
     if options:
         raise ConfigError(f"{url}: a store in memory takes no options")
     if not os.path.isdir(_SHM):
@@ -66,7 +69,11 @@ def stores() -> list[str]:
     urls: list[str] = []
     for entry in found:
         url = f"shm://{entry.name.removeprefix(prefix)}"
-        if entry.name.startswith(prefix) and _NAME.fullmatch(url) and entry.is_dir(follow_symlinks=False):
+        if (
+            entry.name.startswith(prefix)
+            and _NAME.fullmatch(url)
+            and entry.is_dir(follow_symlinks=False)
+        ):
             if _is_own(entry.stat(follow_symlinks=False)):
                 urls.append(url)
             else:
@@ -86,8 +93,10 @@ def _is_own(found: os.stat_result) -> bool:
 class ShmBackend(PosixBackend):
     """A folder in ``/dev/shm``.
 
-    Where another user has taken the folder's name, or the folder is open to others, the store is empty: it lists nothing, has
-    no object, and raises ``AccessDenied`` for what is written. A job goes on without it; one log line says so.
+    Where another user has taken the folder's name, or the folder is open to others, the store is
+        empty: it lists nothing, has
+    no object, and raises ``AccessDenied`` for what is written. A job goes on without it; one log
+    line says so.
 
     Threads: every method from any thread, at once.
     """
@@ -98,7 +107,10 @@ class ShmBackend(PosixBackend):
         self._capabilities = replace(self._capabilities, alignment=1)
         self._lock = threading.Lock()
         self._held: list[int] = []
-        """The folder, and those of its name that were removed since. A path through one may still be in use, so all stay open."""
+        """The folder, and those of its name that were removed since.
+
+        A path through one may still be in use, so all stay open.
+        """
         self._let_go = weakref.finalize(self, _let_go, self._root, self._held, os.getpid())
         self._told = False
         with suppress(StorageError):  # the calls that follow say what is wrong with it
@@ -142,7 +154,9 @@ class ShmBackend(PosixBackend):
             return f"/proc/self/fd/{self._held[-1]}"
 
     def is_replaced(self) -> bool:
-        """Never: a job that closes removes the folder if it is empty, and the next one makes it again."""
+        """Never: a job that closes removes the folder if it is empty, and the next one makes it
+        again.
+        """
         return False
 
     def _remember_root(self) -> None:
@@ -193,7 +207,8 @@ class ShmBackend(PosixBackend):
         with mapped(key, missing=StorageError):
             folder, name = os.path.split(target)
             temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
-            os.close(self._create(temporary))  # makes the folders too, against others that remove empty ones
+            # makes the folders too, against others that remove empty ones
+            os.close(self._create(temporary))
             beside = f"{temporary[:-4]}.link.tmp"
             try:
                 os.link(path, beside, follow_symlinks=False)
@@ -206,9 +221,8 @@ class ShmBackend(PosixBackend):
                     os.close(descriptor)
                 self.publish(beside, target, if_absent=False)
             finally:
-                self.remove_temporary(
-                    beside
-                )  # still there if the target was this very file: a rename of one to the other does nothing
+                # It still exists if the target was this very file: such a rename does nothing.
+                self.remove_temporary(beside)
                 self.remove_temporary(temporary)
         return ObjectInfo(key=key, size=size)
 

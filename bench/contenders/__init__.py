@@ -25,11 +25,14 @@ class Handle:
 class Contender(Protocol):
     """One way of saving, used as its documentation says.
 
-    ``save``, ``wait_safe`` from the training thread; ``wait_durable`` from any. What lies in ``folder`` and belongs to a checkpoint is named ``step-*``.
+    ``save``, ``wait_safe`` from the training thread; ``wait_durable`` from any. What lies in
+    ``folder`` and belongs to a checkpoint is named ``step-*``.
     """
 
     def prepare(self, subject: Subject, folder: str) -> None:
-        """Get ready to save ``subject`` below ``folder``; not on the clock, as it is done once per job."""
+        """Get ready to save ``subject`` below ``folder``; not on the clock, as it is done once
+        per job.
+        """
 
     def save(self, step: int) -> Handle:
         """Save the state as ``step``, and return as soon as the contender lets go of the caller."""
@@ -52,8 +55,9 @@ class Contender(Protocol):
 class Row:
     """How a contender is named in reports and where its code is.
 
-    ``fsync`` tells who makes its files durable; ``needs`` is the package to import, "" if torch or the bench brings it; ``distributed``
-    tells whether ranks can save one checkpoint together; ``everywhere`` is false for one that a scenario brings in by itself.
+    ``fsync`` tells who makes its files durable; ``needs`` is the package to import, "" if torch or
+    the bench brings it; ``distributed`` tells whether ranks can save one checkpoint together;
+    ``everywhere`` is false for one that a scenario brings in by itself.
     """
 
     label: str
@@ -91,10 +95,16 @@ ALL: Final[dict[str, Row]] = {
         "ckpt, memory tier", "ours", "CkptSaveAsync", "nobody", distributed=False, everywhere=False
     ),
     "ckpt.device": Row(
-        "ckpt save_async, fenced by its hook", "on_device", "CkptOnDevice", "itself", everywhere=False
+        "ckpt save_async, fenced by its hook",
+        "on_device",
+        "CkptOnDevice",
+        "itself",
+        everywhere=False,
     ),
     "dcp.thread": Row("DCP async_save, thread", "dcp", "DcpAsyncSave", "itself", everywhere=False),
-    "dcp.process": Row("DCP async_save, process", "dcp_best", "DcpBest", "itself", everywhere=False),
+    "dcp.process": Row(
+        "DCP async_save, process", "dcp_best", "DcpBest", "itself", everywhere=False
+    ),
     "dcp.pinned": Row(
         "DCP async_save, process, pinned", "on_device", "DcpPinned", "itself", everywhere=False
     ),
@@ -128,11 +138,15 @@ def missing() -> dict[str, str]:
 def make(name: str) -> Contender:
     """A new contender; imports its library."""
     row = ALL[name]
-    return cast(Contender, getattr(importlib.import_module(f"bench.contenders.{row.module}"), row.kind)())
+    return cast(
+        Contender, getattr(importlib.import_module(f"bench.contenders.{row.module}"), row.kind)()
+    )
 
 
 def fsync_tree(path: str) -> None:
-    """Flush a file, or all files and folders below ``path``, and the folder that names it: what peers leave to the kernel."""
+    """Flush a file, or all files and folders below ``path``, and the folder that names it: what
+    peers leave to the kernel.
+    """
     paths = [path, os.path.dirname(path)]
     for folder, folders, files in os.walk(path):
         paths += [os.path.join(folder, name) for name in (*folders, *files)]

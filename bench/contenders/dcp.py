@@ -18,7 +18,9 @@ warnings.filterwarnings("ignore", module="torch.distributed")
 
 
 class DcpSave:
-    """``dcp.save``; returns when the files are written and fsynced, the bench fsyncs their folder."""
+    """``dcp.save``; returns when the files are written and fsynced, the bench fsyncs their
+    folder.
+    """
 
     def prepare(self, subject: Subject, folder: str) -> None:
         self._subject, self._folder = subject, folder
@@ -44,7 +46,9 @@ class DcpSave:
 
 
 class DcpAsyncSave(DcpSave):
-    """``dcp.async_save``; it copies the state before it returns, then writes in a thread of the trainer. The bench fsyncs the folder."""
+    """``dcp.async_save``; it copies the state before it returns, then writes in a thread of the
+    trainer. The bench fsyncs the folder.
+    """
 
     def prepare(self, subject: Subject, folder: str) -> None:
         super().prepare(subject, folder)

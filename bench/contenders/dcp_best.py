@@ -1,7 +1,8 @@
 """``dcp.async_save`` with all that makes it faster on a CPU.
 
-A process of its own writes, so that it does not share the interpreter with the training. One stager lives for the whole job and keeps its
-shared memory, so that only the first save pays for it, and it copies in a thread while training goes on. Plan and metadata are made once.
+A process of its own writes, so that it does not share the interpreter with the training. One stager
+lives for the whole job and keeps its shared memory, so that only the first save pays for it, and it
+copies in a thread while training goes on. Plan and metadata are made once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+)
 
 from bench.contenders import Handle
 from bench.contenders.dcp import DcpSave
@@ -26,7 +31,10 @@ warnings.filterwarnings("ignore", module="torch.distributed")
 
 WRITER_THREADS: Final = 2  # of 1, 2 and 4 the fastest on two cores
 STAGING: Final = StagingOptions(
-    use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+    use_pinned_memory=False,
+    use_shared_memory=True,
+    use_async_staging=True,
+    use_non_blocking_copy=False,
 )
 
 

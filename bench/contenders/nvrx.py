@@ -1,12 +1,13 @@
 """``nvidia-resiliency-ext`` 0.4.1: ``torch.save`` in a fork of the trainer.
 
-Its authors mean it for GPUs: without CUDA it stops at ``torch.cuda.synchronize()``, for which there is nothing to do here, so that call, and
-nothing else, is made to do nothing while it saves. Of its two ways only the fork is measured: the state is then frozen by the kernel, which
-copies each page that training changes meanwhile. The other way, a persistent process, takes no copy of what lies in host memory
-already: it would save what the next step has made of it.
+Its authors mean it for GPUs: without CUDA it stops at ``torch.cuda.synchronize()``, for which there
+is nothing to do here, so that call, and nothing else, is made to do nothing while it saves. Of its
+two ways only the fork is measured: the state is then frozen by the kernel, which copies each page
+that training changes meanwhile. The other way, a persistent process, takes no copy of what lies in
+host memory already: it would save what the next step has made of it.
 
-It is in no extra, as it brings ``pynvml``, with which every import of torch warns. Nothing that is used here needs that:
-``pip install --no-deps nvidia-resiliency-ext==0.4.1``.
+It is in no extra, as it brings ``pynvml``, with which every import of torch warns. Nothing that is
+used here needs that: ``pip install --no-deps nvidia-resiliency-ext==0.4.1``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _LIBRARY = import_module("nvidia_resiliency_ext.checkpointing.async_ckpt.torch_c
 
 
 class Nvrx(TorchSave):
-    """Forked before it returns; a file per rank, loaded like that of ``torch.save``. The bench fsyncs."""
+    """Forked before it returns; a file per rank, loaded like that of ``torch.save``.
+
+    The bench fsyncs.
+    """
 
     def prepare(self, subject: Subject, folder: str) -> None:
         super().prepare(subject, folder)

@@ -1,4 +1,6 @@
-"""Contenders as they are best used on an accelerator: memory is page-locked where CUDA is there to do it."""
+"""Contenders as they are best used on an accelerator: memory is page-locked where CUDA is there
+to do it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _PINS: Final = torch.cuda.is_available()
 
 
 class CkptOnDevice(CkptSaveAsync):
-    """The hook on the optimizer makes the *stream* wait: nothing waits on the CPU, as in a training that nobody measures."""
+    """The hook on the optimizer makes the *stream* wait: nothing waits on the CPU, as in a
+    training that nobody measures.
+    """
 
     def wait_safe(self, handle: Handle) -> None:
         """The optimizer's own step does it."""

@@ -1,4 +1,7 @@
-"""``ckpt`` with its default settings. It fsyncs files and folders itself before it says that a step is committed."""
+"""``ckpt`` with its default settings.
+
+It fsyncs files and folders itself before it says that a step is committed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class CkptSaveAsync:
         return Handle(step, self._path(step), self._manager.save_async(self._state, step))
 
     def wait_safe(self, handle: Handle) -> None:
-        # The hook on an optimizer waits for this as well. Asked for by name so that the wait can be timed apart from the step.
+        # The hook on an optimizer waits for this as well. Asked for by name so that the wait can be
+        # timed apart from the step.
         cast(PendingSave, handle.payload).wait_staged()
 
     def wait_durable(self, handle: Handle) -> None:

@@ -14,7 +14,9 @@ from bench.state import Subject
 
 
 class SafetensorsSave(TorchSave):
-    """``save_file``, with the same care as ``torch.save``; loads tensor by tensor through ``safe_open``, into the live tensors."""
+    """``save_file``, with the same care as ``torch.save``; loads tensor by tensor through
+    ``safe_open``, into the live tensors.
+    """
 
     def _write(self, file: str) -> None:
         found = leaves(own_state(self._subject))

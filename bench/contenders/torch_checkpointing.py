@@ -1,7 +1,7 @@
 """``torch_checkpointing``: stages in a thread of the trainer, writes in a process of its own.
 
-Told to leave out what needs CUDA (pinned memory and non-blocking copies), and direct I/O: with it 0.1.1 fails on ext4, as the last
-write of a file has no aligned length.
+Told to leave out what needs CUDA (pinned memory and non-blocking copies), and direct I/O: with it
+0.1.1 fails on ext4, as the last write of a file has no aligned length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ STORAGE: Final = LocalFileSystemStorageConfig(use_direct_io=False)
 
 
 class TorchCheckpointing:
-    """A file per object and rank. The state may be changed once its lock is to be had. The bench fsyncs."""
+    """A file per object and rank.
+
+    The state may be changed once its lock is to be had. The bench fsyncs.
+    """
 
     pinned = False
 
@@ -68,7 +71,8 @@ class TorchCheckpointing:
     def load_back(self, path: str, into: Subject) -> None:
         config = CheckpointManager.Config(save=SyncCheckpointSaverConfig(), storage_config=STORAGE)
         manager = CheckpointManager(config)
-        loaded = manager.load(path, into=own_state(into), strict=True)  # its tensors are the live ones
+        # its tensors are the live ones
+        loaded = manager.load(path, into=own_state(into), strict=True)
         manager.close()
         land_values(into, leaves(loaded).__getitem__)
 
@@ -84,14 +88,18 @@ class TorchCheckpointingPinned(TorchCheckpointing):
 
 
 def _wait_until_named(path: str) -> None:
-    """Rank 0 renames the folder when all have written; on other ranks the future does not wait for that."""
+    """Rank 0 renames the folder when all have written; on other ranks the future does not wait
+    for that.
+    """
     deadline = time.monotonic() + _NAMED_SECONDS
     while not os.path.exists(path) and time.monotonic() < deadline:
         time.sleep(0.001)
 
 
 def _wait_until_ready(manager: CheckpointManager) -> None:
-    """Process and staging memory, both made in the background: a job is past that at its first save. No public name waits for them."""
+    """Process and staging memory, both made in the background: a job is past that at its first
+    save. No public name waits for them.
+    """
     unnamed = cast(Any, manager)
     unnamed._saver._checkpoint_process.wait_for_init()
     unnamed._prewarm_staging_future.result()

@@ -13,7 +13,10 @@ from bench.state import Subject
 
 
 class TorchSave:
-    """Writes a temporary file and renames it, as careful scripts do; the bench fsyncs it. Loads through ``mmap``, into the live tensors."""
+    """Writes a temporary file and renames it, as careful scripts do; the bench fsyncs it.
+
+    Loads through ``mmap``, into the live tensors.
+    """
 
     def prepare(self, subject: Subject, folder: str) -> None:
         self._subject, self._folder = subject, folder

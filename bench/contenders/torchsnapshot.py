@@ -41,7 +41,9 @@ class SnapshotTake:
 
 
 class SnapshotAsyncTake(SnapshotTake):
-    """``Snapshot.async_take``; copies the state before it returns, then writes in a thread of the trainer."""
+    """``Snapshot.async_take``; copies the state before it returns, then writes in a thread of
+    the trainer.
+    """
 
     def save(self, step: int) -> Handle:
         path = os.path.join(self._folder, f"step-{step}")
@@ -53,7 +55,9 @@ class SnapshotAsyncTake(SnapshotTake):
 
 
 def _app_state(subject: Subject) -> dict[str, Any]:
-    """Each object's own state, in place of the object: 0.1.0 does not know sharded tensors, so it gets this rank's part of them."""
+    """Each object's own state, in place of the object: 0.1.0 does not know sharded tensors, so
+    it gets this rank's part of them.
+    """
     return {
         name: StateDict(value if isinstance(value, dict) else {"value": value})
         for name, value in own_state(subject).items()

@@ -1,4 +1,6 @@
-"""A state as each object tells it itself, flat, for contenders that know no more than tensors and their names."""
+"""A state as each object tells it itself, flat, for contenders that know no more than tensors
+and their names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from bench.state import Subject
 
 
 def own_state(subject: Subject) -> dict[str, Any]:
-    """What each object's own ``state_dict()`` gives: live tensors under torch's own names, this rank's part of those that are sharded."""
+    """What each object's own ``state_dict()`` gives: live tensors under torch's own names, this
+    rank's part of those that are sharded.
+    """
     return {
         name: _local(value.state_dict() if hasattr(value, "state_dict") else value)
         for name, value in subject.objects().items()
@@ -27,7 +31,10 @@ def _local(value: Any) -> Any:
 
 
 def leaves(state: Mapping[str, Any]) -> dict[str, Any]:
-    """All that is no dict, under the path to it. The hyperparameters of an optimizer are one leaf, ``param_groups``."""
+    """All that is no dict, under the path to it.
+
+    The hyperparameters of an optimizer are one leaf, ``param_groups``.
+    """
     found: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
@@ -50,5 +57,7 @@ def land_values(subject: Subject, leaf_at: Callable[[str], Any]) -> None:
     """Set what is no tensor; the tensors stay the live ones."""
     for name, value in subject.objects().items():
         if isinstance(value, Optimizer):
-            value.load_state_dict({**value.state_dict(), "param_groups": leaf_at(f"{name}.param_groups")})
+            value.load_state_dict(
+                {**value.state_dict(), "param_groups": leaf_at(f"{name}.param_groups")}
+            )
     subject.step = leaf_at("step")

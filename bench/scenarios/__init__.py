@@ -1,4 +1,7 @@
-"""What is measured, one file each. A scenario is a module with ``Options``, ``QUICK``, ``run`` and ``plot``, and one row of ``ALL``."""
+"""What is measured, one file each.
+
+A scenario is a module with ``Options``, ``QUICK``, ``run`` and ``plot``, and one row of ``ALL``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from bench.runner import Bench
 
 
 class Scenario(Protocol):
-    """The module of a scenario. ``Options`` is a frozen dataclass whose fields become words of the command line; ``QUICK`` one of a smoke run."""
+    """The module of a scenario.
+
+    ``Options`` is a frozen dataclass whose fields become words of the command line; ``QUICK`` one
+    of a smoke run.
+    """
 
     Options: Any
     QUICK: Any

@@ -1,6 +1,8 @@
-"""Scenario 9: what a codec makes of a trained model: how much shorter, how fast, for how much of the processor.
+"""Scenario 9: what a codec makes of a trained model: how much shorter, how fast, for how much of
+the processor.
 
-The peer is ``zipnn``, if it is installed: it is in no extra, since it fixes the versions of what it needs (``pip install --no-deps zipnn==0.5.4``).
+The peer is ``zipnn``, if it is installed: it is in no extra, since it fixes the versions of what it
+needs (``pip install --no-deps zipnn==0.5.4``).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _WIDTHS: Final = {"bf16": 2, "fp32": 4}
 class Options:
     steps: int = told(
         300,
-        "of AdamW the small GPT of the examples is trained before, so that its weights are not their initialization",
+        "of AdamW the small GPT of the examples is trained before, so that its weights are not "
+        "their initialization",
     )
     layers: int = told(4, "of that GPT, 256 wide")
     size_mib: int = told(64, "of each kind of bytes: the tensors again and again")
@@ -60,11 +63,17 @@ class Ours:
 
     def __init__(self, kind: str, threads: int) -> None:
         self.label = f"ckpt zstd, {threads} thread{'s' * (threads > 1)}"
-        self._width, self._encoder, self._pool = _WIDTHS[kind], Encoder("zstd"), ThreadPoolExecutor(threads)
+        self._width, self._encoder, self._pool = (
+            _WIDTHS[kind],
+            Encoder("zstd"),
+            ThreadPoolExecutor(threads),
+        )
 
     def encode(self, raw: bytes) -> tuple[list[bytes], int]:
         def one(start: int) -> bytes:
-            return b"".join(self._encoder.encode(memoryview(raw)[start : start + _CHUNK], self._width))
+            return b"".join(
+                self._encoder.encode(memoryview(raw)[start : start + _CHUNK], self._width)
+            )
 
         coded = list(self._pool.map(one, range(0, len(raw), _CHUNK)))
         return coded, sum(map(len, coded))
@@ -89,11 +98,13 @@ class ZipNN:
     def __init__(self, kind: str, threads: int) -> None:
         self.label = f"zipnn, {threads} thread{'s' * (threads > 1)}"
         names = {"bf16": "bfloat16", "fp32": "float32"}
-        make = import_module("zipnn").ZipNN  # untyped where it is installed, not found where it is not
+        # untyped where it is installed, not found where it is not
+        make = import_module("zipnn").ZipNN
         self._coder = make(bytearray_dtype=names[kind], input_format="byte", threads=threads)
 
     def encode(self, raw: bytes) -> tuple[list[Any], int]:
-        # chunks too, as it is slower with larger pieces; a bytearray, since it writes to what it is given
+        # chunks too, as it is slower with larger pieces; a bytearray, since it writes to what it is
+        # given
         coded = [
             self._coder.compress(bytearray(memoryview(raw)[start : start + _CHUNK]))
             for start in range(0, len(raw), _CHUNK)
@@ -144,20 +155,38 @@ def run(bench: Bench, options: Options) -> Result:
         Column("decode_cpu_seconds", "CPU: decode 1 GiB", "seconds"),
     )
     notes = (
-        f"A GPT of {options.layers} layers, 256 wide, after {options.steps} steps of AdamW on CPython's documentation: all its parameters, and AdamW's two moments, as they are (fp32) and rounded (bf16). "
+        f"A GPT of {options.layers} layers, 256 wide, after {options.steps} steps of AdamW on "
+        "CPython's documentation: all its parameters, and AdamW's two moments, as they are "
+        "(fp32) and rounded (bf16). "
         "No weights of a large model are on this machine.",
-        "Bytes go from memory to memory, in chunks of 16 MiB as on a tier; without checksums, which a save takes besides. All that is timed was compared with what went in.",
-        "Medians of rounds in which each works once. **CPU** is of all threads; on a machine that others use too it says more than the time.",
+        "Bytes go from memory to memory, in chunks of 16 MiB as on a tier; without checksums, "
+        "which a save takes besides. All that is timed was compared with what went in.",
+        "Medians of rounds in which each works once. **CPU** is of all threads; on a machine that "
+        "others use too it says more than the time.",
     )
     return bench.result("What a codec makes of a trained model", columns, notes, lines)
 
 
 def plot(result: Result, path: str) -> None:
     panels = (
-        plots.Panel("ratio", "ratio", "raw bytes over encoded bytes", kind="ratio", longer_is_better=True),
-        plots.Panel("encode_bytes_per_second", "encode", "raw bytes a second", kind="per_second", longer_is_better=True),
-        plots.Panel("decode_bytes_per_second", "decode", "raw bytes a second", kind="per_second", longer_is_better=True),
-    )  # fmt: skip
+        plots.Panel(
+            "ratio", "ratio", "raw bytes over encoded bytes", kind="ratio", longer_is_better=True
+        ),
+        plots.Panel(
+            "encode_bytes_per_second",
+            "encode",
+            "raw bytes a second",
+            kind="per_second",
+            longer_is_better=True,
+        ),
+        plots.Panel(
+            "decode_bytes_per_second",
+            "decode",
+            "raw bytes a second",
+            kind="per_second",
+            longer_is_better=True,
+        ),
+    )
     plots.bars(result, panels, path)
 
 
@@ -182,7 +211,9 @@ def _measure(case: str, raw: bytes, coders: dict[str, Coder], repeats: int) -> I
         gib = len(raw) / 2**30
         numbers: dict[str, Any] = {"ratio": one.ratio, "shorter": f"{one.ratio:.4f}"}
         for verb in ("encode", "decode"):
-            numbers[f"{verb}_bytes_per_second"] = Spread.of(len(raw) / each for each in one.seconds[verb])
+            numbers[f"{verb}_bytes_per_second"] = Spread.of(
+                len(raw) / each for each in one.seconds[verb]
+            )
             numbers[f"{verb}_cpu_seconds"] = Spread.of(each / gib for each in one.cpu[verb])
         yield Line(case, name, coders[name].label, numbers)
 

@@ -1,7 +1,9 @@
-"""A bf16 training on an accelerator: what a save costs the CPU, the training thread and the device, beside peers that stage as fast as they can.
+"""A bf16 training on an accelerator: what a save costs the CPU, the training thread and the device,
+beside peers that stage as fast as they can.
 
-Contenders come one after the other, each in a process of its own: two states of 8 GiB on one device would disturb each other. Time is shared
-out by the size of the state, and each repeats its saves as often as its share allows.
+Contenders come one after the other, each in a process of its own: two states of 8 GiB on one device
+would disturb each other. Time is shared out by the size of the state, and each repeats its saves as
+often as its share allows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from bench.result import Column, Line, Result
 from bench.runner import Bench, label, size_label
 from bench.scenarios import told
 
-NAMES: Final = ("ckpt.device", "dcp.pinned", "torch_checkpointing.pinned", "dcp.process", "dcp.thread")
+NAMES: Final = (
+    "ckpt.device",
+    "dcp.pinned",
+    "torch_checkpointing.pinned",
+    "dcp.process",
+    "dcp.thread",
+)
 _GRACE_SECONDS: Final = 45.0  # to begin, to compare and to end, beyond the share for saving
 
 _COLUMNS = (
@@ -39,12 +47,19 @@ _COLUMNS = (
     Column("equal", "equal", "count"),
 )
 _NOTES = (
-    "**stall**: seconds the training thread loses per save, in the call and until it may go on to the optimizer. **drag**: how much longer the steps took that began until the save was durable, "
-    "the wait of the device at the optimizer's step included; noise can make it negative. **lost**: both together. Every step is waited for on the device.",
-    "**call: CPU**: CPU time of the training thread in the call. **hook: CPU**: what the step of the optimizer that follows takes more of it than one without a save.",
-    "**device to host**: bytes of the state per second until it may change, when nothing else runs; *over plain*: over a plain copy of the same process into page-locked memory. "
-    "**durable**: as the contender says; nothing is fsynced for it beside what its own code and the contender's note do.",
-    "Medians of the saves after the first. The last checkpoint of each was loaded back into a spoiled state and compared bit for bit.",
+    "**stall**: seconds the training thread loses per save, in the call and until it may go on to "
+    "the optimizer. **drag**: how much longer the steps took that began until the save was "
+    "durable, "
+    "the wait of the device at the optimizer's step included; noise can make it negative. "
+    "**lost**: both together. Every step is waited for on the device.",
+    "**call: CPU**: CPU time of the training thread in the call. **hook: CPU**: what the step of "
+    "the optimizer that follows takes more of it than one without a save.",
+    "**device to host**: bytes of the state per second until it may change, when nothing else "
+    "runs; *over plain*: over a plain copy of the same process into page-locked memory. "
+    "**durable**: as the contender says; nothing is fsynced for it beside what its own code and "
+    "the contender's note do.",
+    "Medians of the saves after the first. The last checkpoint of each was loaded back into a "
+    "spoiled state and compared bit for bit.",
 )
 
 
@@ -85,26 +100,44 @@ def run(bench: Bench, options: Options) -> Result:
         devices.add(answer["device"])
         plain.setdefault(mib, []).extend(answer["plain_bytes_per_second"])
         lines.append(line := _line(size_label(mib << 20), name, answer))
-        bench.say(f"{line.case}, {line.label}: stall {(line.median('stall_seconds') or 0) * 1e3:.1f} ms, lost {(line.median('lost_seconds') or 0) * 1e3:.0f} ms")  # fmt: skip
+        bench.say(
+            f"{line.case}, {line.label}: stall {(line.median('stall_seconds') or 0) * 1e3:.1f} "
+            f"ms, lost {(line.median('lost_seconds') or 0) * 1e3:.0f} ms"
+        )
     for mib, rates in plain.items():
         numbers: dict[str, Any] = {"copied_bytes_per_second": Spread.of(rates)}
-        lines.append(Line(size_label(mib << 20), "floor.plain", "floor: plain page-locked copy", numbers))
+        lines.append(
+            Line(size_label(mib << 20), "floor.plain", "floor: plain page-locked copy", numbers)
+        )
     on = ", ".join(sorted(devices)) or "nothing"
-    layers = f"GPT of {options.layers} layers with AdamW in bf16, {options.batch} sequences per step, on {on}"
-    return bench.result("What a save costs a training on an accelerator", _COLUMNS, _NOTES, lines, training=layers)  # fmt: skip
+    layers = (
+        f"GPT of {options.layers} layers with AdamW in bf16, {options.batch} sequences per step, "
+        f"on {on}"
+    )
+    return bench.result(
+        "What a save costs a training on an accelerator", _COLUMNS, _NOTES, lines, training=layers
+    )
 
 
 def _weight(mib: int) -> float:
     return 1 + mib / 2048
 
 
-def _measured(bench: Bench, name: str, mib: int, seconds: float, options: Options) -> dict[str, Any]:
+def _measured(
+    bench: Bench, name: str, mib: int, seconds: float, options: Options
+) -> dict[str, Any]:
     folder = os.path.join(bench.folder, f"{name}-{mib}")
     os.makedirs(folder)
     command = {
-        "name": name, "size": mib << 20, "layers": options.layers, "batch": options.batch, "seconds": seconds,
-        "repeats": options.repeats, "clean": options.clean_steps, "folder": folder,
-    }  # fmt: skip
+        "name": name,
+        "size": mib << 20,
+        "layers": options.layers,
+        "batch": options.batch,
+        "seconds": seconds,
+        "repeats": options.repeats,
+        "clean": options.clean_steps,
+        "folder": folder,
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-m", "bench.device_worker", json.dumps(command)],

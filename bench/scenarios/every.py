@@ -1,7 +1,11 @@
-"""Scenario 8: a save every step. Blocks of steps with a save each and blocks without take turns, and so do the contenders, so that a drifting machine cancels out.
+"""Scenario 8: a save every step.
 
-A training that asks for more than the disk can take has to wait somewhere: here a save waits, on the clock, until the last but one before it is durable. What is
-still streaming at the end of a block is waited for off the clock (*tail*): a long tail would slow the steps that follow.
+Blocks of steps with a save each and blocks without take turns, and so do the contenders, so that a
+drifting machine cancels out.
+
+A training that asks for more than the disk can take has to wait somewhere: here a save waits, on
+the clock, until the last but one before it is durable. What is still streaming at the end of a
+block is waited for off the clock (*tail*): a long tail would slow the steps that follow.
 """
 
 from __future__ import annotations
@@ -29,10 +33,14 @@ _COLUMNS = (
     Column("root", "into", "text"),
 )
 _NOTES = (
-    "**slower by**: how much longer a block of steps with a save each took than the block without right after it; the median over the blocks, and over all steps. "
-    "**stall**: seconds the training thread loses per save, waiting for earlier saves included. A save waits until the last but one before it is durable. "
-    "**tail**: seconds from the last step of a block until its last save was durable, off the clock.",
-    "The batch is chosen so that computing alone makes a step as long as asked for. The last checkpoint of each block was loaded back and compared; they are deleted between blocks.",
+    "**slower by**: how much longer a block of steps with a save each took than the block without "
+    "right after it; the median over the blocks, and over all steps. "
+    "**stall**: seconds the training thread loses per save, waiting for earlier saves included. A "
+    "save waits until the last but one before it is durable. "
+    "**tail**: seconds from the last step of a block until its last save was durable, off the "
+    "clock.",
+    "The batch is chosen so that computing alone makes a step as long as asked for. The last "
+    "checkpoint of each block was loaded back and compared; they are deleted between blocks.",
 )
 
 
@@ -66,7 +74,9 @@ def run(bench: Bench, options: Options) -> Result:
     seen: dict[str, _Seen] = {}
     batch = 0
     for lot in bench.heats(case, shape, bench.ours_and_best(), beside_bytes=shape.check_bytes()):
-        roots = {name: _own(options.root) for name in lot if options.root and name.startswith("ckpt")}
+        roots = {
+            name: _own(options.root) for name in lot if options.root and name.startswith("ckpt")
+        }
         with (
             contextlib.ExitStack() as stack,
             Heat(bench, case, shape, lot, roots) as heat,
@@ -85,9 +95,13 @@ def run(bench: Bench, options: Options) -> Result:
                     + "; ".join(_told(name, seen[name]) for name in heat.sessions)
                 )
             heat.each(0, Session.close)
-            seen = {name: one for name, one in seen.items() if name in heat.sessions or name not in lot}
+            seen = {
+                name: one for name, one in seen.items() if name in heat.sessions or name not in lot
+            }
     lines = [_line(case, name, one, options) for name, one in seen.items()]
-    return bench.result("A save every step", _COLUMNS, _NOTES, lines, training=_state(options, batch))
+    return bench.result(
+        "A save every step", _COLUMNS, _NOTES, lines, training=_state(options, batch)
+    )
 
 
 def _own(root: str) -> str:
@@ -97,10 +111,15 @@ def _own(root: str) -> str:
 
 
 def _state(options: Options, batch: int) -> str:
-    return f"GPT of {options.layers} layers with AdamW, float32, {batch} sequences per step; one torch thread"
+    return (
+        f"GPT of {options.layers} layers with AdamW, float32, {batch} sequences per step; one "
+        "torch thread"
+    )
 
 
-def _visit(session: Session, everyone: dict[str, _Seen], checker: Checker, options: Options) -> None:
+def _visit(
+    session: Session, everyone: dict[str, _Seen], checker: Checker, options: Options
+) -> None:
     seen = everyone[session.name]
     answer = session.save("block", saves=options.block, count=options.block)
     seen.blocks.append(Block(answer["saving"], answer["clean"]))
@@ -132,11 +151,17 @@ def _line(case: str, name: str, seen: _Seen, options: Options) -> Line:
 
 def plot(result: Result, path: str) -> None:
     lines = plots.ordered(result.lines)[::-1]
-    reading = "Blocks of steps with a save each (filled) and without (open) take turns, and so do the contenders. Left: each block against the one after it; the bar is the median."
+    reading = (
+        "Blocks of steps with a save each (filled) and without (open) take turns, and so do the "
+        "contenders. Left: each block against the one after it; the bar is the median."
+    )
     with style.figure(result, path, (14, 1.6 + 2.2 * len(lines)), reading) as (drawn, plt):
         grid = drawn.subplots(len(lines), 2, squeeze=False, gridspec_kw={"width_ratios": [1, 3]})
         ends = [
-            value for line in lines if isinstance(v := line.numbers["slowdown"], Spread) for value in v.all
+            value
+            for line in lines
+            if isinstance(v := line.numbers["slowdown"], Spread)
+            for value in v.all
         ]
         steps = [
             value
@@ -172,7 +197,9 @@ def _slowdown(axis: Any, line: Line, ends: tuple[float, float]) -> None:
 
 
 def _steps(axis: Any, line: Line, top: float) -> None:
-    """Each step, as long as it is no longer than ``top``: a few that are would press all others flat."""
+    """Each step, as long as it is no longer than ``top``: a few that are would press all others
+    flat.
+    """
     saving, clean, block = (
         line.numbers["saving_step_seconds"],
         line.numbers["clean_step_seconds"],
@@ -182,9 +209,15 @@ def _steps(axis: Any, line: Line, top: float) -> None:
     for number in range(len(saving.all) // block):
         own = slice(number * block, (number + 1) * block)
         start = 2 * number * block
-        axis.axvspan(start - 0.5, start + block - 0.5, color=style.colour(line.name), alpha=0.1, linewidth=0)
+        axis.axvspan(
+            start - 0.5, start + block - 0.5, color=style.colour(line.name), alpha=0.1, linewidth=0
+        )
         axis.plot(
-            range(start, start + block), saving.all[own], "o", markersize=3.5, color=style.colour(line.name)
+            range(start, start + block),
+            saving.all[own],
+            "o",
+            markersize=3.5,
+            color=style.colour(line.name),
         )
         axis.plot(
             range(start + block, start + 2 * block),
@@ -204,5 +237,6 @@ def _steps(axis: Any, line: Line, top: float) -> None:
     style.head(
         axis,
         "",
-        f"seconds of each step; medians {style.seconds(saving.median)} with a save, {style.seconds(clean.median)} without{more}",
+        f"seconds of each step; medians {style.seconds(saving.median)} with a save, "
+        f"{style.seconds(clean.median)} without{more}",
     )

@@ -1,4 +1,6 @@
-"""Scenario 10: saves to a folder with a far tier behind it that is well, slow, or away for a while: what that costs the saves, and whether all is there in the end."""
+"""Scenario 10: saves to a folder with a far tier behind it that is well, slow, or away for a
+while: what that costs the saves, and whether all is there in the end.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,14 @@ _LABELS: Final = {
     _AWAY: "far tier down for {seconds:g} s",
 }
 _NOTES: Final = (
-    "{saves} saves of {mib} MiB, one every {pause:g} s, to a folder and, behind a wire, to rclone's S3 server on this machine; after one that does not count. The wire is slowed or cut before the first of them, and well again after {seconds:g} s.",
-    "**stall**: of the call. **near durable**: from the call until the folder has it. **not far yet**: saves that had not got to the server when the wire was well again; without trouble, when the last save was in the folder. "
-    "**all far after**: seconds from then until the server had them all. **restored from far**: that many were restored from the server alone, and compared.",
+    "{saves} saves of {mib} MiB, one every {pause:g} s, to a folder and, behind a wire, to "
+    "rclone's S3 server on this machine; after one that does not count. The wire is slowed or cut "
+    "before the first of them, and well again after {seconds:g} s.",
+    "**stall**: of the call. **near durable**: from the call until the folder has it. **not far "
+    "yet**: saves that had not got to the server when the wire was well again; without trouble, "
+    "when the last save was in the folder. "
+    "**all far after**: seconds from then until the server had them all. **restored from far**: "
+    "that many were restored from the server alone, and compared.",
 )
 
 
@@ -73,14 +80,18 @@ def run(bench: Bench, options: Options) -> Result:
             finally:
                 wire.down, wire.bytes_per_second = False, 0.0
                 process.end()
-            lines.append(_line(bench, case, trouble, label.format(seconds=options.outage_seconds), seen))
+            lines.append(
+                _line(bench, case, trouble, label.format(seconds=options.outage_seconds), seen)
+            )
     given = {
         "saves": options.saves,
         "mib": options.size_mib,
         "seconds": options.outage_seconds,
         "pause": options.outage_seconds / (options.saves + 1),
     }
-    return bench.result("A far tier in trouble", _COLUMNS, [note.format(**given) for note in _NOTES], lines)
+    return bench.result(
+        "A far tier in trouble", _COLUMNS, [note.format(**given) for note in _NOTES], lines
+    )
 
 
 def _line(bench: Bench, case: str, trouble: str, label: str, seen: _Seen) -> Line:
@@ -94,7 +105,8 @@ def _line(bench: Bench, case: str, trouble: str, label: str, seen: _Seen) -> Lin
     line = Line(case, f"far.{trouble}", label, numbers)
     far = f", all far {seen.far:.1f} s later" if seen.far is not None else ""
     bench.say(
-        f"{case}, {label}: stall {1e3 * (line.median('stall_seconds') or 0):.2f} ms, near {1e3 * (line.median('near_seconds') or 0):.0f} ms{far}"
+        f"{case}, {label}: stall {1e3 * (line.median('stall_seconds') or 0):.2f} ms, near "
+        f"{1e3 * (line.median('near_seconds') or 0):.0f} ms{far}"
     )
     return line
 

@@ -1,4 +1,6 @@
-"""Scenario 6: how each grows with the state, from what fits a cache to what hardly fits the machine."""
+"""Scenario 6: how each grows with the state, from what fits a cache to what hardly fits the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +56,20 @@ def run(bench: Bench, options: Options) -> Result:
     return bench.result("How a save grows with the state", columns, idle.NOTES, lines)
 
 
-def _in_time(bench: Bench, case: str, names: list[str], lines: list[Line], options: Options) -> list[str]:
-    """Those that will probably end in time: saves of twice the size take twice as long. Whoever is left out has come to its end."""
+def _in_time(
+    bench: Bench, case: str, names: list[str], lines: list[Line], options: Options
+) -> list[str]:
+    """Those that will probably end in time: saves of twice the size take twice as long.
+
+    Whoever is left out has come to its end.
+    """
     kept = []
     left = bench.left()
     for name in names:
         last = next((line for line in reversed(lines) if line.name == name), None)
-        expected = 2 * (last.median("durable_seconds") or 0.0) * (options.repeats + 2) if last else 0.0
+        expected = (
+            2 * (last.median("durable_seconds") or 0.0) * (options.repeats + 2) if last else 0.0
+        )
         if expected > left:
             told = f"it would take about {expected:.0f} s, {max(0.0, left):.0f} s are left"
             bench.skip(f"{case} and more", name, told)
@@ -71,7 +80,10 @@ def _in_time(bench: Bench, case: str, names: list[str], lines: list[Line], optio
 
 
 def plot(result: Result, path: str) -> None:
-    reading = "Medians; both axes are logarithmic. All that is shown was loaded back and compared equal. A line ends where memory or the time of the scenario did."
+    reading = (
+        "Medians; both axes are logarithmic. All that is shown was loaded back and compared "
+        "equal. A line ends where memory or the time of the scenario did."
+    )
     panels = (
         ("safe_seconds", "safe", "until the state may change", "floor.copy"),
         ("durable_seconds", "durable", "until written and fsynced", "floor.write"),
@@ -79,7 +91,9 @@ def plot(result: Result, path: str) -> None:
     with style.figure(result, path, (13, 6), reading) as (drawn, plt):
         for axis, (key, title, subtitle, floor) in zip(drawn.subplots(1, 2), panels, strict=True):
             lines = [
-                line for line in result.lines if line.name == floor or not line.name.startswith("floor.")
+                line
+                for line in result.lines
+                if line.name == floor or not line.name.startswith("floor.")
             ]
             series = _series(result, [line for line in lines if line.median(key) is not None], key)
             axis.set_xscale("log", base=2)
@@ -106,7 +120,10 @@ def _series(result: Result, lines: list[Line], key: str) -> list[plots.Series]:
         sizes = [_bytes(result, line) for line in own]
         found.append(
             plots.Series(
-                name, own[0].label.removeprefix("floor: "), sizes, [line.median(key) or 0.0 for line in own]
+                name,
+                own[0].label.removeprefix("floor: "),
+                sizes,
+                [line.median(key) or 0.0 for line in own],
             )
         )
     return found

@@ -25,19 +25,27 @@ MEMORY: Final = Column("added_memory_bytes", "memory added", "bytes")
 SAVES: Final = Column("saves", "saves", "count")
 
 NOTES: Final = (
-    "**safe**: seconds from the call until the state may be changed, when nothing can overlap. **durable**: until all is written and fsynced; "
-    "`ckpt` fsyncs itself, the files and folders of the others are fsynced by the bench before the clock stops.",
-    "Medians of the later saves (how many: *saves*), after the **first** save of each process, which is in no median. "
+    "**safe**: seconds from the call until the state may be changed, when nothing can overlap. "
+    "**durable**: until all is written and fsynced; "
+    "`ckpt` fsyncs itself, the files and folders of the others are fsynced by the bench before "
+    "the clock stops.",
+    "Medians of the later saves (how many: *saves*), after the **first** save of each process, "
+    "which is in no median. "
     "Lowest, highest and single values are in the CSV and JSON.",
-    "**copy**, **write**: the machine itself, right after each save. A warm copy of as many bytes by one thread; 8 MiB `O_DIRECT` writes by 4 threads into a preallocated file, "
-    "with fsync. A ratio is the median of the ratios of each save to what was measured right after it.",
-    "The first and the last checkpoint of each contender were loaded back in another process and compared; one that differs has no numbers here.",
+    "**copy**, **write**: the machine itself, right after each save. A warm copy of as many bytes "
+    "by one thread; 8 MiB `O_DIRECT` writes by 4 threads into a preallocated file, "
+    "with fsync. A ratio is the median of the ratios of each save to what was measured right "
+    "after it.",
+    "The first and the last checkpoint of each contender were loaded back in another process and "
+    "compared; one that differs has no numbers here.",
 )
 
 
 @dataclass
 class Seen:
-    """What the rounds have shown of one contender: its saves, and a floor right after each but the first."""
+    """What the rounds have shown of one contender: its saves, and a floor right after each but
+    the first.
+    """
 
     session: Session
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -48,7 +56,9 @@ class Seen:
 def measure(
     bench: Bench, case: str, shape: Shape, repeats: int, names: Sequence[str] | None = None
 ) -> list[Line]:
-    """The first save of each, then ``repeats`` rounds with floors; one line for each contender and floor."""
+    """The first save of each, then ``repeats`` rounds with floors; one line for each contender
+    and floor.
+    """
     kept: dict[str, Seen] = {}
     for lot in bench.heats(case, shape, names):
         with Heat(bench, case, shape, lot) as heat:
@@ -81,7 +91,9 @@ def _visit(session: Session, everyone: dict[str, Seen], heat: Heat, *, compare: 
 
 
 def _leave_out_the_slow(heat: Heat, repeats: int, seen: dict[str, Seen]) -> None:
-    """A first save may start a process or make memory: the second tells how long the others will take."""
+    """A first save may start a process or make memory: the second tells how long the others will
+    take.
+    """
     for name in list(heat.sessions):
         second = seen[name].answers[1]["durable"]
         if second * repeats > heat.bench.budget_seconds * PATIENCE:

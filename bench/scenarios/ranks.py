@@ -1,7 +1,10 @@
-"""Scenario 5: several ranks under torchrun, FSDP2 shards of one GPT over gloo, and a save that all of them make together.
+"""Scenario 5: several ranks under torchrun, FSDP2 shards of one GPT over gloo, and a save that all
+of them make together.
 
-One job per number of ranks and lot of contenders trains, and saves with one contender after the other (each is closed before the next). A rank that fails ends its job: that contender has no
-numbers, and a new job goes on with the next. All ranks share the machine: this is about what saving together costs, not about how it scales.
+One job per number of ranks and lot of contenders trains, and saves with one contender after the
+other (each is closed before the next). A rank that fails ends its job: that contender has no
+numbers, and a new job goes on with the next. All ranks share the machine: this is about what saving
+together costs, not about how it scales.
 """
 
 from __future__ import annotations
@@ -38,8 +41,11 @@ _COLUMNS = (
     Column("saves", "saves", "count"),
 )
 _NOTES = (
-    "**stall**, **durable**: the longest of any rank. **drag**: training time lost beside the save, the longest of any rank; steps are collective. **first**: the first save of the job's contender, in no median.",
-    "Medians of the later saves (how many: *saves*). Each was loaded back by all ranks into their spoiled shards and compared before it counted.",
+    "**stall**, **durable**: the longest of any rank. **drag**: training time lost beside the "
+    "save, the longest of any rank; steps are collective. **first**: the first save of the job's "
+    "contender, in no median.",
+    "Medians of the later saves (how many: *saves*). Each was loaded back by all ranks into their "
+    "spoiled shards and compared before it counted.",
 )
 
 
@@ -66,7 +72,9 @@ def run(bench: Bench, options: Options) -> Result:
         for number, lot in enumerate(lots(dict.fromkeys(names, 0), 0)):
             if number and bench.over():
                 for name in lot:
-                    bench.skip(case, name, f"the {bench.budget_seconds:.0f} s of this scenario were over")
+                    bench.skip(
+                        case, name, f"the {bench.budget_seconds:.0f} s of this scenario were over"
+                    )
                 continue
             waiting = lot
             while waiting:
@@ -74,12 +82,20 @@ def run(bench: Bench, options: Options) -> Result:
         for name, saves in seen.items():
             if len(saves) == options.repeats + 1 and not bench.failed(case, name):
                 lines.append(_line(case, name, saves))
-    state = f"{options.size_mib} MiB of state over all ranks, GPT of {options.layers} layers, FSDP2 over gloo, one torch thread per rank"
-    return bench.result("Ranks that save one checkpoint together", _COLUMNS, _NOTES, lines, training=state)
+    state = (
+        f"{options.size_mib} MiB of state over all ranks, GPT of {options.layers} layers, FSDP2 "
+        "over gloo, one torch thread per rank"
+    )
+    return bench.result(
+        "Ranks that save one checkpoint together", _COLUMNS, _NOTES, lines, training=state
+    )
 
 
 def _told(line: Line) -> str:
-    return f"stall {(line.median('stall_seconds') or 0) * 1e3:.1f} ms, durable {line.median('durable_seconds') or 0:.2f} s"
+    return (
+        f"stall {(line.median('stall_seconds') or 0) * 1e3:.1f} ms, durable "
+        f"{line.median('durable_seconds') or 0:.2f} s"
+    )
 
 
 def _job(
@@ -120,16 +136,26 @@ def _job(
 
 
 def torchrun(ranks: int, module: str, plan: dict[str, Any]) -> Generator[dict[str, Any]]:
-    """What the ranks of a job say. ``module`` is given the path of ``plan`` as JSON, and writes to its "answers"; all lies in its "folder".
+    """What the ranks of a job say.
 
-    The job ends when the generator is closed. Raises ``BenchError`` if it fails, or its ranks fall silent.
+    ``module`` is given the path of ``plan`` as JSON, and writes to its "answers"; all lies in its
+    "folder".
+
+    The job ends when the generator is closed. Raises ``BenchError`` if it fails, or its ranks fall
+    silent.
     """
     folder = plan["folder"]
     plan = plan | {"answers": os.path.join(folder, "answers")}
     path = os.path.join(folder, "plan.json")
     with open(path, "w") as file:
         json.dump(plan, file)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -138,7 +164,9 @@ def torchrun(ranks: int, module: str, plan: dict[str, Any]) -> Generator[dict[st
     }
     command += ["-m", module, path]
     with open(os.path.join(folder, "log"), "wb") as log:
-        job = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        job = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         yield from _answers(job, plan["answers"])
         if job.returncode:
@@ -185,7 +213,10 @@ def _line(case: str, name: str, saves: Sequence[dict[str, Any]]) -> Line:
     def worst(answer: dict[str, Any], key: str) -> float:
         ranks = [
             TrainedSave(
-                one["call_seconds"], one["durable_seconds"], one["clean"], [Step(**s) for s in one["beside"]]
+                one["call_seconds"],
+                one["durable_seconds"],
+                one["clean"],
+                [Step(**s) for s in one["beside"]],
             )
             for one in answer["saves"]
         ]
@@ -206,6 +237,8 @@ def _line(case: str, name: str, saves: Sequence[dict[str, Any]]) -> Line:
 def plot(result: Result, path: str) -> None:
     panels = (
         plots.Panel("stall_seconds", "stall", "longest of any rank", first="first_stall_seconds"),
-        plots.Panel("durable_seconds", "durable", "longest of any rank", first="first_durable_seconds"),
+        plots.Panel(
+            "durable_seconds", "durable", "longest of any rank", first="first_durable_seconds"
+        ),
     )
     plots.bars(result, panels, path)

@@ -1,4 +1,7 @@
-"""Scenario 1: the state alone, many large tensors, nothing to overlap with. How near to the memory and the disk does each come?"""
+"""Scenario 1: the state alone, many large tensors, nothing to overlap with.
+
+How near to the memory and the disk does each come?
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,11 @@ def run(bench: Bench, options: Options) -> Result:
 def plot(result: Result, path: str) -> None:
     panels = (
         plots.Panel(
-            "safe_seconds", "safe", "until the state may change", "floor.copy", first="first_safe_seconds"
+            "safe_seconds",
+            "safe",
+            "until the state may change",
+            "floor.copy",
+            first="first_safe_seconds",
         ),
         plots.Panel(
             "durable_seconds",

@@ -1,6 +1,10 @@
-"""Scenario 11: ranks under DDP restore what they all hold. Each reads all of it, or each part is read by one of them and broadcast to the others.
+"""Scenario 11: ranks under DDP restore what they all hold.
 
-From the local disk, cold, and from a real S3 server behind a wire that all ranks share. All ranks, the server and the wire take their share of the same cores: on real nodes each rank has cores and a network of its own.
+Each reads all of it, or each part is read by one of them and broadcast to the others.
+
+From the local disk, cold, and from a real S3 server behind a wire that all ranks share. All ranks,
+the server and the wire take their share of the same cores: on real nodes each rank has cores and a
+network of its own.
 """
 
 from __future__ import annotations
@@ -30,9 +34,13 @@ _COLUMNS: Final = (
     Column("rounds", "rounds", "count"),
 )
 _NOTES: Final = (
-    "**restore**: the whole call, the longest of any rank; medians of the *rounds*, the two in turn, after one that does not count. What was restored was compared on every rank, every time. "
-    "**read from the store**, **CPU**: all ranks together; the server's and the wire's CPU is not in it.",
-    "The disk is cold (page cache dropped). The S3 server (rclone, from memory) is behind a wire of {wire} MB/s for all ranks together.",
+    "**restore**: the whole call, the longest of any rank; medians of the *rounds*, the two in "
+    "turn, after one that does not count. What was restored was compared on every rank, every "
+    "time. "
+    "**read from the store**, **CPU**: all ranks together; the server's and the wire's CPU is not "
+    "in it.",
+    "The disk is cold (page cache dropped). The S3 server (rclone, from memory) is behind a wire "
+    "of {wire} MB/s for all ranks together.",
 )
 
 
@@ -53,10 +61,15 @@ def run(bench: Bench, options: Options) -> Result:
     lines: list[Line] = []
     for store in options.stores:
         for ranks in options.ranks:
-            case = f"{ranks} ranks, {'local disk' if store == 'disk' else f'S3 at {options.wire_mb} MB/s'}"
+            case = (
+                f"{ranks} ranks, "
+                f"{'local disk' if store == 'disk' else f'S3 at {options.wire_mb} MB/s'}"
+            )
             if lines and bench.over():
                 for name in _LABELS:
-                    bench.skip(case, name, f"the {bench.budget_seconds:.0f} s of this scenario were over")
+                    bench.skip(
+                        case, name, f"the {bench.budget_seconds:.0f} s of this scenario were over"
+                    )
                 continue
             folder = bench.place()
             os.makedirs(folder)
@@ -69,26 +82,42 @@ def run(bench: Bench, options: Options) -> Result:
                     "repeats": options.repeats,
                 }
                 try:
-                    seen = [said for said in torchrun(ranks, "bench.replicas_rank", plan) if said["number"]]
+                    seen = [
+                        said
+                        for said in torchrun(ranks, "bench.replicas_rank", plan)
+                        if said["number"]
+                    ]
                     lines += _lines(bench, case, seen)
                 except BenchError as error:
                     for name in _LABELS:
                         bench.fail(case, name, error)
-    state = f"{size_label(options.size_mib << 20)} of AdamW state on every rank, DDP over gloo, one torch thread per rank"
+    state = (
+        f"{size_label(options.size_mib << 20)} of AdamW state on every rank, DDP over gloo, one "
+        "torch thread per rank"
+    )
     notes = [note.format(wire=options.wire_mb) for note in _NOTES]
     return bench.result("Ranks that restore the same", _COLUMNS, notes, lines, training=state)
 
 
 @contextmanager
-def _store(bench: Bench, store: str, folder: str, options: Options) -> Generator[tuple[str, dict[str, Any]]]:
+def _store(
+    bench: Bench, store: str, folder: str, options: Options
+) -> Generator[tuple[str, dict[str, Any]]]:
     if store == "disk":
         yield os.path.join(folder, "root"), {}
         return
     with served("rclone", bench) as (port, _), Proxy(port) as wire:
         wire.bytes_per_second = options.wire_mb * 1e6
-        yield f"s3://{clients.BUCKET}/replicas", {
-            "endpoint_url": wire.url, "key": clients.KEY, "secret": clients.SECRET, "region": "us-east-1", "put_if_absent": False,
-        }  # fmt: skip
+        yield (
+            f"s3://{clients.BUCKET}/replicas",
+            {
+                "endpoint_url": wire.url,
+                "key": clients.KEY,
+                "secret": clients.SECRET,
+                "region": "us-east-1",
+                "put_if_absent": False,
+            },
+        )
 
 
 def _lines(bench: Bench, case: str, seen: list[dict[str, Any]]) -> list[Line]:

@@ -1,8 +1,10 @@
 """Scenario 4: how fast a checkpoint lands in the tensors of a live training.
 
-Each contender saves once; then each has a process of its own, as a resumed job is one, that loads again and again into a spoiled state, cold and warm in turn.
-*Cold*: the files are fsynced and evicted from the page cache, with ``posix_fadvise`` and, where it may be written, ``/proc/sys/vm/drop_caches``. What the host of a virtual
-machine, or the disk, still holds in its own memory cannot be evicted: the direct read beside it has the same advantage.
+Each contender saves once; then each has a process of its own, as a resumed job is one, that loads
+again and again into a spoiled state, cold and warm in turn. *Cold*: the files are fsynced and
+evicted from the page cache, with ``posix_fadvise`` and, where it may be written,
+``/proc/sys/vm/drop_caches``. What the host of a virtual machine, or the disk, still holds in its
+own memory cannot be evicted: the direct read beside it has the same advantage.
 """
 
 from __future__ import annotations
@@ -50,10 +52,17 @@ _COLUMNS = (
     Column("loads", "loads", "count"),
 )
 _NOTES = (
-    "Seconds, and bytes of the state per second, from the call until everything is in the live model and optimizer. **cold**: the files were evicted from the page cache right before. "
-    "**warm**: right after a cold load; whoever reads through the page cache finds the files there; ckpt neither fills that cache nor reads through it. **memory tier**: what a memory tier had kept in `/dev/shm` for the process that comes after; nothing there is ever cold. **first**: the first load of its process, in no median.",
-    "**direct read**: as many bytes read with `O_DIRECT` (8 MiB, 4 threads) into warm memory, in the same round. The host of a virtual machine may hold the disk in its own memory: for all alike.",
-    "Medians of the later loads (how many: *loads*), in rounds in which contenders take turns. The state is overwritten before each load and compared after it.",
+    "Seconds, and bytes of the state per second, from the call until everything is in the live "
+    "model and optimizer. **cold**: the files were evicted from the page cache right before. "
+    "**warm**: right after a cold load; whoever reads through the page cache finds the files "
+    "there; ckpt neither fills that cache nor reads through it. **memory tier**: what a memory "
+    "tier had kept in `/dev/shm` for the process that comes after; nothing there is ever cold. "
+    "**first**: the first load of its process, in no median.",
+    "**direct read**: as many bytes read with `O_DIRECT` (8 MiB, 4 threads) into warm memory, in "
+    "the same round. The host of a virtual machine may hold the disk in its own memory: for all "
+    "alike.",
+    "Medians of the later loads (how many: *loads*), in rounds in which contenders take turns. "
+    "The state is overwritten before each load and compared after it.",
 )
 
 
@@ -95,14 +104,19 @@ def _measure(bench: Bench, shape: Shape, repeats: int, names: Sequence[str]) -> 
     lines: list[Line] = []
     reads: list[float] = []
     beside = 2 * shape.size  # while the checkpoints are made
-    for lot in bench.heats(case, shape, names, need=lambda _: shape.check_bytes(), beside_bytes=beside):
+    for lot in bench.heats(
+        case, shape, names, need=lambda _: shape.check_bytes(), beside_bytes=beside
+    ):
         with contextlib.ExitStack() as stack:
             seen = _saved(bench, case, shape, lot, stack)
             floors = _rounds(bench, case, seen, repeats)
         lines += [_line(case, name, one, floors) for name, one in seen.items()]
         reads += floors
     if lines:
-        numbers = {"cold_seconds": Spread.of(reads), "cold_bytes_per_second": _speed(lines[0], reads)}
+        numbers = {
+            "cold_seconds": Spread.of(reads),
+            "cold_bytes_per_second": _speed(lines[0], reads),
+        }
         lines.append(Line(case, "floor.read", "floor: O_DIRECT read", dict(numbers)))
     for line in lines:
         bench.say(f"{case}, {line.label}: cold {line.median('cold_seconds'):.2f} s")
@@ -112,7 +126,10 @@ def _measure(bench: Bench, shape: Shape, repeats: int, names: Sequence[str]) -> 
 def _saved(
     bench: Bench, case: str, shape: Shape, names: Sequence[str], stack: contextlib.ExitStack
 ) -> dict[str, _Seen]:
-    """A checkpoint of each; who made it has ended. ``stack`` frees the memory of those that lie there."""
+    """A checkpoint of each; who made it has ended.
+
+    ``stack`` frees the memory of those that lie there.
+    """
     seen: dict[str, _Seen] = {}
     for name in names:
         roots = {name: f"shm://bench-{secrets.token_hex(6)}"} if name in _IN_MEMORY else {}

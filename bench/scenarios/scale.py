@@ -1,7 +1,9 @@
-"""Scenario: a commit and a restore of worlds that no machine here could start, as far as they are not bytes of tensors.
+"""Scenario: a commit and a restore of worlds that no machine here could start, as far as they are
+not bytes of tensors.
 
-Simulated: the ranks, and their checksums (``bench/worlds.py``). Real (``bench/commits.py``): ``plan.save``, fragments and their encoding, the words in a TCPStore, reading, checking and merging fragments, the
-manifest's encoding and decoding, and the plan of a restoring rank.
+Simulated: the ranks, and their checksums (``bench/worlds.py``). Real (``bench/commits.py``):
+``plan.save``, fragments and their encoding, the words in a TCPStore, reading, checking and merging
+fragments, the manifest's encoding and decoding, and the plan of a restoring rank.
 """
 
 from __future__ import annotations
@@ -53,10 +55,16 @@ _COLUMNS: Final = (
     Column("hear_seconds", "leader's words, TCPStore", "seconds"),
 )
 _NOTES: Final = (
-    "Seconds are processor time of the one process that does the work (the wall-clock seconds are in the JSON): the machine is shared. The merge reads all fragments from files, checks and merges them, and packs the manifest.",
-    "`merge, every later one`: the layout is as in the save before; checksums, digests of replicas and plain values are compared all the same.",
-    "A restore plan goes from the bytes of the manifest to what is read where, the fragments that it needs read and checked on the way; one rank's, in a process of its own.",
-    "A rank asks a TCPStore 4 things for each save (its word, wait, verdict, forget), the leader one more for each rank and one for each 256; of storage a rank asks 2 (data, fragment), the leader two more for each rank, and the manifest.",
+    "Seconds are processor time of the one process that does the work (the wall-clock seconds are "
+    "in the JSON): the machine is shared. The merge reads all fragments from files, checks and "
+    "merges them, and packs the manifest.",
+    "`merge, every later one`: the layout is as in the save before; checksums, digests of "
+    "replicas and plain values are compared all the same.",
+    "A restore plan goes from the bytes of the manifest to what is read where, the fragments that "
+    "it needs read and checked on the way; one rank's, in a process of its own.",
+    "A rank asks a TCPStore 4 things for each save (its word, wait, verdict, forget), the leader "
+    "one more for each rank and one for each 256; of storage a rank asks 2 (data, fragment), the "
+    "leader two more for each rank, and the manifest.",
 )
 _LABELS: Final = {"fsdp2": "FSDP2", "hsdp": "HSDP", "hsdp2": "HSDP, 2 copies", "3d": "3-D"}
 
@@ -66,7 +74,10 @@ def run(bench: Bench, options: Options) -> Result:
     named = model_of(options.tensors)
     for ranks in options.ranks:
         for layout in options.layouts:
-            if layout == "hsdp2" and World("hsdp", ranks, named).mesh == World(layout, ranks, named).mesh:
+            if (
+                layout == "hsdp2"
+                and World("hsdp", ranks, named).mesh == World(layout, ranks, named).mesh
+            ):
                 continue
             case, name = _LABELS[layout], f"ckpt.{ranks}"
             if lines and bench.left() < 0:
@@ -78,7 +89,10 @@ def run(bench: Bench, options: Options) -> Result:
             print(f"{case}, {line.label}: {line.numbers}", flush=True)
     lines.sort(key=lambda line: list(_LABELS.values()).index(line.case))
     return bench.result(
-        f"Worlds of up to {max(options.ranks):,} ranks × {options.tensors:,} tensors", _COLUMNS, _NOTES, lines
+        f"Worlds of up to {max(options.ranks):,} ranks × {options.tensors:,} tensors",
+        _COLUMNS,
+        _NOTES,
+        lines,
     )
 
 
@@ -87,7 +101,8 @@ def _measured(world: World, parent: str) -> dict[str, Number]:
     begin = time.perf_counter()
     try:
         blocks = [
-            range(k * world.ranks // _WRITERS, (k + 1) * world.ranks // _WRITERS) for k in range(_WRITERS)
+            range(k * world.ranks // _WRITERS, (k + 1) * world.ranks // _WRITERS)
+            for k in range(_WRITERS)
         ]
         parts = _apart(_WRITERS, commits.write, [(world, folder, block) for block in blocks])
         refs = [[ref for part in parts for ref in part["refs"][step]] for step in range(2)]
@@ -103,17 +118,29 @@ def _measured(world: World, parent: str) -> dict[str, Number]:
         "plan_seconds": max(second for part in parts for second in part["plan"]),
         "pack_seconds": statistics.median(second for part in parts for second in part["pack"]),
         "fragment_kib": round(statistics.mean(sizes) / 1024, 1),
-        "first_seconds": commit["merge_first_cpu"], "first_wall_seconds": commit["merge_first"],
-        "known_seconds": commit["merge_known_cpu"], "known_wall_seconds": commit["merge_known"],
-        "memory_mib": round(commit["memory"] / 2**20), "base_memory_mib": round(commit["base"] / 2**20),
+        "first_seconds": commit["merge_first_cpu"],
+        "first_wall_seconds": commit["merge_first"],
+        "known_seconds": commit["merge_known_cpu"],
+        "known_wall_seconds": commit["merge_known"],
+        "memory_mib": round(commit["memory"] / 2**20),
+        "base_memory_mib": round(commit["base"] / 2**20),
         "manifest_kib": round(commit["manifest"] / 1024),
-        "same_seconds": same["cpu"], "same_wall_seconds": same["seconds"], "same_fragments": same["fragments"],
-        "other_seconds": moved["cpu"], "other_wall_seconds": moved["seconds"], "other_fragments": moved["fragments"],
-        "other_reads": moved["reads"], "other_read_bytes_over_wanted": moved["over"],
-        "hear_seconds": store["hear_cpu"], "hear_wall_seconds": store["hear"], "look_wall_seconds": store["look"],
-        "store_requests_of_the_leader": store["requests"], "store_requests_of_a_rank": 4.0, "word_bytes": store["word"],
+        "same_seconds": same["cpu"],
+        "same_wall_seconds": same["seconds"],
+        "same_fragments": same["fragments"],
+        "other_seconds": moved["cpu"],
+        "other_wall_seconds": moved["seconds"],
+        "other_fragments": moved["fragments"],
+        "other_reads": moved["reads"],
+        "other_read_bytes_over_wanted": moved["over"],
+        "hear_seconds": store["hear_cpu"],
+        "hear_wall_seconds": store["hear"],
+        "look_wall_seconds": store["look"],
+        "store_requests_of_the_leader": store["requests"],
+        "store_requests_of_a_rank": 4.0,
+        "word_bytes": store["word"],
         "simulation_seconds": time.perf_counter() - begin,
-    }  # fmt: skip
+    }
 
 
 def _apart(
@@ -146,7 +173,9 @@ def plot(result: Result, path: str) -> None:
         ("manifest_kib", "the manifest", "KiB", "count"),
     )
     with style.figure(result, path, (15, 9), reading) as (drawn, plt):
-        for axis, (key, title, subtitle, kind) in zip(drawn.subplots(2, 3).flat, panels, strict=True):
+        for axis, (key, title, subtitle, kind) in zip(
+            drawn.subplots(2, 3).flat, panels, strict=True
+        ):
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             series = _series(result, key)

@@ -14,7 +14,8 @@ from bench.scenarios import idle, told
 class Options:
     tensors: tuple[int, ...] = told((3000, 30000), "in a dict")
     parameters: int = told(
-        1000, "of a model with AdamW: three times as many tensors, and a step count each; 0 for none"
+        1000,
+        "of a model with AdamW: three times as many tensors, and a step count each; 0 for none",
     )
     size_mib: int = told(64, "of each state")
     repeats: int = told(5, "saves after the first")
@@ -35,7 +36,9 @@ def run(bench: Bench, options: Options) -> Result:
             bench, f"model + optimizer, {options.parameters:,} parameters", shape, options.repeats
         )
     for count in options.tensors:
-        lines += idle.measure(bench, f"{count:,} tensors", Shape("raw", size, count), options.repeats)
+        lines += idle.measure(
+            bench, f"{count:,} tensors", Shape("raw", size, count), options.repeats
+        )
     columns = (
         idle.CALL,
         idle.SAFE,

@@ -1,4 +1,7 @@
-"""Scenario 7: whether many saves leave anything behind. A training saves again and again; after each save its process and their children are counted."""
+"""Scenario 7: whether many saves leave anything behind.
+
+A training saves again and again; after each save its process and their children are counted.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,13 @@ _COLUMNS = (
     Column("verdict", "flat?", "text"),
 )
 _NOTES = (
-    "After each save: anonymous and shared memory, open descriptors and threads, of the training process and its children. The median over all saves, and the **growth** "
+    "After each save: anonymous and shared memory, open descriptors and threads, of the training "
+    "process and its children. The median over all saves, and the **growth** "
     "over the last three quarters of the saves, from the straight line nearest to them.",
-    f"**flat**: memory grew by less than {_FLAT_PART:.0%} of itself or {_FLAT_BYTES >> 20} MiB, descriptors and threads by less than one.",
-    "A training step before each save, a wait until it is durable after it. The first, the last and every fiftieth checkpoint were loaded back and compared.",
+    f"**flat**: memory grew by less than {_FLAT_PART:.0%} of itself or {_FLAT_BYTES >> 20} MiB, "
+    "descriptors and threads by less than one.",
+    "A training step before each save, a wait until it is durable after it. The first, the last "
+    "and every fiftieth checkpoint were loaded back and compared.",
 )
 
 
@@ -64,7 +70,9 @@ def run(bench: Bench, options: Options) -> Result:
                 if compare:
                     bench.say(f"{number + 1} of {options.saves} saves")
             heat.each(0, Session.close)
-            seen = {name: one for name, one in seen.items() if name in heat.sessions or name not in lot}
+            seen = {
+                name: one for name, one in seen.items() if name in heat.sessions or name not in lot
+            }
     lines = [_line(case, name, one) for name, one in seen.items()]
     return bench.result(f"What {options.saves} saves leave behind", _COLUMNS, _NOTES, lines)
 
@@ -107,7 +115,8 @@ def plot(result: Result, path: str) -> None:
     from matplotlib.ticker import MultipleLocator
 
     reading = (
-        "After each save: the training process and its children. Axes begin at zero, so that flat looks flat."
+        "After each save: the training process and its children. Axes begin at zero, so that flat "
+        "looks flat."
     )
     with style.figure(result, path, (15, 4.6), reading) as (drawn, plt):
         for axis, (key, title, kind) in zip(drawn.subplots(1, 3), panels, strict=True):
@@ -115,7 +124,9 @@ def plot(result: Result, path: str) -> None:
             for line in plots.ordered(result.lines):
                 value = line.numbers[key]
                 assert isinstance(value, Spread)
-                series.append(plots.Series(line.name, line.label, range(1, len(value.all) + 1), value.all))
+                series.append(
+                    plots.Series(line.name, line.label, range(1, len(value.all) + 1), value.all)
+                )
             axis.set_ylim(0, max(max(each.y) for each in series) * 1.15)
             axis.set_xlim(0, max(len(each.y) for each in series))
             if kind == "bytes":

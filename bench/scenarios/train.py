@@ -1,18 +1,25 @@
-"""Scenario 3: what a save costs a training loop. Three numbers, since each alone can be made to look good at the cost of the others.
+"""Scenario 3: what a save costs a training loop.
 
-* *stall*: seconds the training thread loses per save. The call itself, plus the wait until the optimizer may change the state, asked for
-  where it is needed: after forward and backward, right before ``optimizer.step()``.
-* *drag*: seconds training loses while the save streams: the steps beside it minus as many steps without one. The steps without are taken
-  right before and right after each save in the same loop, so that a machine that changes its pace does not pass for drag.
-* *durable*: seconds from the call until the checkpoint is complete and fsynced. ``ckpt`` fsyncs itself; what the others leave to the kernel is
-  fsynced by the bench before the clock stops, in a thread beside the training loop, so that it never counts as their stall.
+Three numbers, since each alone can be made to look good at the cost of the others.
 
-After each of these comes a save with nothing else running (*idle*). It follows right after one in training: pages of the file cache that the other has freed
-are warm then, which favours those who write through it. After seconds of training they may not be (a virtual machine may have to get them from its host anew):
-in training a buffered writer can take several times as long as idle.
+* *stall*: seconds the training thread loses per save. The call itself, plus the wait until the
+  optimizer may change the state, asked for where it is needed: after forward and backward, right
+  before ``optimizer.step()``.
+* *drag*: seconds training loses while the save streams: the steps beside it minus as many steps
+  without one. The steps without are taken right before and right after each save in the same loop,
+  so that a machine that changes its pace does not pass for drag.
+* *durable*: seconds from the call until the checkpoint is complete and fsynced. ``ckpt`` fsyncs
+  itself; what the others leave to the kernel is fsynced by the bench before the clock stops, in a
+  thread beside the training loop, so that it never counts as their stall.
 
-**Memory** is the highest anonymous plus shared memory of the contender's process and its children while it saves, over the highest while it trained before any
-contender was prepared. Pages of the kernel's file cache, which buffered writers fill, are not in it.
+After each of these comes a save with nothing else running (*idle*). It follows right after one in
+training: pages of the file cache that the other has freed are warm then, which favours those who
+write through it. After seconds of training they may not be (a virtual machine may have to get them
+from its host anew): in training a buffered writer can take several times as long as idle.
+
+**Memory** is the highest anonymous plus shared memory of the contender's process and its children
+while it saves, over the highest while it trained before any contender was prepared. Pages of the
+kernel's file cache, which buffered writers fill, are not in it.
 """
 
 from __future__ import annotations
@@ -46,16 +53,27 @@ _COLUMNS = (
     Column("saves_compared_equal", "equal", "count"),
 )
 _NOTES = (
-    "**stall**: seconds the training thread loses per save, in the call and until the optimizer may change the state. "
-    "**drag**: seconds training loses beside the save, against as many steps without one, right before and after it; none if the call returns when all is durable. "
-    "**durable**: from the call until complete and fsynced, in the training loop. **lost per GiB**: stall and drag together, per GiB of state. "
-    "**step beside**: a step beside a save over one without. **first**: the process' first save; in no median.",
-    "**idle**: nothing else runs. *safe*: until the state may change when nothing can overlap; *durable*: as above, right after a save in training, with a file cache as warm as it gets; "
+    "**stall**: seconds the training thread loses per save, in the call and until the optimizer "
+    "may change the state. "
+    "**drag**: seconds training loses beside the save, against as many steps without one, right "
+    "before and after it; none if the call returns when all is durable. "
+    "**durable**: from the call until complete and fsynced, in the training loop. **lost per "
+    "GiB**: stall and drag together, per GiB of state. "
+    "**step beside**: a step beside a save over one without. **first**: the process' first save; "
+    "in no median.",
+    "**idle**: nothing else runs. *safe*: until the state may change when nothing can overlap; "
+    "*durable*: as above, right after a save in training, with a file cache as warm as it gets; "
     "*durable / write*: over a plain `O_DIRECT` write and fsync of as many bytes right after it. "
-    "**memory added**: highest anonymous plus shared memory of the process and its children while it saves, over training alone.",
-    "`ckpt` fsyncs itself. What the others do not fsync, the bench does before the clock of *durable* stops, beside the training loop: it is not in their stall.",
-    "Medians of the later saves of each kind (how many: *saves*), after the first; contenders take turns in rounds. As many saves as *equal* says were loaded back in another process and compared with the state they were made of: every one in training and the last idle one; of a state so large that no other fits beside it, the first and the last.",
-    "Steps are noisy on a small machine: look at the ends (`low`, `high`) in the CSV and JSON before a difference of drag is believed.",
+    "**memory added**: highest anonymous plus shared memory of the process and its children while "
+    "it saves, over training alone.",
+    "`ckpt` fsyncs itself. What the others do not fsync, the bench does before the clock of "
+    "*durable* stops, beside the training loop: it is not in their stall.",
+    "Medians of the later saves of each kind (how many: *saves*), after the first; contenders "
+    "take turns in rounds. As many saves as *equal* says were loaded back in another process and "
+    "compared with the state they were made of: every one in training and the last idle one; of a "
+    "state so large that no other fits beside it, the first and the last.",
+    "Steps are noisy on a small machine: look at the ends (`low`, `high`) in the CSV and JSON "
+    "before a difference of drag is believed.",
 )
 
 
@@ -86,9 +104,16 @@ class _Seen:
 def run(bench: Bench, options: Options) -> Result:
     lines: list[Line] = []
     for mib in options.size_mib:
-        lines += _measure(bench, Shape("training", mib << 20, options.layers, options.batch), options)
-    layers = f"GPT of {options.layers} layers with AdamW, float32, {options.batch} sequences per step; one torch thread"
-    return bench.result("What a save costs a training loop", _COLUMNS, _NOTES, lines, training=layers)
+        lines += _measure(
+            bench, Shape("training", mib << 20, options.layers, options.batch), options
+        )
+    layers = (
+        f"GPT of {options.layers} layers with AdamW, float32, {options.batch} sequences per step; "
+        "one torch thread"
+    )
+    return bench.result(
+        "What a save costs a training loop", _COLUMNS, _NOTES, lines, training=layers
+    )
 
 
 def _measure(bench: Bench, shape: Shape, options: Options) -> list[Line]:
@@ -103,7 +128,8 @@ def _measure(bench: Bench, shape: Shape, options: Options) -> list[Line]:
             for number in range(options.repeats + 1):
                 heat.each(number, _visit, heat_seen, heat, checker if beside else None, options)
                 bench.say(
-                    f"{case}: {f'round {number}/{options.repeats}' if number else 'first saves'}, {_told(heat_seen)}"
+                    f"{case}: {f'round {number}/{options.repeats}' if number else 'first saves'}, "
+                    f"{_told(heat_seen)}"
                 )
             heat.finish()
             seen |= {name: heat_seen[name] for name in heat.sessions}
@@ -112,7 +138,12 @@ def _measure(bench: Bench, shape: Shape, options: Options) -> list[Line]:
         copy = Spread.of(value for one in seen.values() for value in one.copies)
         write = Spread.of(value for one in seen.values() for value in one.writes)
         lines.append(
-            Line(case, "floor.copy", "floor: warm copy", {"stall_seconds": copy, "idle_safe_seconds": copy})
+            Line(
+                case,
+                "floor.copy",
+                "floor: warm copy",
+                {"stall_seconds": copy, "idle_safe_seconds": copy},
+            )
         )
         lines.append(
             Line(
@@ -148,7 +179,8 @@ def _visit(
 
 def _told(seen: dict[str, _Seen]) -> str:
     return "; ".join(
-        f"{label(name)} {one.trained[-1].stall_seconds * 1e3:.1f} ms {one.trained[-1].durable_seconds:.2f} s"
+        f"{label(name)} {one.trained[-1].stall_seconds * 1e3:.1f} ms "
+        f"{one.trained[-1].durable_seconds:.2f} s"
         for name, one in seen.items()
         if one.trained
     )
@@ -166,11 +198,15 @@ def _line(case: str, name: str, seen: _Seen) -> Line:
         "stall_seconds": spread("stall_seconds"),
         "drag_seconds": spread("drag_seconds") if beside else "none",
         "durable_seconds": spread("durable_seconds"),
-        "lost_seconds_per_gib": Spread.of((save.stall_seconds + save.drag_seconds) / gib for save in trained),
+        "lost_seconds_per_gib": Spread.of(
+            (save.stall_seconds + save.drag_seconds) / gib for save in trained
+        ),
         "call_seconds": spread("call_seconds"),
         "clean_step_seconds": spread("clean_step_seconds"),
         "beside_step_seconds": spread("beside_step_seconds") if beside else "none",
-        "beside_step_ratio": Spread.of(s.beside_step_seconds / s.clean_step_seconds for s in trained)
+        "beside_step_ratio": Spread.of(
+            s.beside_step_seconds / s.clean_step_seconds for s in trained
+        )
         if beside
         else "none",
         "steps_beside": Spread.of(len(save.beside) for save in trained),

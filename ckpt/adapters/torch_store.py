@@ -26,15 +26,23 @@ from ckpt.errors import CommitError, ConfigError
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
-"""How long one wait lasts before ranks are looked at one by one: bounds how late a failure is heard of."""
+"""How long one wait lasts before ranks are looked at one by one: bounds how late a failure is
+heard of.
+"""
 _REST: Final = 4
-"""A look at thousands of ranks takes seconds of the store's time: so many times as long nobody looks after it."""
+"""A look at thousands of ranks takes seconds of the store's time: so many times as long nobody
+looks after it.
+"""
 _BLOCK: Final = 256
-"""Keys in a request: the server's time for one grows faster than linearly with them, and a request for each costs seven times as much (docs/scale.md)."""
+"""Keys in a request: the server's time for one grows faster than linearly with them, and a
+request for each costs seven times as much (docs/scale.md).
+"""
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.025
 _GROWTH: Final = 1.25
-"""Each pause between two looks at the store is so many times the one before: a wait ends at most a quarter late."""
+"""Each pause between two looks at the store is so many times the one before: a wait ends at most
+a quarter late.
+"""
 _LOOKS: Final = 512
 """Looks in a second, at most, by all ranks that have waited for a while."""
 _NOTHING: Final = "\0"
@@ -54,7 +62,8 @@ class TorchStoreCoordinator:
     def __init__(self) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # the agent's store may outlive a restart of the workers
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251 - torchrun's word to its workers
+        # Torchrun's word to its workers.
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251
         self._prefix = f"ckpt/{restart}/{next(_serial)}"
         self._store: Store = PrefixStore(self._prefix, _own_connection())
         self.set_once("attempt", new_attempt().encode())
@@ -68,14 +77,20 @@ class TorchStoreCoordinator:
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        """Words of ``ranks`` that have come. One request waits for the last of them; when it is there, or after a while, all are looked at."""
+        """Words of ``ranks`` that have come.
+
+        One request waits for the last of them; when it is there, or after a while, all are looked
+        at.
+        """
         keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
         deadline, pause = time.monotonic() + timeout, _LOOK_SECONDS
         while keys:
             self._wait([keys[max(keys)]], min(pause, deadline - time.monotonic()))
             began = time.monotonic()
             messages = {rank: self._look(key) for rank, key in self._there(list(keys.items()))}
-            if heard := {rank: message for rank, message in messages.items() if message is not None}:
+            if heard := {
+                rank: message for rank, message in messages.items() if message is not None
+            }:
                 return heard
             if time.monotonic() >= deadline:
                 break
@@ -92,12 +107,16 @@ class TorchStoreCoordinator:
         return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
-        """Words are a few hundred bytes for each rank, tier and save: too much to keep for a month of training. Verdicts, one a save, stay."""
+        """Words are a few hundred bytes for each rank, tier and save: too much to keep for a
+        month of training. Verdicts, one a save, stay.
+        """
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._store.delete_key(f"{subject}/{self.rank}")
 
     def clone(self) -> TorchStoreCoordinator:
-        """Over a connection of its own: torch's client lets one call at a time through, and a wait is a call."""
+        """Over a connection of its own: torch's client lets one call at a time through, and a
+        wait is a call.
+        """
         other = copy.copy(self)
         other._store = PrefixStore(self._prefix, _own_connection())
         return other
@@ -111,7 +130,12 @@ class TorchStoreCoordinator:
         with contextlib.suppress(CommitError):
             self.post("bye", b"-")
             missing, deadline = set(range(self.world_size)), time.monotonic() + _FAREWELL_SECONDS
-            while self.rank == 0 and missing and sys.exception() is None and time.monotonic() < deadline:
+            while (
+                self.rank == 0
+                and missing
+                and sys.exception() is None
+                and time.monotonic() < deadline
+            ):
                 missing -= self.collect("bye", missing, timeout=deadline - time.monotonic()).keys()
 
     def _look(self, key: str) -> bytes | None:
@@ -131,7 +155,9 @@ class TorchStoreCoordinator:
         for start in range(0, len(keys), _BLOCK):
             block = keys[start : start + _BLOCK]
             full = self._are_there([key for _, key in block])
-            found += block if full else [(rank, key) for rank, key in block if self._are_there([key])]
+            found += (
+                block if full else [(rank, key) for rank, key in block if self._are_there([key])]
+            )
         return found
 
     def _are_there(self, keys: list[str]) -> bool:
@@ -183,8 +209,10 @@ def find_coordinator() -> Coordinator:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251 - to tell a launcher's world from a lone process
+    # To tell a launcher's world from a lone process.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251
         raise ConfigError(
-            "WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() before building the manager"
+            "WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() "
+            "before building the manager"
         )
     return SingleCoordinator()

@@ -1,1 +1,4 @@
-"""Committed checkpoints on a tier: find, verify, fetch. Torch-free: the command line lives on this."""
+"""Committed checkpoints on a tier: find, verify, fetch.
+
+Torch-free: the command line lives on this.
+"""

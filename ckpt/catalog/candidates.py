@@ -1,7 +1,8 @@
 """Which step shall be restored? Newest first, whichever stores hold it.
 
-One LIST for each store, all at once, for the newest step may be on any; but one that does not answer is not waited for when a nearer one has a checkpoint. Whether an attempt is committed is asked of the nearest store that has its
-folder, and only when its turn comes.
+One LIST for each store, all at once, for the newest step may be on any; but one that does not
+answer is not waited for when a nearer one has a checkpoint. Whether an attempt is committed is
+asked of the nearest store that has its folder, and only when its turn comes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,15 @@ from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
 
 LISTING_SECONDS: Final = 15.0
-"""How long a store may take to list its steps once a nearer one is known to have a checkpoint. Long: what it holds may be newer."""
+"""How long a store may take to list its steps once a nearer one is known to have a checkpoint.
+
+Long: what it holds may be newer.
+"""
 ANSWER_SECONDS: Final = 3.0
-"""How long it may then take to answer a small request. A store that does not is down, and is not waited for any longer."""
+"""How long it may then take to answer a small request.
+
+A store that does not is down, and is not waited for any longer.
+"""
 
 Finish = Callable[[StorageBackend, StepRef], bool]
 """Whether an attempt that is not committed on a store is so now."""
@@ -31,7 +38,8 @@ Lists = Callable[[StorageBackend], list[StepRef]]
 """How a store is asked which attempts it has."""
 
 _NO_OTHER: Final = (
-    "; no other tier has a step, so it is not known where the job left off: start again when the store answers, "
+    "; no other tier has a step, so it is not known where the job left off: start again when the "
+    "store answers, "
     "or take that tier out to start afresh"
 )
 _log = logging.getLogger("ckpt")
@@ -43,7 +51,8 @@ class Candidate:
 
     Attributes:
         nearest: Position of the nearest store that lists it.
-        answering: Positions of the stores that could be listed; the others are left out of this restore.
+        answering: Positions of the stores that could be listed; the others are left out of this
+            restore.
     """
 
     ref: StepRef
@@ -59,10 +68,12 @@ def candidates(
     finish: Finish = lambda _store, _ref: False,
     lists: Lists = attempts,
 ) -> Iterator[Candidate]:
-    """Committed attempts at ``step`` (None: any), newest step first, of attempts at one step the youngest.
+    """Committed attempts at ``step`` (None: any), newest step first, of attempts at one step the
+    youngest.
 
     Args:
-        workers: One thread for each store; some may still wait for an answer when all steps are told.
+        workers: One thread for each store; some may still wait for an answer when all steps are
+            told.
         finish: Asked where no attempt at a step is committed.
 
     Raises:
@@ -90,7 +101,9 @@ class _Listing:
             if step not in (None, number):
                 continue
             rivals = [ref for ref in self._holders if ref.step == number]
-            nearest = {ref: place for ref in rivals if (place := self._nearest(ref)) is not None} or {
+            nearest = {
+                ref: place for ref in rivals if (place := self._nearest(ref)) is not None
+            } or {
                 ref: place for ref in rivals if (place := self._finished(ref, finish)) is not None
             }
             for ref in sorted(nearest, key=lambda ref: self._age(ref, len(nearest)), reverse=True):
@@ -134,7 +147,9 @@ class _Listing:
     def _drop(self, position: int, error: StorageError) -> None:
         placed(error, self._stores[position].url)
         if len(self._stores) > 1:  # else it is the error that is raised
-            _log.warning("ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error)
+            _log.warning(
+                "ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error
+            )
         self._answering.remove(position)
         self._failure = error
 
@@ -152,14 +167,18 @@ def _list_all(
             break
     began, patience = time.monotonic(), min(ANSWER_SECONDS, LISTING_SECONDS)
     waiting = wait(waiting, patience / 3).not_done
-    answers = {future: workers.submit(_answers, stores[futures.index(future)]) for future in waiting}
+    answers = {
+        future: workers.submit(_answers, stores[futures.index(future)]) for future in waiting
+    }
     waiting = wait(waiting, patience * 2 / 3).not_done
     up = {future for future in waiting if answers[future].done() and answers[future].result()}
     wait(up, max(0.0, began + LISTING_SECONDS - time.monotonic()))
 
     def late(future: Future[list[StepRef] | StorageError]) -> StorageError:
         seconds = LISTING_SECONDS if future in up else ANSWER_SECONDS
-        return TransientStorageError("", f"no answer within {seconds:.0f} s, and a nearer tier has a step")
+        return TransientStorageError(
+            "", f"no answer within {seconds:.0f} s, and a nearer tier has a step"
+        )
 
     return [future.result() if future.done() else late(future) for future in futures]
 

@@ -25,7 +25,9 @@ class Difference:
 
     only_one: list[str] = field(default_factory=list[str])
     only_two: list[str] = field(default_factory=list[str])
-    kinds: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict[str, tuple[Tensor, Tensor]])
+    kinds: dict[str, tuple[Tensor, Tensor]] = field(
+        default_factory=dict[str, tuple[Tensor, Tensor]]
+    )
     values: list[str] = field(default_factory=list[str])
     equal: int = 0
     read_names: int = 0
@@ -41,9 +43,14 @@ class Difference:
 
 
 def compare(
-    one: StepReader, two: StepReader, *, on_name: Callable[[int, int], None] = lambda _done, _total: None
+    one: StepReader,
+    two: StepReader,
+    *,
+    on_name: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Difference:
-    """Compare all tensors, tied names by what they stand for. ``on_name`` is told how many names are done, of how many.
+    """Compare all tensors, tied names by what they stand for.
+
+    ``on_name`` is told how many names are done, of how many.
 
     Raises:
         IntegrityError, StorageError: What had to be read cannot be.
@@ -71,7 +78,10 @@ def compare(
 
 
 def _by_checksums(one: StepReader, two: StepReader, name: str) -> bool | None:
-    """Equal boxes with equal checksums are equal bytes. None where the boxes are others and nothing is known to differ."""
+    """Equal boxes with equal checksums are equal bytes.
+
+    None where the boxes are others and nothing is known to differ.
+    """
     a, b = one.checksums(name), two.checksums(name)
     if any(b[box] != a[box] for box in a.keys() & b.keys()):
         return False
@@ -86,5 +96,7 @@ def pairs(one: StepReader, two: StepReader, name: str) -> zip[tuple[Piece, Piece
     """The same piece of a tensor in both, one after another."""
     a, b = one.tensors[name], two.tensors[name]
     return zip(
-        one.stream([a], most_bytes=_PIECE_BYTES), two.stream([b], most_bytes=_PIECE_BYTES), strict=True
+        one.stream([a], most_bytes=_PIECE_BYTES),
+        two.stream([b], most_bytes=_PIECE_BYTES),
+        strict=True,
     )

@@ -1,14 +1,21 @@
-"""Finish a commit whose leader died: all ranks have made their parts durable, and nobody has put the manifest.
+"""Finish a commit whose leader died: all ranks have made their parts durable, and nobody has put
+the manifest.
 
-The manifest is the one that the leader would have put, to the byte: the same merge of the same fragments, put if absent. What a leader may still decide, or has decided, is left alone. A store holds no record of a
-refusal, so the evidence is what a leader does after its verdict:
+The manifest is the one that the leader would have put, to the byte: the same merge of the same
+fragments, put if absent. What a leader may still decide, or has decided, is left alone. A store
+holds no record of a refusal, so the evidence is what a leader does after its verdict:
 
-1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt, so the leader has died in the middle of its work.
-2. It goes on to the next save: it must not have written to a later step, or to another try at this one.
-3. Each rank of a refused save removes its own files: every fragment must be there, still so when our mark (``coordination.claim_marker``) keeps the ranks from removing any. Also every byte of data is compared with its
-   checksum; or, where whoever asks is about to read all of it with its checksums anyway, every file's size.
+1. It gives the root back when its manager is closed: ``writer.json`` must still name this attempt,
+   so the leader has died in the middle of its work.
+2. It goes on to the next save: it must not have written to a later step, or to another try at this
+   one.
+3. Each rank of a refused save removes its own files: every fragment must be there, still so when
+   our mark (``coordination.claim_marker``) keeps the ranks from removing any. Also every byte of
+   data is compared with its checksum; or, where whoever asks is about to read all of it with its
+   checksums anyway, every file's size.
 
-Not excluded by this: that a save was refused, and then all ranks died before even one of them had removed a file. It is whole, and of one attempt.
+Not excluded by this: that a save was refused, and then all ranks died before even one of them had
+removed a file. It is whole, and of one attempt.
 """
 
 from __future__ import annotations
@@ -36,7 +43,9 @@ from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
 from ckpt.storage.api import StorageBackend, read_object
 
-_WHEN: Final = "once it is a day old, and not before, since its job may run where it cannot be seen from here"
+_WHEN: Final = (
+    "once it is a day old, and not before, since its job may run where it cannot be seen from here"
+)
 _TRIAL: Final = re.compile(r"t([1-9][0-9]*)")
 
 
@@ -54,8 +63,10 @@ def finalize(
     Nothing but the manifest is written, and nothing removed. May run several times, also at once.
 
     Args:
-        job_is_dead: The caller knows that the job's processes have ended, or tells it of its owner; asked for where the job ran on another machine, whose processes cannot be seen.
-        read_data: Compare every byte with its checksum. If not, only sizes: as much as the leader knows.
+        job_is_dead: The caller knows that the job's processes have ended, or tells it of its owner;
+            asked for where the job ran on another machine, whose processes cannot be seen.
+        read_data: Compare every byte with its checksum. If not, only sizes: as much as the leader
+            knows.
 
     Raises:
         RootInUse: Its job is alive, and commits by itself.
@@ -82,12 +93,16 @@ def finalize(
             encodings=encodings,
         )
     else:
-        faults = size_faults(backend, ref, manifest.files, workers=workers, retry=retry, encodings=encodings)
+        faults = size_faults(
+            backend, ref, manifest.files, workers=workers, retry=retry, encodings=encodings
+        )
     if faults:
         raise faults[0].error()
     # as the leader asks, right before its put
     if ask() != owner:
-        raise CommitError(f"step {ref.step}: another process took the root over meanwhile: try again")
+        raise CommitError(
+            f"step {ref.step}: another process took the root over meanwhile: try again"
+        )
     _put(backend, ref, manifest, workers, retry)
     return manifest
 
@@ -103,7 +118,8 @@ def _put(
     ):
         raise faults[0].error()
     workers.run_all(
-        partial(retry.call, partial(backend.head, ref.key(part.name))) for part in manifest.fragments
+        partial(retry.call, partial(backend.head, ref.key(part.name)))
+        for part in manifest.fragments
     )
     retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
     release_marker(backend, ref)
@@ -115,11 +131,14 @@ def _check_owner(
     owner = read_owner(backend)
     if owner is None:
         raise CommitError(
-            f"step {ref.step}: a job here closed its manager in order: its own, so the leader had decided, and not for a commit, or a later one, which left it behind: restore another step"
+            f"step {ref.step}: a job here closed its manager in order: its own, so the leader had "
+            "decided, and not for a commit, or a later one, which left it behind: restore "
+            "another step"
         )
     if _trial(ref, owner.attempt) is None:
         raise CommitError(
-            f"step {ref.step}: attempt {owner.attempt} has taken the root over since, and may have gone on from another step: restore what is committed"
+            f"step {ref.step}: attempt {owner.attempt} has taken the root over since, and may "
+            "have gone on from another step: restore what is committed"
         )
     if owner.alive:
         raise RootInUse(backend.url, str(owner))
@@ -133,7 +152,11 @@ def _trial(ref: StepRef, attempt: str) -> int | None:
     """Which try at the step it is; None if it is another attempt's."""
     if ref.attempt == attempt:
         return 0
-    match = _TRIAL.fullmatch(ref.attempt.removeprefix(attempt)) if ref.attempt.startswith(attempt) else None
+    match = (
+        _TRIAL.fullmatch(ref.attempt.removeprefix(attempt))
+        if ref.attempt.startswith(attempt)
+        else None
+    )
     return int(match.group(1)) if match else None
 
 
@@ -151,12 +174,15 @@ def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
                     else f"went on to step {other.step}"
                 )
                 raise CommitError(
-                    f"step {ref.step}: the leader {what} after it, so this save may have been refused (or, on a farther tier, waited its turn): restore another step"
+                    f"step {ref.step}: the leader {what} after it, so this save may have been "
+                    "refused (or, on a farther tier, waited its turn): restore another step"
                 )
 
 
 def _of_leader(name: str) -> bool:
-    return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith("rank-")
+    return name.startswith(fragment_name(LEADER).removesuffix("json")) or not name.startswith(
+        "rank-"
+    )
 
 
 def _read_fragments(
@@ -173,7 +199,8 @@ def _read_fragments(
     found = sorted(name for name in names if name.endswith(".json") and name != MANIFEST)
     if not found:
         raise CommitError(
-            f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of it {_WHEN}"
+            f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of "
+            f"it {_WHEN}"
         )
     parts = workers.run_all(partial(_read_fragment, backend, ref, name, retry) for name in found)
     _check_world(ref, [fragment for fragment, _ in parts])
@@ -186,7 +213,11 @@ def _read_fragment(
     key = ref.key(name)
     data = retry.call(partial(read_object, backend, key, limit=MAX_RECORD_BYTES))
     fragment = unpack(data, Packed, key=key)  # the merge checks what is in it
-    if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (ref.step, ref.attempt, name):
+    if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (
+        ref.step,
+        ref.attempt,
+        name,
+    ):
         raise ManifestCorrupt(key, "it belongs to another save, or to another rank")
     return fragment, FragmentRef(name, fragment.rank, len(data), checksum(data))
 
@@ -196,5 +227,6 @@ def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
     if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
         told = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
         raise CommitError(
-            f"step {ref.step}: rank(s) {told} of {world} did not finish their part, which no other place has: ckpt prune removes what is left of it {_WHEN}"
+            f"step {ref.step}: rank(s) {told} of {world} did not finish their part, which no "
+            f"other place has: ckpt prune removes what is left of it {_WHEN}"
         )

@@ -44,7 +44,13 @@ def load_fragment(
     if checksum(data) != named.checksum:
         raise ChecksumMismatch(key, 0, len(data))
     fragment = read_fragment(bytes(data), key=key)
-    mine = (fragment.step, fragment.attempt, fragment.rank, fragment.world_size, fragment.chunk_bytes)
+    mine = (
+        fragment.step,
+        fragment.attempt,
+        fragment.rank,
+        fragment.world_size,
+        fragment.chunk_bytes,
+    )
     if mine != (ref.step, ref.attempt, named.rank, manifest.world_size, manifest.chunk_bytes):
         raise ManifestCorrupt(key, "belongs to another save")
     own = replace(fragment.file, chunks=()) if fragment.file else None
@@ -107,7 +113,9 @@ class Parts:
         return replace(self.manifest, per_rank=_PerRank(self))
 
     def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
-        """The manifest with the fragments that hold some of ``wanted``, or with all (None), filled in."""
+        """The manifest with the fragments that hold some of ``wanted``, or with all (None),
+        filled in.
+        """
         if wanted is None:
             self.ranks = set(range(self.manifest.world_size))
         else:

@@ -24,7 +24,14 @@ from ckpt.model.keys import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.storage.api import KeepsUnfinished, ObjectInfo, StorageBackend, Unfinished, is_there, read_object
+from ckpt.storage.api import (
+    KeepsUnfinished,
+    ObjectInfo,
+    StorageBackend,
+    Unfinished,
+    is_there,
+    read_object,
+)
 
 _RETRY: Final = RetryPolicy()
 
@@ -48,7 +55,10 @@ class Entry:
 
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
-    """Every attempt at a step, committed or not, newest step first. Folders that are not ours are left alone."""
+    """Every attempt at a step, committed or not, newest step first.
+
+    Folders that are not ours are left alone.
+    """
     with about(backend.url):
         found = [parse_folder(name) for name in _RETRY.call(lambda: list(backend.folders("")))]
     return sorted((ref for ref in found if ref is not None), reverse=True)
@@ -82,7 +92,9 @@ def committed(backend: StorageBackend) -> list[StepRef]:
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
 
 
-def read_manifest(backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY) -> Manifest:
+def read_manifest(
+    backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
+) -> Manifest:
     """The manifest of a committed step, checked, with all of its fragments filled in.
 
     Raises:
@@ -118,7 +130,8 @@ def read_packed(
 def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     """Committed attempts to try for ``step`` (None: any), best first.
 
-    Where a step was saved by two attempts, the one whose manifest is younger comes first; damaged ones come last.
+    Where a step was saved by two attempts, the one whose manifest is younger comes first; damaged
+    ones come last.
 
     Raises:
         NoCheckpoint: There is none; its ``detail`` says what there is instead.
@@ -150,7 +163,9 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         if gone := _missing(backend, ref, manifest):
             return Entry(
                 ref=ref,
-                damage=ManifestCorrupt(ref.manifest, f"{len(gone)} of its files are gone, such as {gone[0]}"),
+                damage=ManifestCorrupt(
+                    ref.manifest, f"{len(gone)} of its files are gone, such as {gone[0]}"
+                ),
             )
         return Entry(ref=ref, manifest=manifest, nbytes=manifest.nbytes)
     except IntegrityError as error:
@@ -163,8 +178,12 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, error.what))
     except (AccessDenied, TransientStorageError):
         raise
-    except StorageError as error:  # a bad sector: one step less to restore, no reason to hide the others
-        return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}"))
+    except (
+        StorageError
+    ) as error:  # a bad sector: one step less to restore, no reason to hide the others
+        return Entry(
+            ref=ref, damage=ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}")
+        )
 
 
 def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[str]:
@@ -180,7 +199,10 @@ def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:
-    """When a manifest was made. One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why."""
+    """When a manifest was made.
+
+    One that is damaged, or was pruned meanwhile, only loses its place: reading it later tells why.
+    """
     try:
         return read_packed(backend, ref)[0].created_at
     except LinkRefused:
@@ -204,5 +226,7 @@ def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -
         return "it is empty, or does not exist"
     *parents, _ = stranger.key.split("/")
     if steps := next((index for index, name in enumerate(parents) if parse_folder(name)), 0):
-        return f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
+        return (
+            f"it holds no steps, but its folder {'/'.join(parents[:steps])!r} does: give that one"
+        )
     return f"it holds no steps, but other files, such as {stranger.key!r}: is this the right place?"

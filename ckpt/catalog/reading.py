@@ -40,7 +40,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a tensor's elements in row-major order. ``offset`` in bytes of the tensor; ``data`` is only lent until the next piece."""
+    """A run of a tensor's elements in row-major order.
+
+    ``offset`` in bytes of the tensor; ``data`` is only lent until the next piece.
+    """
 
     tensor: Tensor
     offset: int
@@ -83,7 +86,8 @@ class StepReader:
 
         Raises:
             EntryMissing: No such tensor.
-            IntegrityError, StorageError: Its bytes cannot be had; the memory may have been filled in part.
+            IntegrityError, StorageError: Its bytes cannot be had; the memory may have been filled
+                in part.
         """
         leaves: list[Leaf] = []
         for each in wanted:
@@ -111,8 +115,13 @@ class StepReader:
         leaf = Leaf(name, tensor.dtype, tensor.shape, (Box.whole(tensor.shape),))
         return {read.box: read.checksum for read in plan_restore(self.manifest, [leaf]).reads}
 
-    def stream(self, tensors: Sequence[Tensor], *, most_bytes: int = BATCH_BYTES) -> Iterator[Piece]:
-        """All bytes of ``tensors`` in order, at most ``most_bytes`` in memory at a time. Small tensors are read together, large ones in parts."""
+    def stream(
+        self, tensors: Sequence[Tensor], *, most_bytes: int = BATCH_BYTES
+    ) -> Iterator[Piece]:
+        """All bytes of ``tensors`` in order, at most ``most_bytes`` in memory at a time.
+
+        Small tensors are read together, large ones in parts.
+        """
         batch: list[tuple[Tensor, int, Box]] = []
         size = 0
         for tensor in tensors:
@@ -159,7 +168,9 @@ class _MemorySink:
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the wanted parts of a chunk."""
-        chunk = np.frombuffer(data, dtype=_element(DTYPES[read.dtype].itemsize)).reshape(read.box.shape)
+        chunk = np.frombuffer(data, dtype=_element(DTYPES[read.dtype].itemsize)).reshape(
+            read.box.shape
+        )
         for index, target in enumerate(read.targets):
             self._region(read, index)[...] = _cut(chunk, target.part.relative_to(read.box))
 

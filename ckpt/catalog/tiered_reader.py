@@ -1,8 +1,10 @@
 """One step on several stores: every byte from the nearest that has it intact.
 
-The stores hold files of the same attempt, and a chunk has the same checksum on all, however it is encoded there; so a file, or a part of one, may come from a store that lacks the manifest, or has a damaged one: its
-files are then taken to be as the manifest that was found says.
-A store is asked only for what no nearer one could give. What has failed is remembered: a store that does not answer is asked once, a file that is missing is too.
+The stores hold files of the same attempt, and a chunk has the same checksum on all, however it is
+encoded there; so a file, or a part of one, may come from a store that lacks the manifest, or has a
+damaged one: its files are then taken to be as the manifest that was found says. A store is asked
+only for what no nearer one could give. What has failed is remembered: a store that does not answer
+is asked once, a file that is missing is too.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Found:
 
 
 OnRepair = Callable[[Repair], None]
-"""Told once for each file and store, when it is met first; from several threads, one call at a time."""
+"""Told once for each file and store, when it is met first; from several threads, one call at a
+time.
+"""
 
 
 class TieredReader:
@@ -76,7 +80,8 @@ class TieredReader:
     Args:
         sources: Nearest first.
         on_repair: See `OnRepair`.
-        partial: Positions of sources that have a part of the step by their nature: what is missing there is no damage.
+        partial: Positions of sources that have a part of the step by their nature: what is missing
+            there is no damage.
     """
 
     def __init__(
@@ -90,7 +95,9 @@ class TieredReader:
     ) -> None:
         self.sources, self.ref, self._partial = sources, ref, partial
         self.listing: set[int] = set()
-        """Positions of sources that list the step: what is missing there is damage, elsewhere it never was."""
+        """Positions of sources that list the step: what is missing there is damage, elsewhere it
+        never was.
+        """
         self.lost: set[int] = set()
         """Ranks of whose files some part was intact nowhere."""
         self._retry, self._on_repair = retry, on_repair
@@ -138,8 +145,10 @@ class TieredReader:
         return Found(position, self._parts.outline, packed)
 
     def whole(self, work: Callable[[Found], T]) -> T:
-        """Do ``work`` with the manifest. If a fragment that it needs is intact nowhere, do it again with
-        the manifest of the next source, whose fragments may differ, and without the first source.
+        """Do ``work`` with the manifest.
+
+        If a fragment that it needs is intact nowhere, do it again with the manifest of the next
+        source, whose fragments may differ, and without the first source.
 
         Raises:
             What ``work`` and ``manifest`` raise: if none has all that is needed, the first of it.
@@ -159,7 +168,9 @@ class TieredReader:
                 raise error from None
 
     def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
-        """With the fragments filled in that hold some of ``wanted``, or all (None). Once, before data is read.
+        """With the fragments filled in that hold some of ``wanted``, or all (None).
+
+        Once, before data is read.
 
         Raises:
             IntegrityError, StorageError: A fragment is intact nowhere.
@@ -167,11 +178,16 @@ class TieredReader:
         here = self._here
         if here is None or self._parts is None or here.is_filled:
             return found
-        self._here = self._manifests[found.position] = self._parts.filled(wanted, key=self.ref.manifest)
+        self._here = self._manifests[found.position] = self._parts.filled(
+            wanted, key=self.ref.manifest
+        )
         return replace(found, manifest=self._here)
 
     def layout(self, position: int) -> Manifest:
-        """How files lie on a source: as its own manifest says, else as that which was found. Asked when the source is needed."""
+        """How files lie on a source: as its own manifest says, else as that which was found.
+
+        Asked when the source is needed.
+        """
         assert self._here is not None
         with self._lock:
             known = self._manifests.get(position)
@@ -196,7 +212,9 @@ class TieredReader:
         def read(named: FragmentRef, file: File | None) -> Fragment:
             return self._load(position, manifest, named, file)[0]
 
-        return filled(manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest)
+        return filled(
+            manifest, read, self._parts.ranks if self._parts else None, key=self.ref.manifest
+        )
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
         """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
@@ -215,21 +233,31 @@ class TieredReader:
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def lies_alike(self, position: int) -> bool:
-        """Whether the files of the step are the same there, byte for byte, as in the manifest that was found."""
+        """Whether the files of the step are the same there, byte for byte, as in the manifest
+        that was found.
+        """
         there = self.layout(position)
-        return there is self._here or (self._here is not None and there.encoded == self._here.encoded)
+        return there is self._here or (
+            self._here is not None and there.encoded == self._here.encoded
+        )
 
     def read(self, plan: RestorePlan, sink: Sink, *, workers: Workers) -> list[RestorePlan]:
-        """Execute ``plan``, made from the manifest that was found; returns which part of it each source has given.
+        """Execute ``plan``, made from the manifest that was found; returns which part of it each
+        source has given.
 
         Raises:
-            IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been overwritten in part.
+            IntegrityError, StorageError: Some chunk is intact nowhere. Targets may have been
+                overwritten in part.
         """
         given = self._read(plan.reads, sink, lambda *_: None, workers.run_all)
         return [replace(plan, reads=tuple(reads)) for reads in given]
 
-    def fetch(self, reads: Sequence[ChunkRead], sink: Sink, on_chunk: OnChunk = lambda *_: None) -> int:
-        """Read chunks of one file, on this thread; returns the position of the farthest source that was needed. Raises as ``read`` does."""
+    def fetch(
+        self, reads: Sequence[ChunkRead], sink: Sink, on_chunk: OnChunk = lambda *_: None
+    ) -> int:
+        """Read chunks of one file, on this thread; returns the position of the farthest source
+        that was needed. Raises as ``read`` does.
+        """
         try:
             given = self._read(reads, sink, on_chunk, lambda work: [each() for each in work])
         except (IntegrityError, StorageError):
@@ -244,7 +272,9 @@ class TieredReader:
         on_chunk: OnChunk,
         run_all: Callable[[Iterable[Callable[[], list[Place]]]], list[list[Place]]],
     ) -> list[Sequence[ChunkRead]]:
-        """Which of ``reads`` each source has given: one is asked for what no source before it could give."""
+        """Which of ``reads`` each source has given: one is asked for what no source before it
+        could give.
+        """
         told: dict[Place, list[tuple[str, Exception]]] = {}
         given: list[Sequence[ChunkRead]] = []
 
@@ -271,7 +301,9 @@ class TieredReader:
             }
             if len(meant) < len(reads):
                 lacking |= {_place(read) for read in reads}.difference(meant.values())
-            given.append([read for read in reads if _place(read) not in lacking] if lacking else reads)
+            given.append(
+                [read for read in reads if _place(read) not in lacking] if lacking else reads
+            )
             reads = [read for read in reads if _place(read) in lacking] if lacking else ()
         if reads:
             if said := told.get(_place(reads[0]), []):
@@ -330,9 +362,11 @@ class TieredReader:
             return error
         except (IntegrityError, StorageError) as error:
             return error
-        return None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
+        return (
+            None if size == wanted else StorageError(key, f"has {size} bytes, should have {wanted}")
+        )
 
-    # -- what has failed ----------------------------------------------------------------------------------------------------
+    # -- what has failed ---------------------------------------------------------------------------
 
     def gone(self, position: int, key: str) -> Exception | None:
         """Why a source need not be asked for a file."""
@@ -340,7 +374,10 @@ class TieredReader:
             return self._gone.get((position, "")) or self._gone.get((position, key))
 
     def failed(self, position: int, key: str, error: Exception, nbytes: int) -> None:
-        """Remember that a source could not give (part of) a file. Raises what no other source can mend."""
+        """Remember that a source could not give (part of) a file.
+
+        Raises what no other source can mend.
+        """
         reach = reach_of(error)
         if reach is None:
             raise error
@@ -380,12 +417,16 @@ class TieredReader:
     def _note(self, url: str, key: str, error: Exception, nbytes: int) -> None:
         known = self._repairs.get((url, key))
         if known is None:
-            self._repairs[url, key] = repair = Repair(tier=url, key=key, reason=str(error), nbytes=nbytes)
+            self._repairs[url, key] = repair = Repair(
+                tier=url, key=key, reason=str(error), nbytes=nbytes
+            )
             self._on_repair(repair)
         else:
             self._repairs[url, key] = replace(known, nbytes=known.nbytes + nbytes)
 
-    def _nearest(self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0) -> tuple[int, T]:
+    def _nearest(
+        self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0
+    ) -> tuple[int, T]:
         """``first``: where to begin; those before it come last."""
         told: list[tuple[str, Exception]] = []
         for position in (*range(first, len(self.sources)), *range(first)):

@@ -1,12 +1,17 @@
 """Copy a checkpoint, or files of it, to another store, proving every byte on the way.
 
-1. Files that the destination already has, whole and right, are kept: a copy that was cut short goes on where it was.
-2. Data files are written as a save writes them, from images whose chunks are read when they are asked for, each from the nearest source that has it intact. Nothing of a file is visible until
+1. Files that the destination already has, whole and right, are kept: a copy that was cut short goes
+   on where it was.
+2. Data files are written as a save writes them, from images whose chunks are read when they are
+   asked for, each from the nearest source that has it intact. Nothing of a file is visible until
    all of it is right. A destination with another codec gets the same chunks, encoded for it.
-3. Fragments, then the manifest, last: the step exists if and only if the manifest does. They are copied byte for byte, or, for another codec, say how the files are encoded. Before the manifest
-   come the claim marker (``coordination.claim_marker``) and one more look at all files, as for any save that is finished from outside of its job.
+3. Fragments, then the manifest, last: the step exists if and only if the manifest does. They are
+   copied byte for byte, or, for another codec, say how the files are encoded. Before the manifest
+   come the claim marker (``coordination.claim_marker``) and one more look at all files, as for any
+   save that is finished from outside of its job.
 
-Memory: for each worker a part, and the chunks at its ends. A store whose uploads keep what they are given until ``finish`` (the contract allows it) holds the files under way.
+Memory: for each worker a part, and the chunks at its ends. A store whose uploads keep what they are
+given until ``finish`` (the contract allows it) holds the files under way.
 """
 
 from __future__ import annotations
@@ -25,7 +30,13 @@ from ckpt.catalog.verify import Meter, OnProgress, fault_of, size_faults, verify
 from ckpt.codec.byte_planes import Encoder, widths_of
 from ckpt.config import NO_CODEC, parse_codec
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
-from ckpt.errors import FormatUnsupported, IntegrityError, ObjectExists, ObjectNotFound, StorageError
+from ckpt.errors import (
+    FormatUnsupported,
+    IntegrityError,
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+)
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
 from ckpt.model.keys import StepRef, data_name, fragment_name
@@ -51,9 +62,11 @@ from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, read_object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FetchReport:
-    """``nbytes`` of data files, as they lie there, are now right at the destination; ``copied_bytes`` of them were not there before."""
+    """``nbytes`` of data files, as they lie there, are now right at the destination;
+    ``copied_bytes`` of them were not there before.
+    """
 
     ref: StepRef
     nbytes: int
@@ -63,7 +76,9 @@ class FetchReport:
 
 @dataclass(frozen=True, slots=True)
 class FileCopy:
-    """A data file at the destination, and the position of the farthest source that was needed for it."""
+    """A data file at the destination, and the position of the farthest source that was needed
+    for it.
+    """
 
     file: File
     encoding: Encoding | None
@@ -72,7 +87,10 @@ class FileCopy:
 
 @dataclass(frozen=True, slots=True)
 class Recoding:
-    """Files of the same chunks for a tier with another codec. ``parts``: the fragments at the source, by rank."""
+    """Files of the same chunks for a tier with another codec.
+
+    ``parts``: the fragments at the source, by rank.
+    """
 
     encoder: Encoder | None
     parts: Mapping[int, Fragment]
@@ -108,8 +126,9 @@ def fetch_nearest(
 ) -> FetchReport:
     """Every part from the nearest of ``sources`` that has it intact.
 
-    Raw bytes can be had from any of them; encoded ones only from one that encodes them alike. So if the step cannot be
-    had as it lies at the nearest, it is taken as it lies at the next whose manifest is another one.
+    Raw bytes can be had from any of them; encoded ones only from one that encodes them alike. So if
+    the step cannot be had as it lies at the nearest, it is taken as it lies at the next whose
+    manifest is another one.
 
     Raises:
         IntegrityError: As ``fetch_step``: what the first try met.
@@ -149,6 +168,19 @@ def _manifest(source: StorageBackend, ref: StepRef) -> bytes:
         return b""
 
 
+def _meter(
+    manifest: Manifest, missing: Sequence[File], on_progress: OnProgress | None, *, recoded: bool
+) -> Meter:
+    """Return a meter of the whole step, which has passed all files that are not ``missing``."""
+    encodings = manifest.encodings()
+    meter = Meter(manifest.nbytes if recoded else manifest.stored_bytes, on_progress)
+    sizes = (
+        file.size if recoded else stored_size(file, encodings.get(file.rank)) for file in missing
+    )
+    meter.add(meter.total - sum(sizes))
+    return meter
+
+
 def fetch_step(
     source: StorageBackend,
     ref: StepRef,
@@ -163,8 +195,9 @@ def fetch_step(
 ) -> FetchReport:
     """Make a committed step of ``source`` one of ``destination``.
 
-    On an error, what is finished stays for the next try, and the step is not listed at the destination (unless it was before).
-    A destination where the step is encoded otherwise is left alone if it is intact.
+    On an error, what is finished stays for the next try, and the step is not listed at the
+    destination (unless it was before). A destination where the step is encoded otherwise is left
+    alone if it is intact.
 
     Args:
         others: Where to look for what the source has not intact, nearest first.
@@ -172,9 +205,11 @@ def fetch_step(
         codec: That of the destination. None: files are copied as they lie at the source.
 
     Raises:
-        ChecksumMismatch, ManifestCorrupt, FormatUnsupported: All sources are damaged. Any ``IntegrityError`` is about the sources.
+        ChecksumMismatch, ManifestCorrupt, FormatUnsupported: All sources are damaged. Any
+            ``IntegrityError`` is about the sources.
         IntegrityError: They lack a file, or a file cannot be read where it should have bytes.
-        ObjectExists: The destination has an intact manifest of this very attempt that differs, and not only in how files are encoded.
+        ObjectExists: The destination has an intact manifest of this very attempt that differs, and
+            not only in how files are encoded.
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
@@ -185,27 +220,31 @@ def fetch_step(
     old = _encoded_otherwise(destination, ref, manifest, packed, retry)
     listed = old is None and _make_way(destination, ref, packed, retry)
     if old is not None and not _wrong(destination, ref, old, workers, retry):
-        return FetchReport(
-            ref=ref, nbytes=old.stored_bytes, copied_bytes=0, seconds=time.perf_counter() - start
-        )
+        return FetchReport(ref, old.stored_bytes, 0, time.perf_counter() - start)
     recoding = None if codec is None or listed else _recoding(origin, manifest, codec)
     kept = _kept(origin, manifest, destination, recoding, workers, retry)
-    missing, encodings = [file for file in manifest.files if file.rank not in kept], manifest.encodings()
-    if not others:
-        for fault in size_faults(source, ref, missing, workers=workers, retry=retry, encodings=encodings):
-            raise fault.error()
-    meter = Meter(manifest.nbytes if recoding else manifest.stored_bytes, on_progress)
-    meter.add(
-        meter.total
-        - sum(file.size if recoding else stored_size(file, encodings.get(file.rank)) for file in missing)
-    )
+    missing = [file for file in manifest.files if file.rank not in kept]
+    encodings = manifest.encodings()
+    sizes = partial(size_faults, source, ref, missing, encodings=encodings)
+    for fault in () if others else sizes(workers=workers, retry=retry):
+        raise fault.error()
+    meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
     copies = copy_files(
-        origin, missing, destination, encodings=encodings, workers=workers, retry=retry, meter=meter, recoding=recoding
-    )  # fmt: skip
+        origin,
+        missing,
+        destination,
+        encodings=encodings,
+        workers=workers,
+        retry=retry,
+        meter=meter,
+        recoding=recoding,
+    )
     if old is not None:  # not before all of the data is there
         retry.call(partial(destination.delete, ref.manifest))
     if recoding is None:
-        copy_fragments(origin, manifest, manifest.fragments, destination, workers=workers, retry=retry)
+        copy_fragments(
+            origin, manifest, manifest.fragments, destination, workers=workers, retry=retry
+        )
     else:
         told = {copy.file.rank: copy.encoding for copy in copies} | kept
         manifest = _put_fragments(ref, recoding, told, destination, workers, retry)
@@ -215,9 +254,7 @@ def fetch_step(
     if old is not None:
         _clear_unnamed(destination, ref, manifest, retry)
     copied = sum(stored_size(copy.file, copy.encoding) for copy in copies)
-    return FetchReport(
-        ref=ref, nbytes=manifest.stored_bytes, copied_bytes=copied, seconds=time.perf_counter() - start
-    )
+    return FetchReport(ref, manifest.stored_bytes, copied, time.perf_counter() - start)
 
 
 def copy_files(
@@ -232,7 +269,9 @@ def copy_files(
     recoding: Recoding | None = None,
     on_chunk: OnChunk = lambda *_: None,
 ) -> list[FileCopy]:
-    """Copy data files, all of each or nothing: as they lie at the sources, or as ``recoding`` has it. Raises as ``fetch_step`` does."""
+    """Copy data files, all of each or nothing: as they lie at the sources, or as ``recoding``
+    has it. Raises as ``fetch_step`` does.
+    """
     failed: list[BaseException] = []
 
     def copy(file: File) -> FileCopy:
@@ -286,7 +325,10 @@ def copy_fragments(
     workers: Workers,
     retry: RetryPolicy,
 ) -> None:
-    """Copy those of ``fragments`` that are not there. Their data files go first: whoever finds all fragments may commit them."""
+    """Copy those of ``fragments`` that are not there.
+
+    Their data files go first: whoever finds all fragments may commit them.
+    """
     files = manifest.file_map()
     workers.run_all(
         partial(_copy_fragment, origin, destination, manifest, named, files.get(named.rank), retry)
@@ -295,9 +337,17 @@ def copy_fragments(
 
 
 def commit_copy(
-    destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy, *, look: Callable[[], None]
+    destination: StorageBackend,
+    ref: StepRef,
+    packed: bytes,
+    retry: RetryPolicy,
+    *,
+    look: Callable[[], None],
 ) -> None:
-    """Put the manifest of a step whose files are all there. ``look`` raises if one of them is not, or not any more: until there is a manifest, who makes room may have taken it for remains.
+    """Put the manifest of a step whose files are all there.
+
+    ``look`` raises if one of them is not, or not any more: until there is a manifest, who makes
+    room may have taken it for remains.
 
     Raises:
         ObjectExists: As ``fetch_step``.
@@ -306,7 +356,8 @@ def commit_copy(
     if _make_way(destination, ref, packed, retry):
         look()
         return
-    look()  # without a mark: one that cannot be finished shall not keep its remains from being cleared away
+    # without a mark: one that cannot be finished shall not keep its remains from being cleared away
+    look()
     if not retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
     look()
@@ -315,23 +366,37 @@ def commit_copy(
 
 
 def _look(
-    destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
+    destination: StorageBackend,
+    ref: StepRef,
+    manifest: Manifest,
+    workers: Workers,
+    retry: RetryPolicy,
 ) -> None:
     """Raises ``StorageError`` if a file or a fragment is not there as it should be."""
     faults = size_faults(
-        destination, ref, manifest.files, workers=workers, retry=retry, encodings=manifest.encodings()
+        destination,
+        ref,
+        manifest.files,
+        workers=workers,
+        retry=retry,
+        encodings=manifest.encodings(),
     )
     if faults:
         raise StorageError(
             faults[0].key, f"{faults[0].what} on {destination.url}: somebody has cleared it away"
         )
     workers.run_all(
-        partial(retry.call, partial(destination.head, ref.key(part.name))) for part in manifest.fragments
+        partial(retry.call, partial(destination.head, ref.key(part.name)))
+        for part in manifest.fragments
     )
 
 
 def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> bool:
-    """Whether the manifest is there. A damaged copy of it is removed: it would keep the good one out. An intact one that differs, or of a later format, is not ours to judge."""
+    """Whether the manifest is there.
+
+    A damaged copy of it is removed: it would keep the good one out. An intact one that differs, or
+    of a later format, is not ours to judge.
+    """
     try:
         there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
         if there == packed:
@@ -345,24 +410,35 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
             return False
     raise ObjectExists(
         ref.manifest,
-        f"{destination.url} has another manifest of the same attempt: remove the folder {ref.folder} there, then copy again",
+        f"{destination.url} has another manifest of the same attempt: remove the folder "
+        f"{ref.folder} there, then copy again",
     )
 
 
 def _encoded_otherwise(
     destination: StorageBackend, ref: StepRef, manifest: Manifest, packed: bytes, retry: RetryPolicy
 ) -> Manifest | None:
-    """The manifest of a destination that has the same chunks, encoded otherwise; None if it has not."""
+    """The manifest of a destination that has the same chunks, encoded otherwise; None if it has
+    not.
+    """
     try:
         there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
         old = None if there == packed else read_manifest(destination, ref, retry=retry)
     except (ObjectNotFound, IntegrityError):
         return None
-    return old if old is not None and old.encoded != manifest.encoded and same_chunks(old, manifest) else None
+    return (
+        old
+        if old is not None and old.encoded != manifest.encoded and same_chunks(old, manifest)
+        else None
+    )
 
 
-def _clear_unnamed(destination: StorageBackend, ref: StepRef, manifest: Manifest, retry: RetryPolicy) -> None:
-    """Remove what lies beside the files of a step that was just committed: those of another encoding."""
+def _clear_unnamed(
+    destination: StorageBackend, ref: StepRef, manifest: Manifest, retry: RetryPolicy
+) -> None:
+    """Remove what lies beside the files of a step that was just committed: those of another
+    encoding.
+    """
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     named = {ref.manifest, *map(ref.key, names)}
     for info in own_objects(destination, ref):
@@ -374,13 +450,17 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
     """How the files are written for a codec; None if they lie so at the source."""
     name, _ = parse_codec(codec)
     encodings = manifest.encodings()
-    if all((encodings[f.rank].codec if f.rank in encodings else NO_CODEC) == name for f in manifest.files):
+    if all(
+        (encodings[f.rank].codec if f.rank in encodings else NO_CODEC) == name
+        for f in manifest.files
+    ):
         return None
     files = manifest.file_map()
     with _about_the_source():
         parts = {
             named.rank: read_fragment(
-                origin.fragment(manifest, named, files.get(named.rank)), key=origin.ref.key(named.name)
+                origin.fragment(manifest, named, files.get(named.rank)),
+                key=origin.ref.key(named.name),
             )
             for named in manifest.fragments
         }
@@ -395,7 +475,10 @@ def _kept(
     workers: Workers,
     retry: RetryPolicy,
 ) -> dict[int, Encoding | None]:
-    """Ranks whose files are there already, every byte of them, with their encodings. Those that are recoded are as the fragment beside them says."""
+    """Ranks whose files are there already, every byte of them, with their encodings.
+
+    Those that are recoded are as the fragment beside them says.
+    """
     files = {file.rank: (file, manifest.encodings().get(file.rank)) for file in manifest.files}
     if recoding is not None:
         found: dict[int, tuple[File, Encoding | None]] = {}
@@ -412,16 +495,28 @@ def _kept(
     encodings = {rank: encoding for rank, (_, encoding) in files.items() if encoding}
     every = [file for file, _ in files.values()]
     faults, _ = verify_files(
-        destination, origin.ref, every, workers=workers, on_progress=None, retry=retry, encodings=encodings
+        destination,
+        origin.ref,
+        every,
+        workers=workers,
+        on_progress=None,
+        retry=retry,
+        encodings=encodings,
     )
     wrong = {fault.key for fault in faults}
     return {
-        file.rank: encoding for file, encoding in files.values() if origin.ref.key(file.name) not in wrong
+        file.rank: encoding
+        for file, encoding in files.values()
+        if origin.ref.key(file.name) not in wrong
     }
 
 
 def _wrong(
-    destination: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
+    destination: StorageBackend,
+    ref: StepRef,
+    manifest: Manifest,
+    workers: Workers,
+    retry: RetryPolicy,
 ) -> bool:
     """Whether a data file is not there as it should be."""
     faults, _ = verify_files(
@@ -476,13 +571,18 @@ def _commit(destination: StorageBackend, ref: StepRef, packed: bytes, retry: Ret
     except (
         ObjectExists
     ):  # it was there all along, another fetch was faster, or the reply to a first try was lost
-        if retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES)) != packed:
+        if (
+            retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
+            != packed
+        ):
             raise
 
 
 @contextmanager
 def _about_the_source() -> Generator[None]:
-    """What is missing or unreadable there is damage; the same at the destination is a failure of that store."""
+    """What is missing or unreadable there is damage; the same at the destination is a failure of
+    that store.
+    """
     try:
         yield
     except StorageError as error:

@@ -2,7 +2,8 @@
 
 1. The manifest proves itself: checksum, sizes that add up, boxes that tile.
 2. Every fragment is the one that the manifest was merged from.
-3. Every data file has its size, and every chunk of it its checksum. Neighbouring chunks are read together, by all workers.
+3. Every data file has its size, and every chunk of it its checksum. Neighbouring chunks are read
+   together, by all workers.
 
 What is found is returned as values, so that one damaged chunk does not hide the next.
 """
@@ -44,7 +45,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Something that is not as it was written. ``offset`` and ``nbytes`` say where in the object, if it is not all of it."""
+    """Something that is not as it was written.
+
+    ``offset`` and ``nbytes`` say where in the object, if it is not all of it.
+    """
 
     key: str
     what: str
@@ -82,10 +86,12 @@ def verify_step(
 ) -> VerifyReport:
     """Read all of a committed step and compare it with its checksums.
 
-    Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that, and a chunk.
+    Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that,
+        and a chunk.
 
     Raises:
-        AccessDenied, TransientStorageError, FormatUnsupported: The store could not be asked, or its answer not be read; that says nothing about the checkpoint.
+        AccessDenied, TransientStorageError, FormatUnsupported: The store could not be asked, or its
+            answer not be read; that says nothing about the checkpoint.
     """
     start = time.perf_counter()
     retry = retry or RetryPolicy()
@@ -95,7 +101,9 @@ def verify_step(
         raise
     except (IntegrityError, StorageError) as error:
         fault = fault_of(error)
-        return VerifyReport(ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start)
+        return VerifyReport(
+            ref=ref, faults=(fault,), verified_bytes=0, seconds=time.perf_counter() - start
+        )
     files = manifest.file_map()
     parts = workers.run_all(
         partial(_fragment, backend, ref, manifest, fragment, files.get(fragment.rank), retry)
@@ -103,7 +111,9 @@ def verify_step(
     )
     faults = [part for part in parts if isinstance(part, Fault)]
     try:
-        manifest = _filled(manifest, [part for part in parts if isinstance(part, Fragment)], ref.manifest)
+        manifest = _filled(
+            manifest, [part for part in parts if isinstance(part, Fragment)], ref.manifest
+        )
     except ManifestCorrupt as error:
         faults.append(fault_of(error))
     data_faults, verified = verify_files(
@@ -116,7 +126,10 @@ def verify_step(
         encodings=manifest.encodings(),
     )
     return VerifyReport(
-        ref=ref, faults=(*faults, *data_faults), verified_bytes=verified, seconds=time.perf_counter() - start
+        ref=ref,
+        faults=(*faults, *data_faults),
+        verified_bytes=verified,
+        seconds=time.perf_counter() - start,
     )
 
 
@@ -175,7 +188,13 @@ def _heads(
 ) -> list[tuple[int, Fault | None]]:
     """The size of each file, and what is wrong with it."""
     return workers.run_all(
-        partial(_size_fault, backend, ref.key(file.name), stored_size(file, encodings.get(file.rank)), retry)
+        partial(
+            _size_fault,
+            backend,
+            ref.key(file.name),
+            stored_size(file, encodings.get(file.rank)),
+            retry,
+        )
         for file in files
     )
 
@@ -233,7 +252,9 @@ def _size_fault(
         return 0, fault_of(error)
     if size == wanted:
         return size, None
-    what = f"has {size} bytes, should have {wanted}: it was {'cut' if size < wanted else 'added to'}"
+    what = (
+        f"has {size} bytes, should have {wanted}: it was {'cut' if size < wanted else 'added to'}"
+    )
     return size, Fault(key=key, what=what, offset=min(size, wanted))
 
 
@@ -246,7 +267,10 @@ def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
             raise error
         case ChecksumMismatch():
             return Fault(
-                key=error.key, what="its bytes were changed", offset=error.offset, nbytes=error.nbytes
+                key=error.key,
+                what="its bytes were changed",
+                offset=error.offset,
+                nbytes=error.nbytes,
             )
         case ManifestCorrupt():
             return Fault(key=error.key, what=error.detail)
@@ -254,6 +278,8 @@ def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
             return Fault(key=error.key, what="is missing")
         case StorageError():
             offset, nbytes = (chunk.offset, chunk.stored_nbytes) if chunk else (None, None)
-            return Fault(key=error.key, what=f"cannot be read: {error.detail}", offset=offset, nbytes=nbytes)
+            return Fault(
+                key=error.key, what=f"cannot be read: {error.detail}", offset=offset, nbytes=nbytes
+            )
         case _:
             return Fault(key=getattr(error, "key", ""), what=str(error))

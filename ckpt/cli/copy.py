@@ -36,13 +36,20 @@ def copy(
         ),
     ],
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="This step, all attempts at it.")
+        int | None,
+        typer.Option("--step", metavar="N", min=0, help="This step, all attempts at it."),
     ] = None,
-    all_steps: Annotated[bool, typer.Option("--all", help="Every committed step, newest first.")] = False,
-    latest: Annotated[bool, typer.Option("--latest", help="The newest step. This is the default.")] = False,
+    all_steps: Annotated[
+        bool, typer.Option("--all", help="Every committed step, newest first.")
+    ] = False,
+    latest: Annotated[
+        bool, typer.Option("--latest", help="The newest step. This is the default.")
+    ] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Read what DEST has already too, and replace what is damaged there."),
+        typer.Option(
+            "--check", help="Read what DEST has already too, and replace what is damaged there."
+        ),
     ] = False,
     root: RootOption = None,
     config: ConfigFileOption = None,
@@ -51,10 +58,12 @@ def copy(
 ) -> None:
     r"""Copy checkpoints between any two places.
 
-    Every byte is compared with its checksum on the way, and a step appears at DEST only when all of it is there. What is there already is skipped; a copy that was cut short
-    goes on where it was. SOURCE is never changed.
+    Every byte is compared with its checksum on the way, and a step appears at DEST only when all of
+    it is there. What is there already is skipped; a copy that was cut short goes on where it was.
+    SOURCE is never changed.
 
-    Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were copied. 7: SOURCE has no such checkpoint. 3: a store failed.
+    Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were
+        copied. 7: SOURCE has no such checkpoint. 3: a store failed.
 
     \b
     Examples:
@@ -83,7 +92,11 @@ def copy(
                 output.warn(f"step {ref.step} was not copied: {done[-1].error}")
     if json:
         output.show_json(
-            {"source": origin.url, "dest": destination.url, "steps": [_as_json(one) for one in done]}
+            {
+                "source": origin.url,
+                "dest": destination.url,
+                "steps": [_as_json(one) for one in done],
+            }
         )
     else:
         _show(done, destination.url)
@@ -110,12 +123,21 @@ class _Copied:
         if self.skipped:
             return "already there"
         return (
-            "copied" if self.copied_bytes == self.nbytes else "completed" if self.copied_bytes else "intact"
+            "copied"
+            if self.copied_bytes == self.nbytes
+            else "completed"
+            if self.copied_bytes
+            else "intact"
         )
 
 
 def _copy(
-    source: StorageBackend, ref: StepRef, destination: StorageBackend, workers: Workers, *, check: bool
+    source: StorageBackend,
+    ref: StepRef,
+    destination: StorageBackend,
+    workers: Workers,
+    *,
+    check: bool,
 ) -> _Copied:
     from ckpt.catalog.transfer import fetch_step
     from ckpt.cli import output
@@ -130,11 +152,15 @@ def _copy(
         raise
     except (IntegrityError, ObjectExists) as error:  # the other steps may be fine
         return _Copied(ref=ref, error=error)
-    return _Copied(ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds)
+    return _Copied(
+        ref=ref, nbytes=report.nbytes, copied_bytes=report.copied_bytes, seconds=report.seconds
+    )
 
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
-    """Bytes of the step, if the destination has the same chunks, however they are encoded there; None if it has not."""
+    """Bytes of the step, if the destination has the same chunks, however they are encoded there;
+    None if it has not.
+    """
     from ckpt.catalog.index import read_manifest, read_packed
     from ckpt.errors import IntegrityError, ObjectNotFound
     from ckpt.plan.rebase import same_chunks
@@ -142,7 +168,9 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
     _, packed = read_packed(source, ref)
     try:
         there, same = read_packed(destination, ref)
-        if same == packed or same_chunks(read_manifest(destination, ref), read_manifest(source, ref)):
+        if same == packed or same_chunks(
+            read_manifest(destination, ref), read_manifest(source, ref)
+        ):
             return there.stored_bytes
         return None
     except (ObjectNotFound, IntegrityError):
@@ -159,7 +187,9 @@ def _check_apart(source: str, destination: str) -> None:
 
     how = relation(source, destination)
     if how == "same":
-        raise ConfigError(f"{source} and {destination} are the same place: name another one to copy to")
+        raise ConfigError(
+            f"{source} and {destination} are the same place: name another one to copy to"
+        )
     if how != "apart":
         inside, outside = (source, destination) if how == "inside" else (destination, source)
         raise ConfigError(f"{inside} is inside of {outside}: name a place beside it to copy to")

@@ -36,14 +36,18 @@ def diff(
         list[str] | None,
         typer.Argument(
             metavar="[A] [B] [STEP] [STEP]",
-            help="Folders or URLs, and one or two steps. A is the same as --root; B is A again if it is left out.",
+            help="Folders or URLs, and one or two steps. A is the same as --root; B is A again if "
+            "it is left out.",
             show_default=False,
         ),
     ] = None,
     step: Annotated[
         list[int] | None,
         typer.Option(
-            "--step", metavar="N", min=0, help="Of both; given twice, of A and of B. Default: the newest."
+            "--step",
+            metavar="N",
+            min=0,
+            help="Of both; given twice, of A and of B. Default: the newest.",
         ),
     ] = None,
     values: Annotated[
@@ -72,7 +76,10 @@ def diff(
     from ckpt.errors import ConfigError
 
     words = where or []
-    numbers = [*(None if word == LATEST else int(word) for word in words if is_step(word)), *(step or [])]
+    numbers = [
+        *(None if word == LATEST else int(word) for word in words if is_step(word)),
+        *(step or []),
+    ]
     if len(numbers) > 2:
         raise ConfigError("one step is for both, two are of A and of B: leave the others out")
     named = [*([root] if root else []), *(word for word in words if not is_step(word))]
@@ -125,7 +132,9 @@ def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str 
 
     a, b = exact_values(one.manifest), exact_values(two.manifest)
     return {
-        name: (a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)
+        name: (a.get(name), b.get(name))
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
     }
 
 
@@ -142,11 +151,14 @@ def _show(
     rows = [(name, "only in A", _kind(one.tensors[name])) for name in found.only_one]
     rows += [(name, "only in B", _kind(two.tensors[name])) for name in found.only_two]
     rows += [
-        (name, "another kind", f"{_kind(x)} in A, {_kind(y)} in B") for name, (x, y) in found.kinds.items()
+        (name, "another kind", f"{_kind(x)} in A, {_kind(y)} in B")
+        for name, (x, y) in found.kinds.items()
     ]
     for name in found.values:
         told = _kind(one.tensors[name])
-        rows.append((name, "other values", f"{told}, by at most {far[name]:.6g}" if name in far else told))
+        rows.append(
+            (name, "other values", f"{told}, by at most {far[name]:.6g}" if name in far else told)
+        )
     rows += [(name, "plain value", _contrast(x, y)) for name, (x, y) in plain.items()]
     if rows:
         output.show_line()
@@ -162,7 +174,8 @@ def _show(
         )
     elif found.read_names:
         output.show_line(
-            f"{output.count(found.read_names, 'tensor')} saved in another layout: read, the others compared by checksum"
+            f"{output.count(found.read_names, 'tensor')} saved in another layout: read, the "
+            "others compared by checksum"
         )
 
 
@@ -175,7 +188,10 @@ def _contrast(one: str | None, two: str | None) -> str:
     from ckpt.cli.show import clip
 
     if one is None or two is None or max(len(one), len(two)) <= _LONG:
-        return f"{'none' if one is None else clip(one)} in A, {'none' if two is None else clip(two)} in B"
+        return (
+            f"{'none' if one is None else clip(one)} in A, {'none' if two is None else clip(two)} "
+            "in B"
+        )
     pairs = enumerate(zip(one, two, strict=False))
     same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(two)))
     start = max(0, same - _CONTEXT // 2)

@@ -39,7 +39,8 @@ def export(
         list[str],
         typer.Argument(
             metavar="[ROOT] OUT",
-            help="ROOT is the same as --root. OUT is a local file or folder that does not exist yet.",
+            help="ROOT is the same as --root. OUT is a local file or folder that does not exist "
+            "yet.",
             show_default=False,
         ),
     ],
@@ -53,7 +54,9 @@ def export(
     name: Annotated[
         list[str] | None,
         typer.Option(
-            "--name", metavar="GLOB", help="Only names that match, such as 'model/*'; may be given again."
+            "--name",
+            metavar="GLOB",
+            help="Only names that match, such as 'model/*'; may be given again.",
         ),
     ] = None,
     strip: Annotated[
@@ -72,19 +75,22 @@ def export(
 ) -> None:
     r"""Write a checkpoint in a format that other programs read.
 
-    Tensors are whole, whichever ranks have saved their parts, and every byte is verified on the way. The checkpoint need not fit into memory. OUT appears when all of it is there; what the format cannot hold is listed.
+    Tensors are whole, whichever ranks have saved their parts, and every byte is verified on the
+    way. The checkpoint need not fit into memory. OUT appears when all of it is there. Values that
+    the format cannot hold are listed.
 
     \b
-    safetensors  tensors only. OUT that ends in .safetensors is one file; else a folder, with an index
-                 as Hugging Face has it if it is larger than --max-shard-size.
-    torch        one file for torch.load(OUT): nested dicts as state_dict() gives them. Needs as much
-                 room again beside OUT while it is written.
+    safetensors  tensors only. OUT that ends in .safetensors is one file; else it is a
+                 folder, with an index as Hugging Face has it if it is larger than
+                 --max-shard-size.
+    torch        one file for torch.load(OUT): nested dicts as state_dict() gives them.
+                 Needs as much room again beside OUT while it is written.
     dcp          a folder for torch.distributed.checkpoint.load, onto any number of ranks.
 
     \b
     Examples:
       ckpt export runs/gpt gpt.safetensors --name 'model/*' --strip model/
-      ckpt export runs/gpt hf/ --format safetensors --name 'model/*' --strip model/ --max-shard-size 2GB
+      ckpt export runs/gpt hf/ --format safetensors --name 'model/*' --max-shard-size 2GB
       ckpt export runs/gpt gpt.pt --step 1200
       ckpt export s3://bucket/run42 dcp/ --format dcp
     """
@@ -105,7 +111,9 @@ def export(
         output.progress(f"step {ref.step}") as bar,
         naming_the_one_before(refs, step),
     ):
-        reader = StepReader(backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers)
+        reader = StepReader(
+            backend, ref, backend.ask(partial(read_manifest, backend, ref)), workers
+        )
 
         def start(nbytes: int) -> None:
             reader.on_bytes = Meter(nbytes, bar).add
@@ -117,12 +125,16 @@ def export(
             ExportOptions(
                 globs=name or (),
                 strip=strip,
-                max_shard_bytes=size_bytes("--max-shard-size", max_shard_size) if max_shard_size else None,
+                max_shard_bytes=size_bytes("--max-shard-size", max_shard_size)
+                if max_shard_size
+                else None,
             ),
             on_start=start,
         )
     if json:
-        output.show_json({"step": ref.step, "attempt": ref.attempt, "format": chosen.value, **_as_json(done)})
+        output.show_json(
+            {"step": ref.step, "attempt": ref.attempt, "format": chosen.value, **_as_json(done)}
+        )
     else:
         _show(done, ref.step, chosen)
 
@@ -130,7 +142,11 @@ def export(
 def _format_of(out: str) -> Format:
     from ckpt.errors import ConfigError
 
-    for suffix, kind in ((".safetensors", Format.safetensors), (".pt", Format.torch), (".pth", Format.torch)):
+    for suffix, kind in (
+        (".safetensors", Format.safetensors),
+        (".pt", Format.torch),
+        (".pth", Format.torch),
+    ):
         if out.endswith(suffix):
             return kind
     raise ConfigError(f"the format of {out} is not known: give --format safetensors, torch or dcp")
@@ -140,7 +156,9 @@ def _show(done: Exported, step: int, kind: Format) -> None:
     from ckpt.cli import output
 
     tensors = output.count(done.tensors, "tensor")
-    output.show_line(f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind.value}", style="green")
+    output.show_line(
+        f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind.value}", style="green"
+    )
     output.show_facts({"place": done.place})
     for title, notes in (("changed", done.notes.changed), ("left out", done.notes.left_out)):
         if notes:

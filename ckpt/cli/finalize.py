@@ -42,7 +42,8 @@ def finalize(
     job_is_dead: Annotated[
         bool,
         typer.Option(
-            "--job-is-dead", help="The job ran on another machine, and all its processes have ended."
+            "--job-is-dead",
+            help="The job ran on another machine, and all its processes have ended.",
         ),
     ] = False,
     root: RootOption = None,
@@ -122,12 +123,15 @@ def _show(tried: list[_Tried]) -> None:
     for one in tried:
         if one.manifest:
             output.show_line(
-                f"step {one.ref.step} (attempt {one.ref.attempt}) is a checkpoint now: {output.size(one.manifest.nbytes)} of "
+                f"step {one.ref.step} (attempt {one.ref.attempt}) is a checkpoint now: "
+                f"{output.size(one.manifest.nbytes)} of "
                 f"{output.count(one.manifest.world_size, 'rank')}, verified",
                 style="green",
             )
         elif len(tried) > 1:
-            output.warn(f"step {one.ref.step} (attempt {one.ref.attempt}) was left alone: {one.error}")
+            output.warn(
+                f"step {one.ref.step} (attempt {one.ref.attempt}) was left alone: {one.error}"
+            )
 
 
 def _as_json(one: _Tried) -> dict[str, object]:

@@ -40,9 +40,14 @@ def import_(
     ] = None,
     *,
     step: Annotated[
-        int, typer.Option("--step", metavar="N", min=0, help="Which step it becomes.", show_default=False)
+        int,
+        typer.Option(
+            "--step", metavar="N", min=0, help="Which step it becomes.", show_default=False
+        ),
     ],
-    kind: Annotated[Source | None, typer.Option("--format", help="Default: what SOURCE looks like.")] = None,
+    kind: Annotated[
+        Source | None, typer.Option("--format", help="Default: what SOURCE looks like.")
+    ] = None,
     plain: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,7 +59,8 @@ def import_(
     param_names: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="The model's parameter names, one on each line, in the optimizer's order."
+            metavar="FILE",
+            help="The model's parameter names, one on each line, in the optimizer's order.",
         ),
     ] = None,
     root: RootOption = None,
@@ -63,11 +69,13 @@ def import_(
 ) -> None:
     r"""Make a checkpoint from files of torch.save, torch.distributed.checkpoint or safetensors.
 
-    A dict of tensors becomes a model, a dict of "state" and "param_groups" an optimizer; all else stays what it is. CheckpointManager(ROOT).restore(state) then loads it into
-    {"model": model, "optimizer": optimizer, ...}. A file with nothing but tensors becomes {"model": ...}.
+    A dict of tensors becomes a model, a dict of "state" and "param_groups" an optimizer; all else
+    stays what it is. CheckpointManager(ROOT).restore(state) then loads it into {"model": model,
+    "optimizer": optimizer, ...}. A file with nothing but tensors becomes {"model": ...}.
 
-    Nothing is unpickled but what torch.load(weights_only=True) allows. Optimizer state is kept by parameter name; where the source has numbers only, they are matched with the model's
-    entries by order and shape, or by --param-names.
+    Nothing is unpickled but what torch.load(weights_only=True) allows. Optimizer state is kept by
+    parameter name; where the source has numbers only, they are matched with the model's entries by
+    order and shape, or by --param-names.
 
     \b
     Examples:
@@ -96,7 +104,13 @@ def import_(
     )
     if json:
         output.show_json(
-            {"step": step, "root": tier.url, "format": done.kind, "names": done.names, "notes": done.notes}
+            {
+                "step": step,
+                "root": tier.url,
+                "format": done.kind,
+                "names": done.names,
+                "notes": done.notes,
+            }
         )
         return
     output.show_line(f"step {step} in {tier.url}, from {done.kind}", style="green")

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 def ls(
     where: PlacesArgument = None,
     newest: Annotated[
-        int | None, typer.Option("-n", "--newest", metavar="N", min=1, help="Only the N newest steps.")
+        int | None,
+        typer.Option("-n", "--newest", metavar="N", min=1, help="Only the N newest steps."),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", help="The newest first.")] = False,
     root: RootsOption = None,
@@ -108,12 +109,22 @@ def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
         output.show_json({"root": tier.url, "steps": [_as_json(entry) for entry in entries]})
         return
     notes = [_metadata(entry.manifest) for entry in entries]
-    columns: tuple[str, ...] = ("step", "attempt", "committed at", "ranks", "tensors", "size", "state")
+    columns: tuple[str, ...] = (
+        "step",
+        "attempt",
+        "committed at",
+        "ranks",
+        "tensors",
+        "size",
+        "state",
+    )
     rows = [_row(entry) for entry in entries]
     if any(notes):
         columns = (*columns, "metadata")
         rows = [(*row, _brief(note)) for row, note in zip(rows, notes, strict=True)]
-    output.show_table(columns, rows, right=("step", "ranks", "tensors", "size"), elided=("metadata",))
+    output.show_table(
+        columns, rows, right=("step", "ranks", "tensors", "size"), elided=("metadata",)
+    )
 
 
 def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
@@ -125,18 +136,7 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
     if len(failed) == len(tiers) and failed[0].error:
         raise failed[0].error
     if json:
-        output.show_json(
-            {
-                "tiers": [
-                    {"root": tier.url, "error": str(tier.error) if tier in failed else None} for tier in tiers
-                ],
-                "steps": [_across_as_json(tiers, ref) for ref in refs],
-            }
-        )
-        if not refs:
-            raise typer.Exit(
-                failed[0].error.exit_code if failed and failed[0].error else NoCheckpoint.exit_code
-            )
+        _show_several_as_json(tiers, failed, refs)
         return
     for tier in failed:
         output.warn(f"{tier.url} cannot be listed: {tier.error}")
@@ -149,21 +149,54 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
         known = _known(tiers, ref)
         ranks = str(known.world_size) if known else "-"
         when = output.moment(known.created_at) if known else "-"
-        cells = ["unreachable" if tier in failed else _cell(tier.entries.get(ref), known) for tier in tiers]
+        cells = [
+            "unreachable" if tier in failed else _cell(tier.entries.get(ref), known)
+            for tier in tiers
+        ]
         rows.append((str(ref.step), ref.attempt, when, ranks, *cells, _brief(_metadata(known))))
-    columns = ("step", "attempt", "committed at", "ranks", *(tier.url for tier in tiers), "metadata")
+    columns = (
+        "step",
+        "attempt",
+        "committed at",
+        "ranks",
+        *(tier.url for tier in tiers),
+        "metadata",
+    )
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     without_metadata = [row[: 4 + len(tiers)] for row in rows]
-    names = output.short_names([tier.url for tier in tiers], columns[: 4 + len(tiers)], without_metadata)
+    names = output.short_names(
+        [tier.url for tier in tiers], columns[: 4 + len(tiers)], without_metadata
+    )
     columns = tuple(names.get(column, column) for column in columns)
     output.show_table(columns, rows, right=("step", "ranks"), elided=("metadata",))
+
+
+def _show_several_as_json(
+    tiers: list[_Tier], failed: Sequence[_Tier], refs: Sequence[StepRef]
+) -> None:
+    from ckpt.cli import output
+    from ckpt.errors import NoCheckpoint
+
+    output.show_json(
+        {
+            "tiers": [
+                {"root": tier.url, "error": str(tier.error) if tier in failed else None}
+                for tier in tiers
+            ],
+            "steps": [_across_as_json(tiers, ref) for ref in refs],
+        }
+    )
+    if not refs:
+        error = failed[0].error if failed else None
+        raise typer.Exit(error.exit_code if error else NoCheckpoint.exit_code)
 
 
 def _known(tiers: list[_Tier], ref: StepRef) -> Manifest | None:
     """The manifest of any tier: they are the same."""
     return next(
-        (entry.manifest for tier in tiers if (entry := tier.entries.get(ref)) and entry.manifest), None
+        (entry.manifest for tier in tiers if (entry := tier.entries.get(ref)) and entry.manifest),
+        None,
     )
 
 
@@ -240,7 +273,8 @@ def _state(entry: Entry) -> tuple[str, str]:
         )
     return (
         "incomplete",
-        f"{entry.finished_ranks} rank{'' if entry.finished_ranks == 1 else 's'} finished, no manifest",
+        f"{entry.finished_ranks} rank{'' if entry.finished_ranks == 1 else 's'} finished, no "
+        "manifest",
     )
 
 

@@ -1,4 +1,7 @@
-"""The command ``ckpt``. Each verb has a file of its own and imports what it needs when it runs, so that help is instant."""
+"""The command ``ckpt``.
+
+Each verb has a file of its own and imports what it needs when it runs, so that help is instant.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +62,29 @@ Exit codes:
 
 
 def _help(text: str) -> str:
-    """Paragraphs after a lone backspace character keep their lines; the sources spell it as the two characters of its escape."""
+    """Paragraphs after a lone backspace character keep their lines; the sources spell it as the
+    two characters of its escape.
+    """
     return inspect.cleandoc(text).replace("\\b\n", "\b\n")
 
 
 class _Verb(TyperCommand):
-    """A verb of which an option that takes one value is given once: click takes the last without a word."""
+    """A verb of which an option that takes one value is given once: click takes the last without
+    a word.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         order: list[Any] = self.make_parser(ctx).parse_args(args=list(args))[2]
         for option in order:
-            if order.count(option) > 1 and option.nargs == 1 and not option.multiple and not getattr(option, "is_flag", False):  # fmt: skip
-                raise ConfigError(f"{option.opts[-1]} is given {order.count(option)} times: give it once")
+            if (
+                order.count(option) > 1
+                and option.nargs == 1
+                and not option.multiple
+                and not getattr(option, "is_flag", False)
+            ):
+                raise ConfigError(
+                    f"{option.opts[-1]} is given {order.count(option)} times: give it once"
+                )
         return super().parse_args(ctx, args)
 
 
@@ -94,7 +108,9 @@ def _print_version(wanted: bool) -> None:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
@@ -113,7 +129,8 @@ for command in COMMANDS:
 
 
 def add_commands_of_others(arguments: Sequence[str]) -> None:
-    """Add the commands that other distributions provide as entry points of the group ``ckpt.commands``.
+    """Add the commands that other distributions provide as entry points of the group
+    ``ckpt.commands``.
 
     Their packages are only searched when ``arguments`` name no command of our own, since the search
     takes time. A command that cannot be imported is reported on standard error and left out.
@@ -129,7 +146,8 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
             found = typer.Typer()
             found.command(entry.name, help=_help(command.__doc__ or ""), cls=_Verb)(command)
             typer.main.get_command(found)  # raises for what cannot be a command
-        except Exception as error:  # noqa: BLE001 - another package's mistake must not cost our commands
+        except Exception as error:  # noqa: BLE001
+            # Another package's mistake must not cost our commands.
             sys.stderr.write(
                 f"ckpt: the command {entry.name!r} of {entry.value!r} cannot be loaded: {error}\n"
             )
@@ -140,7 +158,8 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
 def main() -> int:
     """Run the command line and return its exit code."""
     as_json = "--json" in sys.argv[1:]
-    for stream in (sys.stdout, sys.stderr):  # a letter that a terminal does not have is no reason to fail
+    # a letter that a terminal does not have is no reason to fail
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     add_commands_of_others(sys.argv[1:])
@@ -236,7 +255,10 @@ class _OutputFailed(Exception):
 
 
 class _Output:
-    """Standard output, whose errors are told from those of stores. A pipe that is not read any more is another matter."""
+    """Standard output, whose errors are told from those of stores.
+
+    A pipe that is not read any more is another matter.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -263,7 +285,9 @@ class _Output:
 
 
 def _forget_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's flush at exit does not fail either."""
+    """Send what is still buffered nowhere, so that the interpreter's flush at exit does not fail
+    either.
+    """
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

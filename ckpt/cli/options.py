@@ -37,17 +37,20 @@ RootsOption = Annotated[
     typer.Option(
         "--root",
         metavar="URL",
-        help="Folder or URL of the checkpoints; again for further tiers. Default: $CKPT_ROOT, then ./ckpt.toml.",
+        help="Folder or URL of the checkpoints; again for further tiers. Default: $CKPT_ROOT, then "
+        "./ckpt.toml.",
     ),
 ]
 ConfigOption = Annotated[
     str | None, typer.Option("--config", metavar="FILE", help="All tiers of this ckpt.toml.")
 ]
 ConfigFileOption = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="What to go by instead of ./ckpt.toml.")
+    str | None,
+    typer.Option("--config", metavar="FILE", help="What to go by instead of ./ckpt.toml."),
 ]
 StepOption = Annotated[
-    int | None, typer.Option("--step", metavar="N", min=0, help="The same as STEP.", show_default=False)
+    int | None,
+    typer.Option("--step", metavar="N", min=0, help="The same as STEP.", show_default=False),
 ]
 PlaceArgument = Annotated[
     str | None, typer.Argument(metavar="[ROOT]", help="The same as --root.", show_default=False)
@@ -60,7 +63,8 @@ PlaceAndStepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[ROOT] [STEP]",
-        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name is ./NAME.",
+        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name "
+        "is ./NAME.",
         show_default=False,
     ),
 ]
@@ -68,16 +72,20 @@ PlacesAndStepArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[ROOT]... [STEP]",
-        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name is ./NAME.",
+        help="ROOT is the same as --root. STEP is a number or 'latest'; a folder with such a name "
+        "is ./NAME.",
         show_default=False,
     ),
 ]
 JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on standard output, and nothing else.")
+    bool,
+    typer.Option("--json", help="Print one JSON document on standard output, and nothing else."),
 ]
 TimeoutOption = Annotated[
     float,
-    typer.Option("--timeout", metavar="SECONDS", min=0.0, help="How long a store may be silent at first."),
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0.0, help="How long a store may be silent at first."
+    ),
 ]
 TIMEOUT_SECONDS: Final = 10.0
 
@@ -108,7 +116,9 @@ def places_and_step(
     found = int(steps[0]) if steps and steps[0] != LATEST else None
     if steps and step not in (None, found):
         raise ConfigError(f"STEP {steps[0]} and --step {step} are two: leave one out")
-    return places([word for word in given if not is_step(word)], roots), step if found is None else found
+    return places(
+        [word for word in given if not is_step(word)], roots
+    ), step if found is None else found
 
 
 def place_and_step(
@@ -134,12 +144,15 @@ def one_place(found: Sequence[str]) -> str | None:
 
     if len(found) > 1:
         raise ConfigError(
-            f"{found[0]} and {found[1]} are two places: leave one out; a step is a number or {LATEST!r}"
+            f"{found[0]} and {found[1]} are two places: leave one out; a step is a number or "
+            f"{LATEST!r}"
         )
     return found[0] if found else None
 
 
-def source_and_other(arguments: Sequence[str], root: str | None, name: str) -> tuple[str | None, str]:
+def source_and_other(
+    arguments: Sequence[str], root: str | None, name: str
+) -> tuple[str | None, str]:
     """Split ``[SOURCE] OTHER``, in which SOURCE may be left out or given by ``--root`` instead.
 
     Args:
@@ -150,14 +163,20 @@ def source_and_other(arguments: Sequence[str], root: str | None, name: str) -> t
 
     *source, other = arguments
     if len(source) > 1:
-        hint = "a step is given as --step N" if any(map(is_step, arguments)) else "leave the others out"
+        hint = (
+            "a step is given as --step N"
+            if any(map(is_step, arguments))
+            else "leave the others out"
+        )
         raise ConfigError(f"{', '.join(arguments)} are too many: give SOURCE and {name}; {hint}")
     place = one_place(places(source, [root] if root is not None else None))
     if place is None:
         try:
             resolve_tier(None)
         except ConfigError as error:
-            raise ConfigError(f"{other} is SOURCE or {name}: give both, SOURCE first; {error}") from None
+            raise ConfigError(
+                f"{other} is SOURCE or {name}: give both, SOURCE first; {error}"
+            ) from None
     return place, other
 
 
@@ -223,10 +242,14 @@ def open_each(
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
     if roots and MEMORY in roots:
-        roots = [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
+        roots = [
+            url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])
+        ]
         if not roots:
             raise NoCheckpoint(MEMORY, "this user has nothing in the memory of this machine")
-    tiers: tuple[Tier, ...] = load_config(config).tiers if config or (all_tiers and not roots) else ()
+    tiers: tuple[Tier, ...] = (
+        load_config(config).tiers if config or (all_tiers and not roots) else ()
+    )
     if config and not tiers:
         raise ConfigError(f'{config} names no place: write root = "..." or [[tiers]]')
     if not tiers:
@@ -276,7 +299,11 @@ def size_bytes(option: str, text: str) -> int:
     from ckpt.errors import ConfigError
 
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
-    number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0
+    number = (
+        float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+        if match
+        else 0
+    )
     if not 1 <= number < float("inf"):
         raise ConfigError(f"{option}={text}: give a size such as 5GB or 512MiB")
     return int(number)

@@ -1,7 +1,7 @@
 """Everything the command line says: tables, progress, JSON, errors.
 
-Results go to standard output, all else to standard error. Text out of a checkpoint or a store may be anything: what a terminal would obey is
-escaped, and credentials in URLs are struck out.
+Results go to standard output, all else to standard error. Text out of a checkpoint or a store may
+be anything: what a terminal would obey is escaped, and credentials in URLs are struck out.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def show_facts(facts: Mapping[str, str]) -> None:
     """Names and values below each other."""
     width = max((len(clean(name)) for name in facts), default=0)
     for name, value in facts.items():
-        line = Text(f"  {clean(name):<{width}}  ", style="dim").append(clean(value), style="not dim")
+        line = Text(f"  {clean(name):<{width}}  ", style="dim").append(
+            clean(value), style="not dim"
+        )
         _console(sys.stdout).print(line, soft_wrap=True)
 
 
@@ -58,7 +60,9 @@ def show_table(
     right: Sequence[str] = (),
     elided: Sequence[str] = (),
 ) -> None:
-    """Rows under columns, as wide as the terminal at most; columns named in ``right`` hold numbers, those in ``elided`` are cut where there is no room."""
+    """Rows under columns, as wide as the terminal at most; columns named in ``right`` hold
+    numbers, those in ``elided`` are cut where there is no room.
+    """
     console = _console(sys.stdout)
     if elided:
         columns, rows = _elided(columns, rows, elided, console.width)
@@ -73,7 +77,9 @@ def show_table(
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row))
+        table.add_row(
+            *(Text(clean(cell), style=_STYLES.get(cell.partition(":")[0], "")) for cell in row)
+        )
     with console.capture() as captured:
         console.print(table)
     sys.stdout.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
@@ -82,17 +88,23 @@ def show_table(
 def _elided(
     columns: Sequence[str], rows: Sequence[Sequence[str]], elided: Sequence[str], width: int
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Cut what is ``elided`` to the room that the others leave; without room for a word, leave it out."""
+    """Cut what is ``elided`` to the room that the others leave; without room for a word, leave
+    it out.
+    """
     others = [index for index, column in enumerate(columns) if column not in elided]
     room = width - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in others) - 2
     if room < _LEAST_CUT:
-        return [columns[index] for index in others], [[row[index] for index in others] for row in rows]
+        return [columns[index] for index in others], [
+            [row[index] for index in others] for row in rows
+        ]
 
     def cut(text: str) -> str:
         return text if len(text := clean(text)) <= room else f"{text[: room - 3]}..."
 
     kept = set(others)
-    return columns, [[cell if index in kept else cut(cell) for index, cell in enumerate(row)] for row in rows]
+    return columns, [
+        [cell if index in kept else cut(cell) for index, cell in enumerate(row)] for row in rows
+    ]
 
 
 def short_names(
@@ -119,7 +131,9 @@ def warn(text: str) -> None:
 
 
 def fail(error: Exception, *, as_json: bool) -> None:
-    """One line on standard error; with ``as_json`` the error and its fields on standard output too."""
+    """One line on standard error; with ``as_json`` the error and its fields on standard output
+    too.
+    """
     _tell("error", "bold red", str(error))
     if as_json:
         fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
@@ -128,7 +142,9 @@ def fail(error: Exception, *, as_json: bool) -> None:
 
 def fail_unexpected(error: Exception, *, as_json: bool) -> None:
     """Show an error as ``fail`` does, for an error that is a bug of ckpt."""
-    text = f"internal error: {type(error).__name__}: {error} (run with CKPT_DEBUG=1 for the traceback)"
+    text = (
+        f"internal error: {type(error).__name__}: {error} (run with CKPT_DEBUG=1 for the traceback)"
+    )
     fail(CkptError(text), as_json=as_json)
 
 

@@ -33,11 +33,15 @@ def prune(
     where: PlaceArgument = None,
     keep_last: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Keep the N newest steps. Default: as ckpt.toml says."),
+        typer.Option(
+            metavar="N", min=1, help="Keep the N newest steps. Default: as ckpt.toml says."
+        ),
     ] = None,
     keep_every: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Keep every multiple of K too. Default: as ckpt.toml says."),
+        typer.Option(
+            metavar="K", min=1, help="Keep every multiple of K too. Default: as ckpt.toml says."
+        ),
     ] = None,
     keep_best: Annotated[
         str | None,
@@ -47,21 +51,27 @@ def prune(
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be removed, and why the rest is kept.")
+        bool,
+        typer.Option("--dry-run", help="Only say what would be removed, and why the rest is kept."),
     ] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also where a job may run whose farther tiers still read from here."),
+        typer.Option(
+            "--force", help="Also where a job may run whose farther tiers still read from here."
+        ),
     ] = False,
     root: RootOption = None,
     config: ConfigFileOption = None,
     timeout: TimeoutOption = TIMEOUT_SECONDS,
     json: JsonOption = False,
 ) -> None:
-    r"""Remove old checkpoints, those that have lost files, and the remains of saves that failed more than a day ago.
+    r"""Remove old checkpoints, those that have lost files, and the remains of saves that failed
+    more than a day ago.
 
-    The newest checkpoint always stays, and so do files that are not ours. A job may write to the root meanwhile. What its farther tiers still have to read from here stays, if ckpt.toml
-    names them; if not, a root whose job is alive, or may be so on another machine, is left alone without --force.
+    The newest checkpoint always stays, and so do files that are not ours. A job may write to the
+    root meanwhile. What its farther tiers still have to read from here stays, if ckpt.toml names
+    them; if not, a root whose job is alive, or may be so on another machine, is left alone without
+    --force.
 
     \b
     Examples:
@@ -119,7 +129,9 @@ def prune(
         _show(gone, kept, dry_run=dry_run)
 
 
-def _rule(tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: str | None) -> Retention:
+def _rule(
+    tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: str | None
+) -> Retention:
     from ckpt.errors import ConfigError
     from ckpt.retention.policy import Retention
 
@@ -127,7 +139,9 @@ def _rule(tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: 
     last = tier.keep_last if keep_last is None else keep_last
     for option, given in (("--keep-every", keep_every), ("--keep-best", keep_best)):
         if given is not None and last is None:
-            raise ConfigError(f"{option} adds to --keep-last: give --keep-last N too, such as --keep-last 3")
+            raise ConfigError(
+                f"{option} adds to --keep-last: give --keep-last N too, such as --keep-last 3"
+            )
     rule = Retention(
         keep_last=last,
         keep_every=tier.keep_every if keep_every is None else keep_every,
@@ -135,7 +149,8 @@ def _rule(tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: 
     )
     if rule.keeps_all:
         raise ConfigError(
-            "how many are to be kept? Give --keep-last N, or write keep_last into ckpt.toml (--keep-every and --keep-best keep more)"
+            "how many are to be kept? Give --keep-last N, or write keep_last into ckpt.toml "
+            "(--keep-every and --keep-best keep more)"
         )
     return rule
 
@@ -166,19 +181,29 @@ def _late(
     tiers = load_config(config).tiers
     if tier not in tiers:
         state = "is alive" if owner.alive else "may be alive"
-        told = f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still have to read is not known: write all its tiers into ckpt.toml (--config), or give --force"
+        told = (
+            f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still "
+            "have to read is not known: write all its tiers into ckpt.toml (--config), or give "
+            "--force"
+        )
         if dry_run:
             output.warn(told)
             return frozenset()
         raise CommitError(told)
     late: set[StepRef] = set()
     for farther in tiers[tiers.index(tier) + 1 :]:
-        taken = {held.ref for held in found if held.state == "whole" and held.ref.step % farther.every == 0}
+        taken = {
+            held.ref
+            for held in found
+            if held.state == "whole" and held.ref.step % farther.every == 0
+        }
         try:
             store = open_watched(farther.url, farther.options, timeout)
             late |= taken - set(store.ask(partial(committed, store)))
         except CkptError as error:
-            output.warn(f"what {farther.url} lacks cannot be seen, so all that it takes stays: {error}")
+            output.warn(
+                f"what {farther.url} lacks cannot be seen, so all that it takes stays: {error}"
+            )
             late |= taken
     return frozenset(late)
 
@@ -212,10 +237,13 @@ def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> 
     if rows:
         output.show_table(("step", "attempt", "size", "what", "fate"), rows, right=("step", "size"))
     total = output.size(sum(one.nbytes for one in found))
-    output.show_line(f"{output.count(len(found), 'step')} {'would be ' if dry_run else ''}removed, {total}")
+    output.show_line(
+        f"{output.count(len(found), 'step')} {'would be ' if dry_run else ''}removed, {total}"
+    )
     if young := sum(YOUNG in one.kept for one in kept):
         output.show_line(
-            f"remains of {output.count(young, 'save')} stay until they are a day old, since a job may still finish them"
+            f"remains of {output.count(young, 'save')} stay until they are a day old, since a job "
+            "may still finish them"
         )
 
 
@@ -224,12 +252,15 @@ def _best(text: str) -> Best:
     from ckpt.config import Best
     from ckpt.errors import ConfigError
 
-    metric, *rest = text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
+    metric, *rest = (
+        text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
+    )
     try:
         return Best.of((metric, *(int(part) if part.isdecimal() else part for part in rest)))
     except ConfigError:
         raise ConfigError(
-            f"--keep-best {text}: write METRIC:MODE or METRIC:MODE:N, such as loss:min, or accuracy:max:3 to keep three"
+            f"--keep-best {text}: write METRIC:MODE or METRIC:MODE:N, such as loss:min, or "
+            "accuracy:max:3 to keep three"
         ) from None
 
 

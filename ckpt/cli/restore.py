@@ -44,7 +44,8 @@ def restore(
         typer.Option(
             "--root",
             metavar="URL",
-            help="Folder or URL of the checkpoints; again for farther tiers. Default: $CKPT_ROOT, then all tiers of ./ckpt.toml.",
+            help="Folder or URL of the checkpoints; again for farther tiers. Default: $CKPT_ROOT, "
+            "then all tiers of ./ckpt.toml.",
         ),
     ] = None,
     to: Annotated[
@@ -52,7 +53,8 @@ def restore(
         typer.Option(
             "--to",
             metavar="DIR",
-            help="Where to copy it. Default: the nearest folder of several tiers, else ./restored; from a local folder alone, nothing is copied.",
+            help="Where to copy it. Default: the nearest folder of several tiers, else ./restored; "
+            "from a local folder alone, nothing is copied.",
         ),
     ] = None,
     config: ConfigOption = None,
@@ -93,7 +95,8 @@ def restore(
     for source in sources[1:]:
         if is_folder(source.url) and not os.path.exists(source.url):
             output.warn(
-                f"{source.url} does not exist, so nothing is read from there (--to names where to copy)"
+                f"{source.url} does not exist, so nothing is read from there (--to names where to "
+                "copy)"
             )
     found = _first_intact(sources, step, _destination(sources, to, timeout))
     seconds, nbytes = found.seconds, found.nbytes
@@ -114,7 +117,8 @@ def restore(
         )
         return
     output.show_line(
-        f"step {found.ref.step} is intact{', verified in place' if found.copied_bytes is None else ''}",
+        f"step {found.ref.step} is "
+        f"intact{', verified in place' if found.copied_bytes is None else ''}",
         style="green",
     )
     output.show_facts(
@@ -155,7 +159,8 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
 
     if to is not None and not is_folder(to):
         raise ConfigError(
-            f"--to {to} is a URL, and restore fetches into a local folder: copy between stores with ckpt copy {sources[0].url} {to}"
+            f"--to {to} is a URL, and restore fetches into a local folder: copy between stores "
+            f"with ckpt copy {sources[0].url} {to}"
         )
     folders = [source for source in sources if is_folder(source.url)]
     if to is None and len(sources) == 1 and folders:
@@ -205,7 +210,8 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
             sources[0].ask(partial(find, sources[0], step))  # says what there is instead
         raise NoCheckpoint(urls, "" if step is None else f"step {step} is not there")
     raise IntegrityError(
-        f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong with each"
+        f"none of {tried} checkpoints in {urls} is intact; ckpt verify --all shows what is wrong "
+        "with each"
     )
 
 
@@ -235,7 +241,11 @@ def _try(
             return checked.faults[0].error()
         place = os.path.join(sources[0].url, ref.folder)
         return _Found(
-            ref=ref, place=place, copied_bytes=None, nbytes=checked.verified_bytes, seconds=checked.seconds
+            ref=ref,
+            place=place,
+            copied_bytes=None,
+            nbytes=checked.verified_bytes,
+            seconds=checked.seconds,
         )
     repaired: list[Repair] = []
     try:
@@ -248,7 +258,8 @@ def _try(
         return error
     for repair in repaired:
         output.warn(
-            f"step {ref.step}: {repair.tier} does not have it intact, taken from the next: {repair.reason}"
+            f"step {ref.step}: {repair.tier} does not have it intact, taken from the next: "
+            f"{repair.reason}"
         )
     here = destination in sources and not fetched.copied_bytes
     return _Found(

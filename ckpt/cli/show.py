@@ -45,7 +45,8 @@ def show(
 ) -> None:
     r"""Show what a checkpoint holds.
 
-    That is tensors, plain values and metadata. Only the manifest is read. "written by" are the ranks whose files hold a tensor's bytes.
+    That is tensors, plain values and metadata. Only the manifest is read. "written by" are the
+    ranks whose files hold a tensor's bytes.
 
     \b
     Examples:
@@ -72,7 +73,8 @@ def show(
             "place": f"{backend.url.rstrip('/')}/{ref.folder}",
             "committed at": output.moment(manifest.created_at),
             "written by": output.count(manifest.world_size, "rank"),
-            "size": f"{output.size(manifest.nbytes)} in {output.count(len(manifest.files), 'file')}{_encoded(manifest)}",
+            "size": f"{output.size(manifest.nbytes)} in "
+            f"{output.count(len(manifest.files), 'file')}{_encoded(manifest)}",
             "format": f"{manifest.format}, chunks of up to {manifest.chunk_bytes / 2**20:g} MiB",
         }
     )
@@ -88,7 +90,9 @@ def _show_tensors(manifest: Manifest) -> None:
 
     total = sum(tensor.nbytes for tensor in manifest.tensors)
     output.show_line()
-    output.show_line(f"{output.count(len(manifest.tensors), 'tensor')}, {output.size(total)}", style="bold")
+    output.show_line(
+        f"{output.count(len(manifest.tensors), 'tensor')}, {output.size(total)}", style="bold"
+    )
     rows = [
         (
             tensor.name,
@@ -102,7 +106,9 @@ def _show_tensors(manifest: Manifest) -> None:
     ]
     if rows:
         output.show_table(
-            ("name", "dtype", "shape", "size", "shards", "written by"), rows, right=("size", "shards")
+            ("name", "dtype", "shape", "size", "shards", "written by"),
+            rows,
+            right=("size", "shards"),
         )
     if manifest.tied:
         output.show_line()
@@ -150,8 +156,12 @@ def _show_files(manifest: Manifest) -> None:
                     "tensors",
                 )
             )
-        rows.append((fragments[rank].name, str(rank), output.size(fragments[rank].size), "-", "fragment"))
-    output.show_table(("name", "rank", "size", "chunks", "holds"), rows, right=("rank", "size", "chunks"))
+        rows.append(
+            (fragments[rank].name, str(rank), output.size(fragments[rank].size), "-", "fragment")
+        )
+    output.show_table(
+        ("name", "rank", "size", "chunks", "holds"), rows, right=("rank", "size", "chunks")
+    )
 
 
 def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
@@ -192,7 +202,8 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
         "metadata": parse(manifest.metadata, "metadata"),
         "files": _files(manifest),
         "fragments": [
-            {"name": item.name, "rank": item.rank, "bytes": item.size} for item in manifest.fragments
+            {"name": item.name, "rank": item.rank, "bytes": item.size}
+            for item in manifest.fragments
         ],
     }
 
@@ -223,7 +234,9 @@ class _Tagged:
 
 
 def _plain(raw: msgspec.Raw) -> Any:
-    """Values of this module's own tags as Python values; nothing is imported or called because of them."""
+    """Values of this module's own tags as Python values; nothing is imported or called because
+    of them.
+    """
     from ckpt.model.values import decode, parse
 
     def other(tag: str, node: Mapping[str, Any]) -> object:
@@ -263,11 +276,15 @@ def exact_values(manifest: Manifest) -> dict[str, str]:
         for rank, raw in manifest.per_rank.items():
             node = _plain(raw)
             for name, value in node.items() if isinstance(node, dict) else ():
-                values |= {f"{path} of rank {rank}": text for path, text in _flat(str(name), value, exact)}
+                values |= {
+                    f"{path} of rank {rank}": text for path, text in _flat(str(name), value, exact)
+                }
     return values
 
 
-def _flat(path: str, value: Any, text: Callable[[Any], str] | None = None) -> Iterator[tuple[str, str]]:
+def _flat(
+    path: str, value: Any, text: Callable[[Any], str] | None = None
+) -> Iterator[tuple[str, str]]:
     """Paths below ``path`` and their values, by ``text`` (shortened if it is left out)."""
     from ckpt.model.values import join
 

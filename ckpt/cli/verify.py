@@ -86,7 +86,11 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
     intact = all(report.intact for report in reports)
     if json:
         output.show_json(
-            {"root": backend.url, "intact": intact, "steps": [_as_json(report) for report in reports]}
+            {
+                "root": backend.url,
+                "intact": intact,
+                "steps": [_as_json(report) for report in reports],
+            }
         )
     if not intact:
         raise typer.Exit(IntegrityError.exit_code)
@@ -107,7 +111,8 @@ def _show(report: VerifyReport) -> None:
     if report.intact:
         speed = output.rate(report.verified_bytes, report.seconds)
         output.show_line(
-            f"{name}: intact, {output.size(report.verified_bytes)} in {output.duration(report.seconds)}, {speed}"
+            f"{name}: intact, {output.size(report.verified_bytes)} in "
+            f"{output.duration(report.seconds)}, {speed}"
         )
         return
     output.show_line(f"{name}: damaged, {output.count(len(report.faults), 'fault')}", style="red")
@@ -136,7 +141,7 @@ def _fault_as_json(fault: Fault) -> dict[str, object]:
     return {"file": fault.key, "offset": fault.offset, "bytes": fault.nbytes, "what": fault.what}
 
 
-# -- several tiers ----------------------------------------------------------------------------------------------------
+# -- several tiers ---------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -167,7 +172,9 @@ def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: 
     for tier in tiers:  # whoever else has a damaged step is asked too, for it may be the way out
         _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
     if json:
-        output.show_json({"intact": not bad, "tiers": [_tier_as_json(tier, tiers) for tier in tiers]})
+        output.show_json(
+            {"intact": not bad, "tiers": [_tier_as_json(tier, tiers) for tier in tiers]}
+        )
     else:
         _show_tiers(tiers)
     if bad:
@@ -210,9 +217,18 @@ def _show_tiers(tiers: list[_Tier]) -> None:
     damage: list[tuple[str, ...]] = []
     for tier in tiers:
         for ref, report in tier.reports.items():
-            state = "intact" if report.intact else f"damaged: {output.count(len(report.faults), 'fault')}"
-            rows.append((tier.url, str(ref.step), ref.attempt, output.size(report.verified_bytes), state))
-            damage += [(tier.url, *_row(fault), _rescue(fault, ref, tier, tiers)) for fault in report.faults]
+            state = (
+                "intact"
+                if report.intact
+                else f"damaged: {output.count(len(report.faults), 'fault')}"
+            )
+            rows.append(
+                (tier.url, str(ref.step), ref.attempt, output.size(report.verified_bytes), state)
+            )
+            damage += [
+                (tier.url, *_row(fault), _rescue(fault, ref, tier, tiers))
+                for fault in report.faults
+            ]
         if tier.error:
             rows.append((tier.url, "-", "-", "-", _why(tier)))
     columns, faults = (
@@ -221,7 +237,9 @@ def _show_tiers(tiers: list[_Tier]) -> None:
     )
     widest = max(((columns, rows), (faults, damage)), key=_width)
     names = output.short_names([tier.url for tier in tiers], *widest)
-    output.show_table(columns, [(names[row[0]], *row[1:]) for row in rows], right=("step", "verified"))
+    output.show_table(
+        columns, [(names[row[0]], *row[1:]) for row in rows], right=("step", "verified")
+    )
     if damage:
         output.show_line()
         for index, row in enumerate(damage):
@@ -284,8 +302,11 @@ def _meet(one: Fault, two: Fault, alike: bool) -> bool:
         return same and not one.key.endswith(".json") and not two.key.endswith(".json")
     if one.offset is None or two.offset is None or not alike:
         return True
-    ends = [fault.offset + fault.nbytes if fault.nbytes is not None else None for fault in (one, two)
-            if fault.offset is not None]  # fmt: skip
+    ends = [
+        fault.offset + fault.nbytes if fault.nbytes is not None else None
+        for fault in (one, two)
+        if fault.offset is not None
+    ]
     return (ends[0] is None or two.offset < ends[0]) and (ends[1] is None or one.offset < ends[1])
 
 

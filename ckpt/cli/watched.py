@@ -1,8 +1,9 @@
 """Stores that a verb waits for: never in silence, and not for ever.
 
-A verb opens each store as a ``Watched`` one, which knows since when it owes an answer. A line on standard error says so after two seconds.
-The first look at a store (``ask``) ends when the store has not answered for ``--timeout`` seconds. Data that is on its way afterwards
-may be slow for good reasons, so only the attempts of the backend and of the pipeline limit it.
+A verb opens each store as a ``Watched`` one, which knows since when it owes an answer. A line on
+standard error says so after two seconds. The first look at a store (``ask``) ends when the store
+has not answered for ``--timeout`` seconds. Data that is on its way afterwards may be slow for good
+reasons, so only the attempts of the backend and of the pipeline limit it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ T = TypeVar("T")
 SILENT_SECONDS: Final = 2.0
 """How long a store is waited for without a line to the user."""
 _REPEAT_SECONDS: Final = 30.0
-"""How long after such a line about data on its way there is no other one: a slow line is not worth one for each chunk."""
+"""How long after such a line about data on its way there is no other one: a slow line is not
+worth one for each chunk.
+"""
 _MOST_WAIT_SECONDS: Final = 3600.0
 _TICKS: Final = 4
 _EXTRAS: Final = ("adopt", "identity", "is_replaced", "unfinished", "discard", "read_parts")
@@ -39,7 +42,10 @@ def open_watched(url: str, options: Mapping[str, object] | None, timeout: float)
 
 
 def watch(backend: StorageBackend, timeout: float) -> Watched:
-    """``backend`` as a watched store. It has the optional methods of ``ckpt.storage.api`` that ``backend`` has."""
+    """``backend`` as a watched store.
+
+    It has the optional methods of ``ckpt.storage.api`` that ``backend`` has.
+    """
     if not timeout >= 0:
         raise ConfigError(f"--timeout {timeout}: give a number of seconds, such as 10")
     extras = {name: _passed_on(name) for name in _EXTRAS if hasattr(backend, name)}
@@ -59,10 +65,13 @@ class Watched:
         self._gone: StorageError | None = None
 
     def ask(self, work: Callable[[], T]) -> T:
-        """Return what ``work``, the first look at this store, returns. It runs on a thread of its own, which is left alone if the store is given up.
+        """Return what ``work``, the first look at this store, returns.
+
+        It runs on a thread of its own, which is left alone if the store is given up.
 
         Raises:
-            TransientStorageError: The store has not answered for ``--timeout`` seconds. Later calls raise the same.
+            TransientStorageError: The store has not answered for ``--timeout`` seconds. Later calls
+                raise the same.
         """
         from concurrent.futures import wait
 
@@ -85,7 +94,9 @@ class Watched:
             return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def tell(self, text: str = "") -> None:
-        """Print a line if an answer has been due for two seconds, and there was no such line lately."""
+        """Print a line if an answer has been due for two seconds, and there was no such line
+        lately.
+        """
         from ckpt.cli import output
 
         now = time.monotonic()
@@ -139,7 +150,7 @@ class Watched:
                 return
             yield cast("T", item)
 
-    # -- the contract of a backend ----------------------------------------------------------------------------------------
+    # -- the contract of a backend -----------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,8 +1,12 @@
-"""A chunk <-> fewer bytes: its elements cut into byte planes, each plane Huffman-coded by zstd where that makes it shorter.
+"""A chunk <-> fewer bytes: its elements cut into byte planes, each plane Huffman-coded by zstd
+where that makes it shorter.
 
-Of a trained model's weights the exponents compress, the mantissas do not. An element is turned left by one bit, so that its exponent is its top byte; then the smallest exponent of the chunk is taken off, and what
-that leaves free at the top (at most two bits) is shifted out: the top plane gets mantissa bits instead, with which Huffman codes lose less to whole numbers of bits and zstd finds fewer matches not worth
-their cost. The bits come free in the lowest plane, which is stored without them. docs/format.md has the layout.
+Of a trained model's weights the exponents compress, the mantissas do not. An element is turned left
+by one bit, so that its exponent is its top byte; then the smallest exponent of the chunk is taken
+off, and what that leaves free at the top (at most two bits) is shifted out: the top plane gets
+mantissa bits instead, with which Huffman codes lose less to whole numbers of bits and zstd finds
+fewer matches not worth their cost. The bits come free in the lowest plane, which is stored without
+them. docs/format.md has the layout.
 
 Threads: everything from any thread; zstd and NumPy let go of the interpreter while they work.
 """
@@ -36,14 +40,29 @@ _SAMPLES: Final = 16
 """So many runs of so many elements tell whether a plane is worth it."""
 _WORTH: Final = 0.98
 _DEFAULT_LEVEL: Final = 1
-_FLOATING: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex128": 8, "complex64": 4, "complex32": 2}  # fmt: skip
+_FLOATING: Final = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex128": 8,
+    "complex64": 4,
+    "complex32": 2,
+}
 
 _local = threading.local()
 
 
 def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
-    """Return the bytes of one floating point number for each chunk of a file; 1 for other chunks."""
-    starts = {shard.offset: _FLOATING.get(tensor.dtype, 1) for tensor in tensors for shard in tensor.shards if shard.box.numel}  # fmt: skip
+    """Return the bytes of one floating point number for each chunk of a file; 1 for other
+    chunks.
+    """
+    starts = {
+        shard.offset: _FLOATING.get(tensor.dtype, 1)
+        for tensor in tensors
+        for shard in tensor.shards
+        if shard.box.numel
+    }
     found: list[int] = []
     offset, width = 0, 1
     for nbytes in chunks:
@@ -57,7 +76,8 @@ class Encoder:
     """Threads: ``encode`` from any, at once.
 
     Args:
-        codec: ``zstd``, or ``zstd:LEVEL``: then that level's search is tried beside Huffman coding alone, and the shorter taken.
+        codec: ``zstd``, or ``zstd:LEVEL``: then that level's search is tried beside Huffman coding
+            alone, and the shorter taken.
 
     Raises:
         ConfigError: The codec is unknown.
@@ -68,19 +88,25 @@ class Encoder:
         self._local = threading.local()  # a compressor serves one thread at a time
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
-        """Pieces to be put one after another; shorter than ``chunk`` in all, or else ``chunk`` itself. Good until this thread encodes the next."""
+        """Pieces to be put one after another; shorter than ``chunk`` in all, or else ``chunk``
+        itself. Good until this thread encodes the next.
+        """
         if not width < chunk.nbytes <= MAX_CHUNK_BYTES or chunk.nbytes % width:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
         room = self._room(words)
         sample, shift, _ = _split(_sampled(words), room)
-        plans = [self._plan(plane, width, 0 if index else shift) for index, plane in enumerate(sample)]
+        plans = [
+            self._plan(plane, width, 0 if index else shift) for index, plane in enumerate(sample)
+        ]
         if not any(plans) and not shift:
             return [chunk]
         planes, shift, base = _split(words, room)
         shifts = [shift, *[0] * (width - 1)]
         body = [_shortest(*each, room) for each in zip(planes, plans, shifts, strict=True)]
-        head = _HEAD.pack(width, shift, base, 0) + struct.pack(f"<{width}I", *(each.nbytes for each in body))
+        head = _HEAD.pack(width, shift, base, 0) + struct.pack(
+            f"<{width}I", *(each.nbytes for each in body)
+        )
         pieces = [memoryview(head), *body]
         return pieces if sum(piece.nbytes for piece in pieces) < chunk.nbytes else [chunk]
 
@@ -93,10 +119,14 @@ class Encoder:
         tried = [level] if width == 1 else [huffman] if self._level is None else [huffman, level]
         lengths = [len(compressor.compress(sample.data)) for compressor in tried]
         best = min(lengths)
-        return tried[lengths.index(best)] if best < _WORTH * sample.nbytes * (8 - shift) / 8 else None
+        return (
+            tried[lengths.index(best)] if best < _WORTH * sample.nbytes * (8 - shift) / 8 else None
+        )
 
     def _room(self, words: Words) -> Bytes:
-        """Memory for planes, the same for every chunk of this thread: the first touch of fresh memory takes longer than the splitting."""
+        """Memory for planes, the same for every chunk of this thread: the first touch of fresh
+        memory takes longer than the splitting.
+        """
         nbytes = words.itemsize * _padded(words.size)
         room: Bytes | None = getattr(self._local, "room", None)
         if room is None or room.size < nbytes:
@@ -107,8 +137,14 @@ class Encoder:
         if (found := getattr(self._local, "made", None)) is None:
             # the least search that zstd can do: what is left is Huffman coding
             settings = zstandard.ZstdCompressionParameters(
-                window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST,
-            )  # fmt: skip
+                window_log=17,
+                hash_log=6,
+                chain_log=6,
+                search_log=1,
+                min_match=7,
+                target_length=0,
+                strategy=zstandard.STRATEGY_FAST,
+            )
             level = _DEFAULT_LEVEL if self._level is None else self._level
             found = (
                 zstandard.ZstdCompressor(compression_params=settings),
@@ -118,7 +154,9 @@ class Encoder:
         return found
 
 
-def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: str | None = None) -> None:
+def decode(
+    data: memoryview, out: memoryview, *, key: str, offset: int, digest: str | None = None
+) -> None:
     """Fill ``out`` with the chunk that was encoded as ``data``, at ``offset`` of ``key``.
 
     Raises:
@@ -135,7 +173,12 @@ def decode(data: memoryview, out: memoryview, *, key: str, offset: int, digest: 
 
 def _decode(data: memoryview, out: memoryview) -> None:
     width, shift, base, zero = _HEAD.unpack_from(data)
-    if width not in (1, 2, 4, 8) or shift > (_MOST_SHIFT if width > 1 else 0) or zero or out.nbytes % width:
+    if (
+        width not in (1, 2, 4, 8)
+        or shift > (_MOST_SHIFT if width > 1 else 0)
+        or zero
+        or out.nbytes % width
+    ):
         raise ValueError("not the head of an encoded chunk")
     lengths = struct.unpack_from(f"<{width}I", data, _HEAD.size)
     start, size = _HEAD.size + 4 * width, out.nbytes // width
@@ -170,7 +213,9 @@ def _unpacked(frame: memoryview, size: int) -> bytes:
     return plane
 
 
-def _shortest(plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes) -> memoryview:
+def _shortest(
+    plane: Bytes, plan: zstandard.ZstdCompressor | None, shift: int, room: Bytes
+) -> memoryview:
     """Return a plane compressed, or without its ``shift`` free bits, or as it is.
 
     A reader distinguishes the three by their length, so a form that is no shorter than the next is
@@ -193,7 +238,9 @@ def _sampled(words: Words) -> Words:
 
 
 def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
-    """Byte planes, lowest first, made in ``room``; by how many bits the turned elements were shifted, and the exponent that was taken off before."""
+    """Byte planes, lowest first, made in ``room``; by how many bits the turned elements were
+    shifted, and the exponent that was taken off before.
+    """
     width = words.itemsize
     if width == 1:
         return [words.view(np.uint8)], 0, 0
@@ -201,7 +248,8 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
     base, shift = _span(words)
     planes = room[: width * _padded(words.size)].reshape(width, -1)[:, : words.size]
     scratch = np.empty((2, min(_BLOCK, words.size)), dtype=words.dtype)
-    for start in range(0, words.size, _BLOCK):  # whole words: NumPy has no vector instructions to shift bytes
+    # whole words: NumPy has no vector instructions to shift bytes
+    for start in range(0, words.size, _BLOCK):
         block = slice(start, start + _BLOCK)
         part = words[block]
         moved, sign = scratch[:, : part.size]
@@ -218,7 +266,9 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
 
 
 def _span(words: Words) -> tuple[int, int]:
-    """The least exponent of all (as the top byte of a turned element), and how many bits are free at the top without it. The free bits are not worth it if there are none."""
+    """The least exponent of all (as the top byte of a turned element), and how many bits are
+    free at the top without it. The free bits are not worth it if there are none.
+    """
     one, bits = words.dtype.type, 8 * words.itemsize
     unsigned = one(2 ** (bits - 1) - 1)
     lowest, highest = 2 ** (bits - 1), 0
@@ -249,7 +299,10 @@ def _padded(size: int) -> int:
 
 
 def _pack(room: Bytes, size: int, shift: int) -> memoryview:
-    """The lowest plane, in the first ``size`` bytes of ``room``, without the ``shift`` bits that are zero in each of its bytes: the last of 8 / shift runs is spread over those of the others, in place."""
+    """The lowest plane, in the first ``size`` bytes of ``room``, without the ``shift`` bits that
+    are zero in each of its bytes: the last of 8 / shift runs is spread over those of the others,
+    in place.
+    """
     count, words = 8 // shift, _run_words(size, shift)
     whole = room[: count * words * 8]
     whole[size:] = 0
@@ -269,7 +322,10 @@ def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
 
 
 def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
-    """The reverse of ``_split``. What no save has split so gives something; that is for the checksum to find."""
+    """The reverse of ``_split``.
+
+    What no save has split so gives something; that is for the checksum to find.
+    """
     width = out.itemsize
     if width == 1:
         out[:] = planes[0]

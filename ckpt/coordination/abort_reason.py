@@ -27,7 +27,8 @@ from ckpt.errors import (
 )
 
 _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
-    kind.__name__: kind for kind in (StorageError, AccessDenied, OutOfSpace, RootLost, TransientStorageError)
+    kind.__name__: kind
+    for kind in (StorageError, AccessDenied, OutOfSpace, RootLost, TransientStorageError)
 }
 """Storage errors of the leader that the other ranks raise as the same class, by name."""
 
@@ -62,7 +63,9 @@ def abort_reason(error: CkptError) -> Aborted:
         case CommitTimeout():
             return Aborted(reason=str(error.seconds), failures={}, kind=kind, ranks=error.missing)
         case ReplicasDiverged():
-            return Aborted(reason="", failures={}, kind=kind, names=(error.name,), ranks=error.ranks)
+            return Aborted(
+                reason="", failures={}, kind=kind, names=(error.name,), ranks=error.ranks
+            )
         case TensorIncomplete():
             return Aborted(reason=error.detail, failures={}, kind=kind, names=(error.name,))
         case StepExists():
@@ -74,7 +77,9 @@ def abort_reason(error: CkptError) -> Aborted:
         case RootInUse():
             return Aborted(reason=error.owner, failures={}, kind=kind, names=(error.root,))
         case StorageError() if kind in _STORAGE_ERRORS:
-            return Aborted(reason=error.detail, failures={}, kind=kind, names=(error.key, error.root))
+            return Aborted(
+                reason=error.detail, failures={}, kind=kind, names=(error.key, error.root)
+            )
         case _:
             return Aborted(reason=f"{kind}: {error}", failures={})
 

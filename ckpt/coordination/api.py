@@ -27,7 +27,9 @@ class Coordinator(Protocol):
 
     @property
     def attempt(self) -> str:
-        """The id of this incarnation of the job, the same on all ranks: lower-case letters and digits."""
+        """The id of this incarnation of the job, the same on all ranks: lower-case letters and
+        digits.
+        """
         ...
 
     def post(self, subject: str, message: bytes) -> None:
@@ -37,13 +39,15 @@ class Coordinator(Protocol):
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         """Return the messages of ``ranks`` that have arrived, by rank.
 
-        The call waits up to ``timeout`` seconds for at least one message. It returns an empty dict if
-        none arrives.
+        The call waits up to ``timeout`` seconds for at least one message. It returns an empty dict
+        if none arrives.
         """
         ...
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
-        """Set the verdict on ``subject`` if there is none yet, and return the verdict that stands."""
+        """Set the verdict on ``subject`` if there is none yet, and return the verdict that
+        stands.
+        """
         ...
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:

@@ -1,17 +1,16 @@
 """The claim marker: one object on the tier that decides between finishing a save and removing it.
 
-Ranks of a job agree through the job's store. ``ckpt finalize`` and a later job cannot use that store.
-So a finisher puts the marker *if absent* before it puts the manifest, and a rank puts the marker
-before it removes files that a complete set of fragments may name. The first marker that is written
-wins. The other side leaves all files as they are.
+Ranks of a job agree through the job's store. ``ckpt finalize`` and a later job cannot use that
+store. So a finisher puts the marker *if absent* before it puts the manifest, and a rank puts the
+marker before it removes files that a complete set of fragments may name. The first marker that is
+written wins. The other side leaves all files as they are.
 
 A rank deletes its marker once its files are gone. From then on the set of fragments is incomplete,
-and a finisher checks for completeness while its own marker is in place. A finisher deletes its marker
-when the manifest exists, and a rank checks for the manifest while its own marker is in place. A
-process that removes a checkpoint puts a third kind of marker before it removes the manifest, and
-deletes the marker last. So no
-manifest ever names a file that is removed after it, in any order of instructions, and with any
-process stopped for any time.
+and a finisher checks for completeness while its own marker is in place. A finisher deletes its
+marker when the manifest exists, and a rank checks for the manifest while its own marker is in
+place. A process that removes a checkpoint puts a third kind of marker before it removes the
+manifest, and deletes the marker last. So no manifest ever names a file that is removed after it, in
+any order of instructions, and with any process stopped for any time.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def claim_committed_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
-    """Return whether a checkpoint may be removed: no process finishes it, or copies it here, from now on.
+    """Return whether a checkpoint may be removed: no process finishes it, or copies it here, from
+    now on.
 
     The marker comes before the manifest goes. A removal that is cut off leaves the marker, and the
     next removal completes it.

@@ -1,18 +1,18 @@
 """The commit protocol as a pure state machine: each event gives one action, on every rank.
 
-A rank votes ``Durable`` once its file and its fragment are durable, and ``Failed`` if that cannot be.
-The verdict then has two stages. Each stage is a compare-and-set in the job's store, so exactly one
-value stands, whichever rank proposes it:
+A rank votes ``Durable`` once its file and its fragment are durable, and ``Failed`` if that cannot
+be. The verdict then has two stages. Each stage is a compare-and-set in the job's store, so exactly
+one value stands, whichever rank proposes it:
 
-1. The *intent* is ``Go`` (all parts are durable, the fragments merge, and this is the checksum of the
-   manifest) or ``Aborted``. No rank acts against an intent that stands.
+1. The *intent* is ``Go`` (all parts are durable, the fragments merge, and this is the checksum of
+   the manifest) or ``Aborted``. No rank acts against an intent that stands.
 2. The *outcome* is ``Committed``, ``Aborted`` or ``Unknown``. All ranks receive it.
 
-The leader proposes. If the leader is silent, the other ranks look, lowest rank first, and do what is
-left to do, with the same votes and the same bytes. After ``Go``, only its proposer may put the
+The leader proposes. If the leader is silent, the other ranks look, lowest rank first, and do what
+is left to do, with the same votes and the same bytes. After ``Go``, only its proposer may put the
 manifest until another rank has *taken* the turn. A proposer whose put has certainly failed may
-*withdraw* until then. One compare-and-set decides between the two. No step is a collective, and every
-wait ends.
+*withdraw* until then. One compare-and-set decides between the two. No step is a collective, and
+every wait ends.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def decode_verdict(data: bytes) -> Verdict:
     return verdict
 
 
-# -- actions: what a rank does next -----------------------------------------------------------------------------------
+# -- actions: what a rank does next ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,10 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Make the manifest, and confirm that the job owns the root. The event is `Merged` or `Spoiled`."""
+    """Make the manifest, and confirm that the job owns the root.
+
+    The event is `Merged` or `Spoiled`.
+    """
 
     fragments: tuple[FragmentRef, ...]
 
@@ -172,7 +175,7 @@ class Done:
 
 Action = Await | Look | Gather | Merge | Propose | Put | Turning | Conclude | Done
 
-# -- events: what came of it ------------------------------------------------------------------------------------------
+# -- events: what came of it -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +283,11 @@ class CommitMachine:
         """
         if abort is not None:
             return Propose(abort)
-        return Gather(self._missing, self._last) if self._rank == LEADER else Await(now + self._stagger)
+        return (
+            Gather(self._missing, self._last)
+            if self._rank == LEADER
+            else Await(now + self._stagger)
+        )
 
     def handle(self, event: Event, now: float) -> Action:
         """Return the action that follows."""
@@ -357,7 +364,9 @@ class CommitMachine:
             return Propose(Go(self._rank, checksum))
         if self._go.checksum == checksum:
             return Turning(Taken(self._rank))
-        self._spoiled = Aborted(f"ranks {self._go.by} and {self._rank} read different fragments", {})
+        self._spoiled = Aborted(
+            f"ranks {self._go.by} and {self._rank} read different fragments", {}
+        )
         return self._follow(now)
 
     def _turned(self, turn: Turn, now: float) -> Action:
@@ -384,8 +393,12 @@ class CommitMachine:
             return Await(until)
         if self._go is not None:
             why = f": {self._spoiled.told}" if self._spoiled is not None else ""
-            return Conclude(Unknown(f"rank {self._go.by} had to put the manifest, and did not answer{why}"))
+            return Conclude(
+                Unknown(f"rank {self._go.by} had to put the manifest, and did not answer{why}")
+            )
         if self._spoiled is not None:
             return Propose(self._spoiled)
         missing = tuple(sorted(self._missing))
-        return Propose(abort_reason(CommitTimeout(self._step, missing, self._bounds.timeout, "the part")))
+        return Propose(
+            abort_reason(CommitTimeout(self._step, missing, self._bounds.timeout, "the part"))
+        )

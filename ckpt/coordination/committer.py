@@ -1,4 +1,6 @@
-"""The commit protocol, driven: one call per rank, from a background thread, once its part is durable (or lost)."""
+"""The commit protocol, driven: one call per rank, from a background thread, once its part is
+durable (or lost).
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,10 @@ class Place(Protocol):
         ...
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Put the manifest if absent, if this job may still commit here. The same again is no error."""
+        """Put the manifest if absent, if this job may still commit here.
+
+        The same again is no error.
+        """
         ...
 
     def is_absent(self, ref: StepRef) -> bool:
@@ -122,7 +127,8 @@ class Place(Protocol):
 class OneTier:
     """All of it on one store that every rank sees.
 
-    ``retry`` calls what it is given, again where the store only stumbled. ``confirm`` raises if this job may not commit here any more.
+    ``retry`` calls what it is given, again where the store only stumbled. ``confirm`` raises if
+    this job may not commit here any more.
     """
 
     def __init__(
@@ -146,10 +152,12 @@ class OneTier:
         self._retry(self._confirm)
 
     def put(self, ref: StepRef, manifest: bytes) -> None:
-        """Each try asks again whose the root is: between two tries another job may take the root over and evict the step, if the first try has arrived.
+        """Each try asks again whose the root is: between two tries another job may take the root
+        over and evict the step, if the first try has arrived.
 
         Raises:
-            TransientStorageError: A try had no answer. It may have arrived, whatever later tries say.
+            TransientStorageError: A try had no answer. It may have arrived, whatever later tries
+                say.
         """
         unanswered: list[TransientStorageError] = []
 
@@ -166,7 +174,9 @@ class OneTier:
         except Exception as error:
             if not unanswered or isinstance(error, TransientStorageError):
                 raise
-            raise TransientStorageError(ref.manifest, f"{unanswered[-1].detail}; then {error}") from error
+            raise TransientStorageError(
+                ref.manifest, f"{unanswered[-1].detail}; then {error}"
+            ) from error
 
     def is_absent(self, ref: StepRef) -> bool:
         return not is_there(self._backend, ref.manifest)
@@ -283,7 +293,9 @@ class _Commit:
             case Put():
                 return self._put()
             case Conclude(verdict):
-                return Outcome(decode_verdict(self._coordinator.set_once(self._subject, encode(verdict))))
+                return Outcome(
+                    decode_verdict(self._coordinator.set_once(self._subject, encode(verdict)))
+                )
             case Done():
                 raise AssertionError(action)
             case _:
@@ -295,7 +307,9 @@ class _Commit:
         return Outcome(None if heard is None else decode_verdict(heard))
 
     def _gather(self, ranks: frozenset[int], until: float) -> Event:
-        """Where the others were faster they have forgotten their words: the outcome is looked for meanwhile."""
+        """Where the others were faster they have forgotten their words: the outcome is looked
+        for meanwhile.
+        """
         while True:
             left = max(0.0, until - time.monotonic())
             votes = self._coordinator.collect(
@@ -319,8 +333,11 @@ class _Commit:
         except CkptError as error:
             certain = isinstance(error, CommitError) and not isinstance(error, TierNotShared)
             return Spoiled(abort_reason(placed(error, self._place.url)), certain=certain)
-        except Exception as error:  # noqa: BLE001 - the others must hear of it, or they wait in vain
-            return Spoiled(Aborted(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False)
+        except Exception as error:  # noqa: BLE001
+            # The others must hear of it, or they wait in vain.
+            return Spoiled(
+                Aborted(f"rank {self._coordinator.rank} failed: {error!r}", {}), certain=False
+            )
         return Merged(checksum(self._manifest))
 
     def _read(self, fragment: FragmentRef) -> Packed:
@@ -345,11 +362,15 @@ class _Commit:
         return PutEnded()
 
     def _after(self, error: Exception) -> PutEnded:
-        """A put that failed: it will never be there only if it is seen not to be, and the store has said no rather than nothing."""
+        """A put that failed: it will never be there only if it is seen not to be, and the store
+        has said no rather than nothing.
+        """
         told = f"{type(error).__name__}: {error}"
         refused = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
         try:
-            never = not isinstance(error, TransientStorageError) and self._place.is_absent(self._ref)
+            never = not isinstance(error, TransientStorageError) and self._place.is_absent(
+                self._ref
+            )
         except Exception as blind:  # noqa: BLE001 - not even that can be seen
             return PutEnded(f"{told}; then {blind!r}")
         return PutEnded(told, refused if never else None)
@@ -363,7 +384,8 @@ def _vote_of(data: bytes) -> Vote:
 
 
 def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
-    """Put if absent, and be content if what is there is the same: a reply may be lost, and two may merge the same fragments.
+    """Put if absent, and be content if what is there is the same: a reply may be lost, and two may
+    merge the same fragments.
 
     Raises:
         CommitError: Something else is there.
@@ -372,7 +394,10 @@ def put_once(backend: StorageBackend, key: str, data: bytes) -> None:
         backend.put(key, [data], if_absent=True)
     except StorageError as error:
         try:
-            same = backend.head(key).size == len(data) and read_object(backend, key, limit=len(data)) == data
+            same = (
+                backend.head(key).size == len(data)
+                and read_object(backend, key, limit=len(data)) == data
+            )
         except StorageError:
             raise error from None
         if not same:

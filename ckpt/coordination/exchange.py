@@ -1,4 +1,5 @@
-"""The exchanges that ranks make over a coordinator: gather a message of each rank, and let the leader decide for all.
+"""The exchanges that ranks make over a coordinator: gather a message of each rank, and let the
+leader decide for all.
 
 Every wait is bounded. A rank that does not answer in time is named in the error.
 """
@@ -63,7 +64,9 @@ def gather(
     return dict(sorted(arrivals(coordinator, subject, wanted, wait)))
 
 
-def leader_decides(coordinator: Coordinator, subject: str, decide: Callable[[], bytes], wait: Wait) -> bytes:
+def leader_decides(
+    coordinator: Coordinator, subject: str, decide: Callable[[], bytes], wait: Wait
+) -> bytes:
     """Return on all ranks what ``decide`` returns on the leader. All ranks call it.
 
     Args:

@@ -69,7 +69,9 @@ class Leaving:
         self._whole.post(subject, message)
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        return self._wait(lambda seconds: self._whole.collect(subject, ranks, timeout=seconds), timeout)
+        return self._wait(
+            lambda seconds: self._whole.collect(subject, ranks, timeout=seconds), timeout
+        )
 
     def set_once(self, subject: str, verdict: bytes) -> bytes:
         self._check()
@@ -88,7 +90,9 @@ class Leaving:
         self._whole.close()
 
     def _wait(self, ask: Callable[[float], T], timeout: float) -> T:
-        """Call ``ask``, which waits for the given seconds, until it has an answer or time is over."""
+        """Call ``ask``, which waits for the given seconds, until it has an answer or time is
+        over.
+        """
         deadline = time.monotonic() + timeout
         while True:
             self._check()

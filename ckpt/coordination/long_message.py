@@ -24,11 +24,14 @@ def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
     for number, piece in enumerate(pieces[1:], 1):
         coordinator.post(f"{subject}/{number}", piece)
-    coordinator.post(f"{subject}/0", b"%d:" % len(pieces) + pieces[0])  # last: who hears it finds the others
+    # last: who hears it finds the others
+    coordinator.post(f"{subject}/0", b"%d:" % len(pieces) + pieces[0])
     return len(pieces)
 
 
-def receive(coordinator: Coordinator, subject: str, rank: int, *, limit: int, timeout: float) -> bytes:
+def receive(
+    coordinator: Coordinator, subject: str, rank: int, *, limit: int, timeout: float
+) -> bytes:
     """Return what ``rank`` sent on ``subject``.
 
     Args:
@@ -40,12 +43,16 @@ def receive(coordinator: Coordinator, subject: str, rank: int, *, limit: int, ti
     """
     deadline = time.monotonic() + timeout
     count, _, first = _hear(coordinator, f"{subject}/0", rank, deadline).partition(b":")
-    rest = [_hear(coordinator, f"{subject}/{number}", rank, deadline) for number in range(1, int(count))]
+    rest = [
+        _hear(coordinator, f"{subject}/{number}", rank, deadline) for number in range(1, int(count))
+    ]
     try:
         frame = b64decode(b"".join([first, *rest]), validate=True)
         if not 0 <= zstandard.frame_content_size(frame) <= limit:
             raise CommitError(f"rank {rank} sent more than the {limit} bytes that it announced")
-        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=limit, allow_extra_data=False)
+        return zstandard.ZstdDecompressor().decompress(
+            frame, max_output_size=limit, allow_extra_data=False
+        )
     except (ValueError, zstandard.ZstdError) as error:
         raise CommitError(f"what rank {rank} sent is damaged: {error}") from None
 

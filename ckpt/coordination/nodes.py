@@ -1,8 +1,8 @@
 """Commits on local tiers of several nodes, where no rank sees all files of a step.
 
 Nodes are not declared. Each rank posts once what its local tiers are (machine, device and inode of
-the root), and ranks that post the same share the tiers. If two ranks that share a tier are taken for
-two nodes, as processes of two containers may be, the same work is done twice and the result is
+the root), and ranks that post the same share the tiers. If two ranks that share a tier are taken
+for two nodes, as processes of two containers may be, the same work is done twice and the result is
 correct.
 
 On a local tier each rank writes its file and its fragment on its own node. The fragments travel to
@@ -63,7 +63,9 @@ def agree(tiers: Sequence[OpenTier], coordinator: Coordinator) -> tuple[OpenTier
     )
     coordinator.forget("nodes")
     numbers = msgspec.json.decode(decided, type=list[tuple[int, ...]])
-    found = {tier.index: Nodes(of) if max(of) else None for tier, of in zip(local, numbers, strict=True)}
+    found = {
+        tier.index: Nodes(of) if max(of) else None for tier, of in zip(local, numbers, strict=True)
+    }
     return tuple(replace(tier, nodes=found.get(tier.index)) for tier in tiers)
 
 
@@ -201,7 +203,8 @@ class ManyNodes:
         """
         self._store.put(ref, manifest)
         self._attended = True
-        if self._coordinator.rank in self._nodes.firsts:  # for whoever takes its turn, if this rank dies now
+        # for whoever takes its turn, if this rank dies now
+        if self._coordinator.rank in self._nodes.firsts:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)
         merged = _Merged(self._coordinator.rank, len(manifest), checksum(manifest))
@@ -209,7 +212,9 @@ class ManyNodes:
         faults = self._faults(ref)
         drop(self._coordinator, self._subject(ref, "manifest"), pieces)
         if faults:
-            told = "; ".join(f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items()))
+            told = "; ".join(
+                f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items())
+            )
             raise CommitError(f"the manifest was put on one node, but not on all: {told}")
 
     def is_absent(self, ref: StepRef) -> bool:
@@ -224,7 +229,9 @@ class ManyNodes:
         while not self._attended and (left := until - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
                 return
-            told = self._coordinator.verdict(self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, left))
+            told = self._coordinator.verdict(
+                self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, left)
+            )
             if told is not None:
                 self._attended = True
                 merged = msgspec.json.decode(told, type=_Merged)
@@ -263,7 +270,11 @@ class ManyNodes:
     def _receive(self, ref: StepRef, what: str, rank: int, nbytes: int) -> bytes:
         try:
             return receive(
-                self._coordinator, self._subject(ref, what), rank, limit=nbytes, timeout=_SENT_SECONDS
+                self._coordinator,
+                self._subject(ref, what),
+                rank,
+                limit=nbytes,
+                timeout=_SENT_SECONDS,
             )
         except CommitError as error:  # no rank's fault: another may have it
             raise TransientStorageError(ref.folder, str(error)) from None

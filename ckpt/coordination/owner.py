@@ -33,8 +33,8 @@ class Owner(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: Identifies the boot of the host and the process namespace.
-        started: When the process started, in clock ticks since boot. With ``machine`` and ``pid`` it
-            identifies a process, since no other process ever has all three.
+        started: When the process started, in clock ticks since boot. With ``machine`` and ``pid``
+            it identifies a process, since no other process ever has all three.
         run: The name that torchrun gave the run; empty without torchrun.
         restart: How often torchrun has restarted all ranks.
         ended: Attempts that owned the root before and whose processes are known to have ended.
@@ -60,21 +60,29 @@ class Owner(msgspec.Struct, frozen=True):
             pid=pid,
             started=_started(pid) or 0,
             run=_run(),
-            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251 - torchrun's word to its workers
+            # Torchrun's word to its workers.
+            restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
         )
 
     @property
     def alive(self) -> bool:
-        """Whether the process is known to live. False if it is on another machine: nobody can know."""
+        """Whether the process is known to live.
+
+        False if it is on another machine: nobody can know.
+        """
         return self.machine == _machine() and _started(self.pid) == self.started
 
     def went_before(self, other: Owner) -> bool:
-        """Whether ``other`` is of a later start of the same run: torchrun has ended all of this one's processes, on every machine, before it starts the next."""
+        """Whether ``other`` is of a later start of the same run: torchrun has ended all of this
+        one's processes, on every machine, before it starts the next.
+        """
         return self.run == other.run != "" and self.restart < other.restart
 
     def has_ended(self, other: Owner) -> bool:
         """Whether its processes are known to have ended, to ``other``, which is of this process."""
-        return self.attempt in _ended or self.went_before(other) or not (self.alive or self.is_unknown)
+        return (
+            self.attempt in _ended or self.went_before(other) or not (self.alive or self.is_unknown)
+        )
 
     @property
     def here_too(self) -> bool:
@@ -91,7 +99,9 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def claim(backend: StorageBackend, me: Owner) -> Owner:
-    """Make the root ours. Returns the owner as it was written, with the attempts that are known to have ended.
+    """Make the root ours.
+
+    Returns the owner as it was written, with the attempts that are known to have ended.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -103,7 +113,9 @@ def claim(backend: StorageBackend, me: Owner) -> Owner:
 
 
 def succeed(backend: StorageBackend, me: Owner) -> Owner:
-    """Return ``me`` as the next owner of the root, with the attempts that are known to have ended. Nothing is written.
+    """Return ``me`` as the next owner of the root, with the attempts that are known to have ended.
+
+    Nothing is written.
 
     Raises:
         RootInUse: The root's owner is alive on this machine.
@@ -120,7 +132,9 @@ def succeed(backend: StorageBackend, me: Owner) -> Owner:
 
 
 def confirm(backend: StorageBackend, me: Owner) -> bool:
-    """Return whether ``writer.json`` names this job. There is no such file if a job that took the root over has closed since.
+    """Return whether ``writer.json`` names this job.
+
+    There is no such file if a job that took the root over has closed since.
 
     Raises:
         RootInUse: Another attempt has taken the root over.
@@ -166,7 +180,8 @@ def read_owner(backend: StorageBackend) -> Owner | None:
 
 
 def _run() -> str:
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251 - torchrun's word to its workers
+    # Torchrun's word to its workers.
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")  # noqa: TID251
     return "" if name == "none" else name  # what torchrun calls a run that was given no name
 
 

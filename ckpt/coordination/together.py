@@ -1,4 +1,5 @@
-"""The rounds of a restore: the leader chooses a step, each rank does its part, all learn the result.
+"""The rounds of a restore: the leader chooses a step, each rank does its part, all learn the
+result.
 
 All ranks make the same calls in the same order. Each call waits for all ranks, within a bound. No
 process group is used.
@@ -90,7 +91,9 @@ class Together:
             except Exception as error:  # noqa: BLE001 - the others wait for it
                 chosen.append(error)
             choice = chosen[0]
-            return msgspec.json.encode({"error": str(choice)} if isinstance(choice, Exception) else choice)
+            return msgspec.json.encode(
+                {"error": str(choice)} if isinstance(choice, Exception) else choice
+            )
 
         decided = leader_decides(
             self._coordinator, subject, choose, Wait(self._patience, "the choice of a step")
@@ -123,7 +126,13 @@ class Together:
             mine = _Answer("ok", names=names(result))
         except Exception as failed:  # noqa: BLE001 - the others must hear of it before it is raised
             error = failed
-            outcome = "damaged" if is_damage(failed) else "parted" if isinstance(failed, Parted) else "stop"
+            outcome = (
+                "damaged"
+                if is_damage(failed)
+                else "parted"
+                if isinstance(failed, Parted)
+                else "stop"
+            )
             mine = _Answer(outcome, str(failed) or repr(failed))
         answer = self._poll(f"{self.subject}/{what}", step, mine)
         if answer.outcome == "damaged":
@@ -167,7 +176,8 @@ class Together:
                 if _GRAVITY[answer.outcome] > _GRAVITY[worst.outcome]:
                     where = f"rank {rank}: " if self._coordinator.world_size > 1 else ""
                     worst = _Answer(answer.outcome, where + answer.reason)
-            if worst.outcome == "parted":  # whose fault it was is about to be told, or that one is dead
+            # whose fault it was is about to be told, or that one is dead
+            if worst.outcome == "parted":
                 deadline = min(deadline, time.monotonic() + _PARTED_SECONDS)
         return worst if worst.outcome != "ok" else _Answer("ok", names=tuple(sorted(shared or ())))
 

@@ -1,9 +1,10 @@
 """Does the error that is being handled around a call end the process?
 
-Python tells a function that an error is being handled, and not what its caller does with it. The source of the callers tells:
-an ``except`` clause that raises nothing handles the error, and the process goes on. In a ``finally`` clause, and in an ``except``
-clause that raises or exits, the error goes on. Where no source can be read, as in ``python -c``, the error counts as one
-that goes on.
+Python tells a function that an error is being handled, and not what its caller does with it. The
+source of the callers tells: an ``except`` clause that raises nothing handles the error, and the
+process goes on. In a ``finally`` clause, and in an ``except`` clause that raises or exits, the
+error goes on. Where no source can be read, as in ``python -c``, the error counts as one that goes
+on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ _WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
 
 
 def ending_error(*, but: BaseException | None) -> BaseException | None:
-    """The error that is being handled around the caller's caller, and goes on. None for ``but``, and for an error that ends there."""
+    """The error that is being handled around the caller's caller, and goes on.
+
+    None for ``but``, and for an error that ends there.
+    """
     error = sys.exception()
     if error is None or error is but or is_handled(error, sys._getframe(2)):
         return None
@@ -32,9 +36,11 @@ def ending_error(*, but: BaseException | None) -> BaseException | None:
 
 
 def is_handled(error: BaseException, frame: FrameType | None) -> bool:
-    """Whether ``frame``, or one of its callers, stands in an ``except`` clause that ends there for ``error``.
+    """Whether ``frame``, or one of its callers, stands in an ``except`` clause that ends there for
+    ``error``.
 
-    If ``error`` was raised while another one was handled, that one's clauses count too: it may go on after this one.
+    If ``error`` was raised while another one was handled, that one's clauses count too: it may go
+        on after this one.
     """
     found = False
     sources: dict[str, _Source] = {}
@@ -76,7 +82,9 @@ class _Source:
 
 
 def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield each frame that the error, or one that was handled when it was raised, has reached, with the line there."""
+    """Yield each frame that the error, or one that was handled when it was raised, has reached,
+    with the line there.
+    """
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -88,9 +96,11 @@ def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def _clauses(
     frame: FrameType, sources: dict[str, _Source], passed: list[tuple[FrameType, int]]
 ) -> Iterator[bool]:
-    """For each clause that the frame's line stands in, the innermost first: whether an error goes on after it.
+    """For each clause that the frame's line stands in, the innermost first: whether an error goes
+    on after it.
 
-    A ``finally`` clause counts if an error goes through it, and so does the end of a ``with`` block.
+    A ``finally`` clause counts if an error goes through it, and so does the end of a ``with``
+    block.
     """
     code, line = frame.f_code, frame.f_lineno
     if not code.co_exceptiontable or line is None:  # it has no clause

@@ -2,9 +2,10 @@
 
 Any rank may be asked to stop at any moment, and other ranks may be some steps ahead. A rank that
 learns of the stop *promises* a step: the one after the last step that it was allowed to pass. It
-passes the promised step only when it knows the agreed step, which is the largest promise. So no rank
-is past the agreed step before it knows it, however far apart the ranks are. A background thread makes
-the promise, so a rank that computes a step or waits in a collective delays no other rank.
+passes the promised step only when it knows the agreed step, which is the largest promise. So no
+rank is past the agreed step before it knows it, however far apart the ranks are. A background
+thread makes the promise, so a rank that computes a step or waits in a collective delays no other
+rank.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class _Agreed(msgspec.Struct, frozen=True):
 class LastStep:
     """One decision of one manager. All ranks make one.
 
-    Threads: ``requested`` from the training thread; ``listen`` and ``agree`` from one background thread each; ``part`` from the owner.
+    Threads: ``requested`` from the training thread; ``listen`` and ``agree`` from one background
+        thread each; ``part`` from the owner.
 
     Args:
-        patience: Seconds that ranks wait for each other's promises. A rank that does not answer is dead or stopped.
+        patience: Seconds that ranks wait for each other's promises. A rank that does not answer is
+            dead or stopped.
     """
 
     def __init__(self, coordinator: Coordinator, *, patience: float) -> None:
@@ -55,8 +58,8 @@ class LastStep:
     def requested(self, step: int) -> bool:
         """Return True if ``step``, which is over, is the last step or a later one.
 
-        After this rank has promised a step, the call waits until all ranks have agreed. It waits without a
-        bound if they do not.
+        After this rank has promised a step, the call waits until all ranks have agreed. It waits
+        without a bound if they do not.
         """
         with self._lock:
             if self._promise is None:
@@ -70,8 +73,8 @@ class LastStep:
     def agree(self, message: bytes) -> int:
         """Agree with all ranks on the last step, and return it.
 
-        The first rank that calls this sends ``message`` to the other ranks, where ``listen`` returns it, and
-        gathers the promises.
+        The first rank that calls this sends ``message`` to the other ranks, where ``listen``
+        returns it, and gathers the promises.
 
         Raises:
             CommitTimeout: Some rank did not promise in time. There is no last step.
@@ -86,7 +89,9 @@ class LastStep:
         wait = 2 * self._patience
         heard = self._coordinator.verdict("stop/step", timeout=wait)
         if heard is None:
-            raise CommitTimeout(self._asked, [caller], wait, "the last step, to be named by the first")
+            raise CommitTimeout(
+                self._asked, [caller], wait, "the last step, to be named by the first"
+            )
         agreed = msgspec.json.decode(heard, type=_Agreed)
         if agreed.missing:
             raise CommitTimeout(self._asked, agreed.missing, self._patience, "the promise to stop")
@@ -124,7 +129,9 @@ class LastStep:
 
     def _gather(self) -> _Agreed:
         try:
-            promises = gather(self._coordinator, "stop/promise", Wait(self._patience, "the promise"))
+            promises = gather(
+                self._coordinator, "stop/promise", Wait(self._patience, "the promise")
+            )
         except CommitTimeout as error:
             return _Agreed(missing=error.missing)
         return _Agreed(max(map(int, promises.values())))

@@ -36,11 +36,13 @@ _active: StopSignals | None = None
 
 
 class alone_in:  # noqa: N801 - read as a word of the with statement
-    """A block of a manager's method that may not begin inside of another such block in the same thread: raises ``ConfigError``.
+    """A block of a manager's method that may not begin inside of another such block in the same
+    thread: raises ``ConfigError``.
 
-    A signal handler makes such calls. What it has interrupted holds locks and slots until the handler returns, and a state that
-    is being restored is of no step at all. The error is logged too, since it is raised wherever the signal has struck, and a
-    loop may handle it as another error. A manager that is closed, or closes, answers as always.
+    A signal handler makes such calls. What it has interrupted holds locks and slots until the
+    handler returns, and a state that is being restored is of no step at all. The error is logged
+    too, since it is raised wherever the signal has struck, and a loop may handle it as another
+    error. A manager that is closed, or closes, answers as always.
     """
 
     def __init__(self, manager: Any, name: str) -> None:
@@ -50,7 +52,9 @@ class alone_in:  # noqa: N801 - read as a word of the with statement
         manager, thread = self._manager, threading.get_ident()
         if (outer := manager._inside.get(thread)) is not None and not manager._closed:
             refused = ConfigError(
-                f"{self._name}() was called inside of {outer}() in the same thread, as by a signal handler: let manager.on_signals() handle the signal, or raise SystemExit in the handler"
+                f"{self._name}() was called inside of {outer}() in the same thread, as by a "
+                "signal handler: let manager.on_signals() handle the signal, or raise SystemExit "
+                "in the handler"
             )
             _log.error("ckpt: %s", refused)
             raise refused
@@ -79,13 +83,13 @@ def one_at_a_time(
 class StopSignals:
     """Handles signals between ``CheckpointManager.on_signals`` and the manager's ``close``.
 
-    ``close`` restores the earlier handlers and raises the signal again, so the process ends as it would
-    have ended without ckpt.
+    ``close`` restores the earlier handlers and raises the signal again, so the process ends as it
+    would have ended without ckpt.
 
-    If the grace time is over before that, or some rank does not answer, the default action of the signal
-    ends the process at once. The save under way is lost, and older checkpoints are intact. A repeated
-    signal changes nothing, since launchers often send several. A second SIGINT goes to the earlier
-    handler, which raises ``KeyboardInterrupt``.
+    If the grace time is over before that, or some rank does not answer, the default action of the
+    signal ends the process at once. The save under way is lost, and older checkpoints are intact. A
+    repeated signal changes nothing, since launchers often send several. A second SIGINT goes to the
+    earlier handler, which raises ``KeyboardInterrupt``.
 
     Attributes:
         signal: The signal that arrived on this rank or on another one; None so far.
@@ -106,7 +110,12 @@ class StopSignals:
         """``owner`` closes this; it lives as long as the handlers do."""
         _check(signals, grace_seconds)
         self.signal: signal.Signals | None = None
-        self._signals, self._grace, self._reraise, self._owner = signals, grace_seconds, reraise, owner
+        self._signals, self._grace, self._reraise, self._owner = (
+            signals,
+            grace_seconds,
+            reraise,
+            owner,
+        )
         self._last = LastStep(coordinator, patience=min(_PATIENCE_SECONDS, grace_seconds / 2))
         self._closed = self._interrupted = False
         self._ear, self._mouth = os.pipe()
@@ -122,20 +131,24 @@ class StopSignals:
     def requested(self, step: int) -> bool:
         """Return True if ``step``, which is over, is the last step.
 
-        The answer is the same on all ranks if all of them ask after the same steps, in rising order. The call
-        costs about a microsecond until there is a signal. After that it waits once for the other ranks.
+        The answer is the same on all ranks if all of them ask after the same steps, in rising
+        order. The call costs about a microsecond until there is a signal. After that it waits once
+        for the other ranks.
         """
         return self._last.requested(step)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Put the earlier handlers back and, if a signal was heard, raise it again, unless ``error`` ends the process anyway.
+        """Put the earlier handlers back and, if a signal was heard, raise it again, unless
+        ``error`` ends the process anyway.
 
         A second call does nothing.
         """
         if self._closed:
             return
         if threading.current_thread() is not threading.main_thread():
-            raise ConfigError("a manager with on_signals() is closed in the main thread, as handlers are")
+            raise ConfigError(
+                "a manager with on_signals() is closed in the main thread, as handlers are"
+            )
         self._closed = True
         try:
             self._last.part()
@@ -148,12 +161,13 @@ class StopSignals:
             os.close(self._mouth)
             os.close(self._ear)
         if self.signal is not None and self._reraise and error is None:
-            for stream in (sys.stdout, sys.stderr):  # the default action throws away what is in them
+            # the default action throws away what is in them
+            for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(Exception):
                     stream.flush()
             signal.raise_signal(self.signal)
 
-    # -- signals, in the main thread ----------------------------------------------------------------------------------------
+    # -- signals, in the main thread ---------------------------------------------------------------
 
     def _install(self) -> None:
         global _active
@@ -189,7 +203,7 @@ class StopSignals:
         with contextlib.suppress(BlockingIOError):  # it was heard long ago
             os.write(self._mouth, bytes([signum]))
 
-    # -- in the background --------------------------------------------------------------------------------------------------
+    # -- in the background -------------------------------------------------------------------------
 
     def _watch(self) -> None:
         signum = -1
@@ -213,7 +227,8 @@ class StopSignals:
     def _agree(self, signum: signal.Signals) -> None:
         try:
             step = self._last.agree(str(int(signum)).encode())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training thread may wait for ever
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is, the training thread may wait for ever.
             self._end(signum, f"no last step was agreed on: {error}")
         _log.info("ckpt: step %d is the last", step)
 
@@ -244,13 +259,17 @@ class StopSignals:
 def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "on_signals() must be called in the main thread: Python lets no other one handle signals"
+            "on_signals() must be called in the main thread: Python lets no other one handle "
+            "signals"
         )
     if not is_number(grace_seconds) or not 0 < grace_seconds < float("inf"):
-        raise ConfigError(f"grace_seconds={grace_seconds!r}: give a number of seconds above 0, such as 25")
+        raise ConfigError(
+            f"grace_seconds={grace_seconds!r}: give a number of seconds above 0, such as 25"
+        )
     if _active is not None:
         raise ConfigError(
-            "signals are already handled: one on_signals() in a process, until that manager is closed"
+            "signals are already handled: one on_signals() in a process, until that manager is "
+            "closed"
         )
     for signum in signals:
         if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):

@@ -35,7 +35,7 @@
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
     │   ├── TensorChanged                   written to behind our back while it was copied
-    │   └── SaveSkipped                     on_busy="skip" and no slot was free, or no tier takes the step
+    │   └── SaveSkipped                     no slot was free, or no tier takes the step
     ├── RestoreError               exit 7   the target and the checkpoint do not fit
     │   ├── NoCheckpoint
     │   ├── EntryMissing

@@ -32,7 +32,9 @@ class UnknownScheme(ConfigError):
 
     def __init__(self, url: str, known: Sequence[str]) -> None:
         self.url, self.known = url, tuple(known)
-        super().__init__(f"no backend for {url!r}; known schemes: {', '.join(self.known)} or a plain folder")
+        super().__init__(
+            f"no backend for {url!r}; known schemes: {', '.join(self.known)} or a plain folder"
+        )
 
 
 class MissingExtra(ConfigError):
@@ -40,7 +42,9 @@ class MissingExtra(ConfigError):
 
     def __init__(self, url: str, package: str, extra: str | None) -> None:
         self.url, self.package, self.extra = url, package, extra
-        way = f"pip install {package}" + (f" (or pip install 'ckpt-stream[{extra}]')" if extra else "")
+        way = f"pip install {package}" + (
+            f" (or pip install 'ckpt-stream[{extra}]')" if extra else ""
+        )
         super().__init__(f"{url!r} needs the package {package}: {way}")
 
 
@@ -59,7 +63,8 @@ class ThreadLimit(CkptError):
     def __init__(self, what: str, detail: str) -> None:
         self.what, self.detail = what, detail
         super().__init__(
-            f"no thread for {what!r} could be started ({detail}): raise the limit on processes (ulimit -u, pids.max of the cgroup), "
+            f"no thread for {what!r} could be started ({detail}): raise the limit on processes "
+            "(ulimit -u, pids.max of the cgroup), "
             "or start fewer threads, such as workers of data loaders"
         )
 

@@ -22,7 +22,10 @@ class NoCheckpoint(RestoreError):
 
 
 class EntryMissing(RestoreError):
-    """The target wants names that the checkpoint has not. ``sources`` are what renamed ones were looked for as."""
+    """The target wants names that the checkpoint has not.
+
+    ``sources`` are what renamed ones were looked for as.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,8 @@ class EntryMissing(RestoreError):
         step: int,
         sources: Mapping[str, str] | None = None,
         *,
-        way: str = "take it out of the state, restore another step, or let it keep what it has (strict=False)",
+        way: str = "take it out of the state, restore another step, or let it keep what it has "
+        "(strict=False)",
     ) -> None:
         """``way``: what to do about it, where it is no state that lacks them."""
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
@@ -52,8 +56,15 @@ class EntryUnexpected(RestoreError):
 class ShapeMismatch(RestoreError):
     """Same name, another shape."""
 
-    def __init__(self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = "") -> None:
-        self.name, self.saved, self.wanted, self.source = name, tuple(saved), tuple(wanted), source or name
+    def __init__(
+        self, name: str, saved: Sequence[int], wanted: Sequence[int], source: str = ""
+    ) -> None:
+        self.name, self.saved, self.wanted, self.source = (
+            name,
+            tuple(saved),
+            tuple(wanted),
+            source or name,
+        )
         told = both(name, self.source)
         super().__init__(f"{told} is saved with shape {list(saved)}, the target has {list(wanted)}")
 
@@ -78,7 +89,8 @@ class KindMismatch(RestoreError):
             else "one of its kind"
         )
         super().__init__(
-            f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target: give the state {kind}, "
+            f"{name!r} is a {saved} in the checkpoint and a {wanted} in the target: give the "
+            f"state {kind}, "
             'or say what you want (only="model/*")'
         )
 
@@ -89,6 +101,8 @@ class OptimizerMismatch(RestoreError):
     def __init__(self, name: str, what: str, saved: Sequence[str], wanted: Sequence[str]) -> None:
         self.name, self.saved, self.wanted = name, tuple(saved), tuple(wanted)
         super().__init__(
-            f"{name!r} was saved by another kind of optimizer: it has the {what} {few(saved)}, the target has {few(wanted)} instead: "
-            'take the optimizer out of the state, say what you want (only="model/*"), or let it keep what it has (strict=False)'
+            f"{name!r} was saved by another kind of optimizer: it has the {what} {few(saved)}, "
+            f"the target has {few(wanted)} instead: "
+            'take the optimizer out of the state, say what you want (only="model/*"), or let it '
+            "keep what it has (strict=False)"
         )

@@ -24,12 +24,15 @@ class StepExists(CommitError):
 
 
 class HistoryHidden(CommitError):
-    """The root holds newer steps that this job has not restored: a restore would take those, not what is saved now."""
+    """The root holds newer steps that this job has not restored: a restore would take those, not
+    what is saved now.
+    """
 
     def __init__(self, step: int, newest: int, root: str) -> None:
         self.step, self.newest, self.root = step, newest, root
         super().__init__(
-            f"{root} holds step {newest}, which this job has not restored, and which a restart would take before step {step}: "
+            f"{root} holds step {newest}, which this job has not restored, and which a restart "
+            f"would take before step {step}: "
             "restore first, or give this run a root of its own"
         )
 
@@ -57,14 +60,18 @@ class CommitTimeout(CommitError):
 
 
 class StepsMissing(CommitError):
-    """The manager was closed, and a tier does not have steps that were to go there. ``missing`` has the steps of each tier, by URL."""
+    """The manager was closed, and a tier does not have steps that were to go there.
+
+    ``missing`` has the steps of each tier, by URL.
+    """
 
     def __init__(self, missing: Mapping[str, Sequence[int]], reason: str, *, nearer: bool) -> None:
         """``nearer``: whether each of them is on a nearer tier."""
         self.missing = {tier: tuple(sorted(steps)) for tier, steps in missing.items()}
         self.nearer = nearer
         told = "; ".join(
-            f"{tier} lacks step{'s' if len(steps) > 1 else ''} {few(list(map(str, steps)), 20, quote=False)}"
+            f"{tier} lacks step{'s' if len(steps) > 1 else ''} "
+            f"{few(list(map(str, steps)), 20, quote=False)}"
             for tier, steps in self.missing.items()
         )
         way = ": nearer tiers have them, and `ckpt copy` takes them there" if nearer else ""
@@ -77,8 +84,10 @@ class ReplicasDiverged(CommitError):
     def __init__(self, name: str, ranks: Sequence[int], detail: str = "") -> None:
         self.name, self.ranks, self.detail = name, tuple(ranks), detail
         super().__init__(
-            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: ranks must hold the same under one name. "
-            "If a value is meant to differ, wrap it in PerRank(...). A tensor of a module needs a name of its own on each rank, or declare_part()"
+            f"{name!r} differs between ranks {', '.join(map(str, self.ranks))}{detail}: ranks "
+            "must hold the same under one name. "
+            "If a value is meant to differ, wrap it in PerRank(...). A tensor of a module needs a "
+            "name of its own on each rank, or declare_part()"
         )
 
 
@@ -96,9 +105,15 @@ class RootInUse(CommitError):
     def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
         """``here``: the other lives in this very process."""
         self.root, self.owner = root, owner
-        told = f"{root} is written by another manager ({owner}): give each job a root of its own, or close the other"
+        told = (
+            f"{root} is written by another manager ({owner}): give each job a root of its own, or "
+            "close the other"
+        )
         if here:
-            told = f"{root} is written by another CheckpointManager of this very process ({owner}): close() that one first, or go on with it"
+            told = (
+                f"{root} is written by another CheckpointManager of this very process ({owner}): "
+                "close() that one first, or go on with it"
+            )
         super().__init__(told)
 
 
@@ -108,8 +123,10 @@ class TierNotShared(CommitError):
     def __init__(self, root: str, ranks: Sequence[int]) -> None:
         self.root, self.ranks = root, tuple(ranks)
         super().__init__(
-            f"the leader does not see in {root} what rank(s) {', '.join(map(str, self.ranks))} have made durable in theirs: "
-            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), else give all ranks one folder that they see alike"
+            f"the leader does not see in {root} what rank(s) {', '.join(map(str, self.ranks))} "
+            "have made durable in theirs: "
+            f"if each node has a folder of its own there, say so (Tier({root!r}, local=True)), "
+            "else give all ranks one folder that they see alike"
         )
 
 
@@ -119,7 +136,8 @@ class JobUnseen(CommitError):
     def __init__(self, step: int, owner: str) -> None:
         self.step, self.owner = step, owner
         super().__init__(
-            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it has ended, say so with --job-is-dead"
+            f"step {step}: whether its job ({owner}) still runs cannot be seen from here: if it "
+            "has ended, say so with --job-is-dead"
         )
 
 
@@ -138,12 +156,15 @@ class HostMemoryExhausted(StagingError):
 
 
 class TensorChanged(StagingError):
-    """A tensor was written to between ``save_async`` and the end of its copy, outside its optimizer's step."""
+    """A tensor was written to between ``save_async`` and the end of its copy, outside its
+    optimizer's step.
+    """
 
     def __init__(self, name: str, step: int) -> None:
         self.name, self.step = name, step
         super().__init__(
-            f"{name!r} was changed while step {step} copied it, outside of its optimizer's step(): call manager.fence() before "
+            f"{name!r} was changed while step {step} copied it, outside of its optimizer's "
+            "step(): call manager.fence() before "
             'you change it, or build the manager with overlap="off"'
         )
 
@@ -151,21 +172,28 @@ class TensorChanged(StagingError):
 class SaveSkipped(StagingError):
     """A save was not begun, and nothing was written.
 
-    No slot was free and ``on_busy="skip"`` is set, here or on another rank; or no tier takes this step;
-    or another rank raised the error of an earlier save instead.
+    No slot was free and ``on_busy="skip"`` is set, here or on another rank; or no tier takes this
+    step; or another rank raised the error of an earlier save instead.
     """
 
-    def __init__(self, step: int, reason: str = 'the save before still streams and on_busy="skip"') -> None:
+    def __init__(
+        self, step: int, reason: str = 'the save before still streams and on_busy="skip"'
+    ) -> None:
         self.step, self.reason = step, reason
         super().__init__(f"step {step} was skipped: {reason}")
 
 
 class TierBehind(CommitError):
-    """A step was given up on a tier that is too slow: more steps than ``backlog`` waited. Nearer tiers have it."""
+    """A step was given up on a tier that is too slow: more steps than ``backlog`` waited.
+
+    Nearer tiers have it.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
-        super().__init__(f"step {step} was given up on a tier that is behind: newer steps wait for it")
+        super().__init__(
+            f"step {step} was given up on a tier that is behind: newer steps wait for it"
+        )
 
 
 class UnsupportedValue(CkptError):
@@ -177,5 +205,8 @@ class UnsupportedValue(CkptError):
         self.name, self.kind = name, kind
         super().__init__(
             f"{name!r} is a {kind}, which is not supported: "
-            + (detail or "give it state_dict()/load_state_dict(), or save its parts as plain values")
+            + (
+                detail
+                or "give it state_dict()/load_state_dict(), or save its parts as plain values"
+            )
         )

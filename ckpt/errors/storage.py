@@ -11,7 +11,11 @@ from ckpt.errors.text import clean
 
 
 class StorageError(CkptError):
-    """A store refused or failed. ``key`` is relative to ``root``, the tier's URL; a backend leaves that to its callers (see ``placed``)."""
+    """A store refused or failed.
+
+    ``key`` is relative to ``root``, the tier's URL; a backend leaves that to its callers (see
+    ``placed``).
+    """
 
     exit_code = 3
     what: ClassVar[str] = "storage failed"
@@ -48,18 +52,26 @@ class AccessDenied(StorageError):
 
 
 class LinkRefused(AccessDenied):
-    """A symbolic link stands there and leads out of the root, so it is not followed. This concerns one object, not the store."""
+    """A symbolic link stands there and leads out of the root, so it is not followed.
+
+    This concerns one object, not the store.
+    """
 
     what = "a link leads out of the root"
 
 
 class RootLost(StorageError):
-    """The root is not the folder that it was when the manager was built, or when its first save began. Nothing is written to what stands there now."""
+    """The root is not the folder that it was when the manager was built, or when its first save
+    began. Nothing is written to what stands there now.
+    """
 
     what = "the root is gone"
 
     def __init__(self, key: str, detail: str = "") -> None:
-        way = "its disk was unmounted, or the folder was removed or replaced: bring it back and saves go on, or build a new manager"
+        way = (
+            "its disk was unmounted, or the folder was removed or replaced: bring it back and "
+            "saves go on, or build a new manager"
+        )
         super().__init__(key, detail or way)
 
 
@@ -87,7 +99,8 @@ class ChecksumMismatch(IntegrityError):
     def __init__(self, key: str, offset: int, nbytes: int) -> None:
         self.key, self.offset, self.nbytes = key, offset, nbytes
         super().__init__(
-            f"checksum mismatch in {key!r}, bytes {offset} to {offset + nbytes}: the data was damaged after it was written"
+            f"checksum mismatch in {key!r}, bytes {offset} to {offset + nbytes}: the data was "
+            "damaged after it was written"
         )
 
 
@@ -106,7 +119,9 @@ class FormatUnsupported(IntegrityError):
 
     def __init__(self, key: str, found: int, supported: int) -> None:
         self.key, self.found, self.supported = key, found, supported
-        super().__init__(f"{key!r} has format {found}, this ckpt reads format {supported}: {self._WAY_OUT}")
+        super().__init__(
+            f"{key!r} has format {found}, this ckpt reads format {supported}: {self._WAY_OUT}"
+        )
 
 
 class FormatTooNew(FormatUnsupported):

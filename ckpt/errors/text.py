@@ -1,8 +1,8 @@
 """Text on its way out: into a message, a log, or a terminal.
 
-A string that comes from a store, a file or a URL may hold anything. It is cleaned where it is shown, and
-nowhere else: the fields of an error and the values that functions return stay as they are. ``clean`` and
-``redact`` take time that grows linearly with the text.
+A string that comes from a store, a file or a URL may hold anything. It is cleaned where it is
+shown, and nowhere else: the fields of an error and the values that functions return stay as they
+are. ``clean`` and ``redact`` take time that grows linearly with the text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Final
 
 _USERINFO: Final = re.compile(r"(?<=://)[^/\s]*@")
 _NAME: Final = re.compile(r"(?<![^=&?\s'\"])[^=&?\s'\"]++=")
-_SECRET: Final = re.compile(r"(?i)key|token|secret|signature|password|credential|GoogleAccessId|\bsig=")
+_SECRET: Final = re.compile(
+    r"(?i)key|token|secret|signature|password|credential|GoogleAccessId|\bsig="
+)
 _VALUE: Final = re.compile(r"[^&\s'\"]++")
 _HEADER: Final = re.compile(  # what a client shows of a request, and what a token server answers
     r"""(?ix) ( \bBearer\s++ | (?: (?<![a-z-])X-(?:Amz|Goog)-[a-z-]++
@@ -22,7 +24,8 @@ _HEADER: Final = re.compile(  # what a client shows of a request, and what a tok
 
 
 def clean(text: str) -> str:
-    """``text`` without credentials, and with an escape in place of every character that is not printable.
+    """``text`` without credentials, and with an escape in place of every character that is not
+    printable.
 
     What is left is one line that no terminal obeys.
     """
@@ -42,7 +45,11 @@ def redact(text: str) -> str:
     parts: list[str] = []
     done = 0
     for name in _NAME.finditer(text):
-        if name.start() >= done and _SECRET.search(name[0]) and (value := _VALUE.match(text, name.end())):
+        if (
+            name.start() >= done
+            and _SECRET.search(name[0])
+            and (value := _VALUE.match(text, name.end()))
+        ):
             parts += [text[done : name.end()], "***"]
             done = value.end()
     return "".join([*parts, text[done:]])

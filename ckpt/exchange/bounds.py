@@ -35,7 +35,8 @@ def regular(path: str) -> str:
 
 
 def check_torch_file(file: IO[bytes], name: str) -> None:
-    """Raises for a file of ``torch.save`` that would take more memory than it has bytes, or forever.
+    """Raises for a file of ``torch.save`` that would take more memory than it has bytes, or
+    forever.
 
     What is no such file at all is left for ``torch.load`` to refuse.
     """
@@ -70,7 +71,8 @@ def _check_legacy(file: IO[bytes], name: str) -> None:
 
 
 def check_pickle(data: bytes | IO[bytes], name: str) -> None:
-    """Raises ``UnsupportedValue`` for tuples that hold themselves twice, again and again: to hash one takes forever.
+    """Raises ``UnsupportedValue`` for tuples that hold themselves twice, again and again: to hash
+    one takes forever.
 
     Follows the stack with the number of items in each tuple, and 1 for all else.
     """
@@ -111,7 +113,9 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
 
 
 def check_state(state: Any, name: str) -> None:
-    """Raises for what would take forever to walk: containers in themselves, or the same ones again and again."""
+    """Raises for what would take forever to walk: containers in themselves, or the same ones
+    again and again.
+    """
     sizes: dict[int, int] = {}  # how many values a container holds, with all containers in it
     held = 0  # values that it holds once
     stack: list[tuple[Any, bool, int]] = [(state, False, 0)]

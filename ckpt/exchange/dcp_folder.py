@@ -1,6 +1,7 @@
 """A state -> a folder of ``torch.distributed.checkpoint``, read entry by entry while it is written.
 
-The format has an entry for each tensor in dicts and lists. A tuple is one entry, pickled with the tensors in it, and so is a list that has tensors in its tuples only.
+The format has an entry for each tensor in dicts and lists. A tuple is one entry, pickled with the
+tensors in it, and so is a list that has tensors in its tuples only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Read = Callable[[str], torch.Tensor]
 
 
 class Unread:
-    """Stand-ins for the tensors of a state: tensors without memory, with the names to read them by."""
+    """Stand-ins for the tensors of a state: tensors without memory, with the names to read them
+    by.
+    """
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -62,9 +65,13 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
-    """At most one entry is in memory at a time: a whole tensor, or those of a tuple. Raises what ``read`` raises."""
+    """At most one entry is in memory at a time: a whole tensor, or those of a tuple.
+
+    Raises what ``read`` raises.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group, and that storages are typed
+        # that there is no process group, and that storages are typed
+        warnings.simplefilter("ignore")
         try:
             save(
                 state,
@@ -85,12 +92,20 @@ class _Fitting:
 
     def fit(self, value: Any, path: str, *, listed: bool = False) -> Any:
         if isinstance(value, Mapping) and value:
-            return type(value)({key: self.fit(item, _inner(path, key), listed=listed) for key, item in value.items()})  # type: ignore[call-arg]  # fmt: skip
+            return type(value)(
+                {
+                    key: self.fit(item, _inner(path, key), listed=listed)
+                    for key, item in value.items()
+                }
+            )  # type: ignore[call-arg]
         if isinstance(value, list) and _is_walked(value):
-            return [self.fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)]
+            return [
+                self.fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)
+            ]
         if path in self._taken:
             raise ConfigError(
-                f"two values of the state would both be {path!r} there: choose one with --name, or export with --format torch"
+                f"two values of the state would both be {path!r} there: choose one with --name, "
+                "or export with --format torch"
             )
         self._taken.add(path)
         if not isinstance(value, Mapping):
@@ -108,7 +123,8 @@ def _inner(path: str, key: object) -> str:
         return f"{path}.{key}"
     except ValueError:  # Python prints no more than some thousand digits
         raise ConfigError(
-            f"a key in {path!r} has too many digits for the format: choose others with --name, or export with --format torch"
+            f"a key in {path!r} has too many digits for the format: choose others with --name, or "
+            "export with --format torch"
         ) from None
 
 
@@ -123,6 +139,8 @@ def _is_walked(value: Any) -> bool:
 
 
 def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """The state as the format can hold it, which has no place for a dict without entries but in a tuple. Raises ``ConfigError`` for two names that would be one."""
+    """The state as the format can hold it, which has no place for a dict without entries but in
+    a tuple. Raises ``ConfigError`` for two names that would be one.
+    """
     fitting = _Fitting(notes)
     return {key: fitting.fit(value, key) for key, value in state.items()}

@@ -1,4 +1,7 @@
-"""A committed step -> a file or folder that other programs read. Whole tensors, streamed: the step need not fit into memory."""
+"""A committed step -> a file or folder that other programs read.
+
+Whole tensors, streamed: the step need not fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +82,13 @@ def export(
     """
     globs, max_shard_bytes = options.globs, options.max_shard_bytes
     if kind != "safetensors" and (options.strip or max_shard_bytes is not None):
-        raise ConfigError(f"--strip and --max-shard-size are of safetensors, not of {kind}: leave them out")
+        raise ConfigError(
+            f"--strip and --max-shard-size are of safetensors, not of {kind}: leave them out"
+        )
     if not is_folder(out):
-        raise ConfigError(f"{out} is a URL: export to a local file or folder, and copy it from there")
+        raise ConfigError(
+            f"{out} is a URL: export to a local file or folder, and copy it from there"
+        )
     names = [name for name in sorted(reader.tensors) if chosen(name, globs)]
     if not names:
         raise EntryMissing(
@@ -128,9 +135,13 @@ def _safetensors(
     write: Callable[..., None] = partial(safetensors_file.write_file, place)
     if not out.endswith(safetensors_file.SUFFIX):
         os.mkdir(place)
-        write = partial(safetensors_file.write_folder, place, most_bytes=max_shard_bytes or SHARD_BYTES)
+        write = partial(
+            safetensors_file.write_folder, place, most_bytes=max_shard_bytes or SHARD_BYTES
+        )
     elif max_shard_bytes is not None:
-        raise ConfigError(f"{out} is one file: shards go into a folder, so name one to use --max-shard-size")
+        raise ConfigError(
+            f"{out} is one file: shards go into a folder, so name one to use --max-shard-size"
+        )
     write(tensors=tensors, names=short, metadata={**shared}, reader=reader)
 
 
@@ -157,7 +168,9 @@ def _torch(
     reader: StepReader, place: str, stored: Sequence[Tensor], notes: Notes, globs: Sequence[str]
 ) -> None:
     tensors = torch_file.read_into_scratch(reader, stored, os.path.dirname(place))
-    tree = StateTree(reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False)
+    tree = StateTree(
+        reader.manifest, lambda name: tensors[reader.tensors[name].name], globs, by_name=False
+    )
     torch_file.write_file(place, tree.build())
     notes.changed += tree.notes.changed
 
@@ -224,4 +237,8 @@ def _told(out: str, error: OSError) -> StorageError:
     text = error.strerror or str(error)
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return AccessDenied(out, text)
-    return OutOfSpace(out, text) if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError(out, text)
+    return (
+        OutOfSpace(out, text)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else StorageError(out, text)
+    )

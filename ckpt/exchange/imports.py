@@ -75,8 +75,10 @@ def import_checkpoint(
 
     Args:
         plain: Names of dicts of tensors that belong to no module.
-        parameter_names: Of the model, in the order the optimizer was given them, where the source has numbers only.
-        look: Returns the committed attempts at ``tier``, for a caller that limits how long this may take.
+        parameter_names: Of the model, in the order the optimizer was given them, where the source
+            has numbers only.
+        look: Returns the committed attempts at ``tier``, for a caller that limits how long this may
+            take.
 
     Raises:
         ConfigError: ``source`` is not there, or of no known kind.
@@ -92,7 +94,9 @@ def import_checkpoint(
     done = Imported(kind=found)
     origin = {"imported_from": os.path.abspath(source), "imported_as": found}
     # what the tier would give up for a new step is not an import's to remove
-    keeps_all = replace(tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None)
+    keeps_all = replace(
+        tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
+    )
     with _made(local) as scratch:
         state = read_source(source, found, scratch)
         live = _Shaper(done, plain, parameter_names).shape(state)
@@ -106,7 +110,8 @@ def _check_free(root: str, step: int, there: Sequence[StepRef]) -> None:
         raise StepExists(step, root)
     if there and (newest := max(there).step) > step:
         raise CommitError(
-            f"step {step} is out of order: {root} holds step {newest}, which a restore would go on taking as the newest; "
+            f"step {step} is out of order: {root} holds step {newest}, which a restore would go "
+            "on taking as the newest; "
             f"give --step above {newest}, or another ROOT"
         )
 
@@ -171,7 +176,9 @@ class _Shaper:
             if name not in self._plain and _is_module(value):
                 self._modules[name] = self._unwrapped(name, value)
         optimizers = {
-            name: self._optimizer(name, value) for name, value in state.items() if _is_optimizer(value)
+            name: self._optimizer(name, value)
+            for name, value in state.items()
+            if _is_optimizer(value)
         }
         for name, entries in self._modules.items():
             self._tie(name, entries)
@@ -189,7 +196,11 @@ class _Shaper:
         renamed: State = {}
         for name, value in state.items():
             short = _ALIASES.get(name, name.removesuffix("_state_dict") or name)
-            if short != name and (_is_module(value) or _is_optimizer(value)) and short not in state | renamed:
+            if (
+                short != name
+                and (_is_module(value) or _is_optimizer(value))
+                and short not in state | renamed
+            ):
                 self._done.notes.append(f"{name!r} is {short!r} now")
                 renamed[short] = value
             else:
@@ -205,11 +216,20 @@ class _Shaper:
         return found
 
     def _tie(self, name: str, entries: dict[str, Any]) -> None:
-        """Formats without ties hold a tied weight twice, and a model with tied ones takes no others. What is equal to the bit is tied again, unless an optimizer has both."""
+        """Formats without ties hold a tied weight twice, and a model with tied ones takes no
+        others. What is equal to the bit is tied again, unless an optimizer has both.
+        """
         first: dict[tuple[torch.dtype, torch.Size, str], str] = {}
-        for key in sorted(entries, key=lambda key: (not isinstance(entries[key], nn.Parameter), key)):
+        for key in sorted(
+            entries, key=lambda key: (not isinstance(entries[key], nn.Parameter), key)
+        ):
             value = entries[key]
-            if isinstance(value, torch.Tensor) and _has_bytes(value) and value.ndim > 1 and value.numel():
+            if (
+                isinstance(value, torch.Tensor)
+                and _has_bytes(value)
+                and value.ndim > 1
+                and value.numel()
+            ):
                 mark = (value.dtype, value.shape, _digest(value))
                 other = entries[first.setdefault(mark, key)]
                 if other is not value and not isinstance(value, nn.Parameter):
@@ -219,14 +239,16 @@ class _Shaper:
                         )
                     entries[key] = other
 
-    # -- optimizers ---------------------------------------------------------------------------------------------------------
+    # -- optimizers --------------------------------------------------------------------------------
 
     def _optimizer(self, name: str, value: Mapping[str, Any]) -> Optimizer:
         ids = [each for group in value["param_groups"] for each in group["params"]]
         parameters = dict(zip(map(str, ids), self._parameters(name, value, ids), strict=True))
         groups = [
             {
-                **{key: item for key, item in group.items() if key not in ("params", "param_names")},
+                **{
+                    key: item for key, item in group.items() if key not in ("params", "param_names")
+                },
                 "params": [parameters[str(each)] for each in group["params"]],
             }
             for group in value["param_groups"]
@@ -240,7 +262,9 @@ class _Shaper:
             optimizer.state[parameters[str(each)]] = dict(held)
         return optimizer
 
-    def _parameters(self, name: str, value: Mapping[str, Any], ids: list[Any]) -> list[nn.Parameter]:
+    def _parameters(
+        self, name: str, value: Mapping[str, Any], ids: list[Any]
+    ) -> list[nn.Parameter]:
         """Return the parameters of the module with the same names, or parameters that have only an
         index.
         """
@@ -254,7 +278,8 @@ class _Shaper:
                 return [entries[each] for each in names]
         self._done.names[name] = f"optimizer of {len(ids)} parameters, by place"
         self._done.notes.append(
-            f"{name!r} names its parameters by number, and which they are in the model cannot be determined: it loads only into an optimizer whose model is not in the state; "
+            f"{name!r} names its parameters by number, and which they are in the model cannot be "
+            "determined: it loads only into an optimizer whose model is not in the state; "
             "give --param-names FILE, a name on each line, as model.named_parameters() has them"
         )
         return [nn.Parameter(torch.empty(0), requires_grad=False) for _ in ids]
@@ -264,11 +289,14 @@ class _Shaper:
             return self._clean([str(each) for each in ids]), "by name"
         groups = value["param_groups"]
         if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
-            return self._clean([each for group in groups for each in group["param_names"]]), "by name"
+            return self._clean(
+                [each for group in groups for each in group["param_names"]]
+            ), "by name"
         if self._names is not None:
             if len(self._names) != len(ids):
                 raise ConfigError(
-                    f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} parameters"
+                    f"--param-names has {len(self._names)} names, the optimizer has {len(ids)} "
+                    "parameters"
                 )
             return self._clean(self._names), "by the names given"
         for entries in self._modules.values():
@@ -293,7 +321,8 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
 
 def _digest(tensor: torch.Tensor) -> str:
     flat = copyable(tensor.detach(), str(tensor.dtype).removeprefix("torch.")).contiguous()
-    return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]  # 3.11 has no Buffer
+    # 3.11 has no Buffer.
+    return checksum(memoryview(flat.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 def _is_module(value: Any) -> bool:
@@ -301,7 +330,8 @@ def _is_module(value: Any) -> bool:
         isinstance(value, Mapping)
         and any(isinstance(item, torch.Tensor) for item in value.values())
         and all(
-            isinstance(key, str) and (isinstance(item, torch.Tensor) or key.endswith("_extra_state"))
+            isinstance(key, str)
+            and (isinstance(item, torch.Tensor) or key.endswith("_extra_state"))
             for key, item in value.items()
         )
     )
@@ -327,7 +357,9 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
-    """Names of the entries that are the optimizer's parameters, in order: as many as it has, and of the shapes of its state. None if that does not come out."""
+    """Names of the entries that are the optimizer's parameters, in order: as many as it has, and
+    of the shapes of its state. None if that does not come out.
+    """
     seen: set[tuple[int, tuple[int, ...]]] = set()
     names: list[str] = []
     for name, value in entries.items():

@@ -1,6 +1,9 @@
-"""A pickle as data: what it would build, with a name in the place of every class and function. Nothing is imported or called.
+"""A pickle as data: what it would build, with a name in the place of every class and function.
 
-``torch.distributed.checkpoint`` writes its table of contents as a pickle. Its opcodes are followed here, and each call they ask for becomes an ``Inert`` with the name and the arguments.
+Nothing is imported or called.
+
+``torch.distributed.checkpoint`` writes its table of contents as a pickle. Its opcodes are followed
+here, and each call they ask for becomes an ``Inert`` with the name and the arguments.
 """
 
 from __future__ import annotations
@@ -17,9 +20,25 @@ _CONSTANTS: Final = {
     "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
 }  # fmt: skip
 _PLAIN: Final = frozenset(
-    {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-     "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "INT", "LONG", "FLOAT", "UNICODE"}
-)  # fmt: skip
+    {
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "LONG4",
+        "BINFLOAT",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINBYTES",
+        "BINBYTES",
+        "BINBYTES8",
+        "INT",
+        "LONG",
+        "FLOAT",
+        "UNICODE",
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +146,8 @@ def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
 def _with_state(made: Inert, state: Any) -> Inert:
     """In place: it may be remembered. Classes with slots give a pair, others a few values.
 
-    No dict is copied and nothing is built twice, so it takes the same time however large the state is.
+    No dict is copied and nothing is built twice, so it takes the same time however large the state
+    is.
     """
     parts = state if isinstance(state, tuple) else (state,)
     if made.built or len(parts) > _MOST_PARTS:

@@ -28,7 +28,8 @@ _MOST_THREADS: Final = 8
 class Opened:
     """A checkpoint, opened for reading by ``ckpt.open``.
 
-    One that is collected without ``close`` gives a ``ResourceWarning``, as a file does. Views of its tensors can still be read.
+    One that is collected without ``close`` gives a ``ResourceWarning``, as a file does. Views of
+    its tensors can still be read.
 
     Attributes:
         step: The number of the step.
@@ -56,7 +57,10 @@ class Opened:
         self._closed = False
 
     def steps(self) -> list[int]:
-        """Numbers of the committed steps in this root, newest first. Each can be opened: ``ckpt.open(root, step=1200)``."""
+        """Numbers of the committed steps in this root, newest first.
+
+        Each can be opened: ``ckpt.open(root, step=1200)``.
+        """
         return sorted({ref.step for ref in committed(self._backend)}, reverse=True)
 
     def names(self) -> list[str]:
@@ -86,7 +90,10 @@ class Opened:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -95,9 +102,12 @@ class Opened:
 
 
 class TensorView:
-    """One whole tensor of a checkpoint, whichever ranks wrote its parts. Nothing is read until it is indexed.
+    """One whole tensor of a checkpoint, whichever ranks wrote its parts.
 
-    ``view[...]`` is all of it; ``view[100:200]``, ``view[:, 3]``, ``view[-1]`` read only the chunks that hold those elements, and verify them. The result is a fresh CPU tensor.
+    Nothing is read until it is indexed.
+
+    ``view[...]`` is all of it; ``view[100:200]``, ``view[:, 3]``, ``view[-1]`` read only the chunks
+    that hold those elements, and verify them. The result is a fresh CPU tensor.
     """
 
     def __init__(self, reader: StepReader, name: str) -> None:
@@ -134,12 +144,14 @@ class TensorView:
         if not box.numel:
             return torch.empty(box.shape, dtype=self.dtype)
         memory = torch.empty(box.numel * DTYPES[self._tensor.dtype].itemsize, dtype=torch.uint8)
-        self._reader.read([Wanted(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]  # 3.11 has no Buffer
+        # 3.11 has no Buffer.
+        self._reader.read([Wanted(self.name, box, memoryview(memory.numpy()))])  # type: ignore[arg-type]
         return memory.view(self.dtype).view(box.shape)
 
 
 def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None) -> Opened:
-    """Open a committed checkpoint for reading: names, and tensors or slices of them, without a model and without reading the rest.
+    """Open a committed checkpoint for reading: names, and tensors or slices of them, without a
+    model and without reading the rest.
 
     ::
 
@@ -178,8 +190,12 @@ def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice
 def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:
     """One item for each dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType) for item in items):
-        raise TypeError("index with whole numbers, slices and ...: read with [...] first for anything else")
+    if any(
+        isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType) for item in items
+    ):
+        raise TypeError(
+            "index with whole numbers, slices and ...: read with [...] first for anything else"
+        )
     given = sum(item is not ... for item in items)
     if items.count(...) > 1 or given > len(shape):
         raise IndexError(f"{given} indices for a tensor of {len(shape)} dimensions")

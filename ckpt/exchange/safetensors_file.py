@@ -1,6 +1,7 @@
 """Tensors -> safetensors: one file, or shards with an index, as Hugging Face lays them out.
 
-Written here rather than with the library, which wants all tensors of a file in memory; what is written is read back with it in the tests.
+Written here rather than with the library, which wants all tensors of a file in memory; what is
+written is read back with it in the tests.
 """
 
 from __future__ import annotations
@@ -38,14 +39,21 @@ def write_file(
     metadata: dict[str, str],
     reader: StepReader,
 ) -> None:
-    """One file with ``tensors`` under ``names``. At most ``BATCH_BYTES`` of them are in memory at a time."""
+    """One file with ``tensors`` under ``names``.
+
+    At most ``BATCH_BYTES`` of them are in memory at a time.
+    """
     order = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, names[tensor.name]))
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for tensor in order:
         dtype, start, end = DTYPES[tensor.dtype], end, end + tensor.nbytes
         shape = [*tensor.shape, dtype.writers] if dtype.writers > 1 else list(tensor.shape)
-        entries[names[tensor.name]] = {"dtype": dtype.storage, "shape": shape, "data_offsets": [start, end]}
+        entries[names[tensor.name]] = {
+            "dtype": dtype.storage,
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with open(path, "wb") as file:
@@ -66,16 +74,24 @@ def write_folder(
     reader: StepReader,
     most_bytes: int,
 ) -> None:
-    """``model.safetensors``, or shards of at most ``most_bytes`` (a larger tensor has a shard of its own) with their index."""
+    """``model.safetensors``, or shards of at most ``most_bytes`` (a larger tensor has a shard of
+    its own) with their index.
+    """
     files = _shards(sorted(tensors, key=lambda tensor: names[tensor.name]), most_bytes)
     for file in files:
         write_file(
-            os.path.join(folder, file.name), file.tensors, names=names, metadata=metadata, reader=reader
+            os.path.join(folder, file.name),
+            file.tensors,
+            names=names,
+            metadata=metadata,
+            reader=reader,
         )
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors), **metadata},
-            "weight_map": {names[tensor.name]: file.name for file in files for tensor in file.tensors},
+            "weight_map": {
+                names[tensor.name]: file.name for file in files for tensor in file.tensors
+            },
         }
         with open(os.path.join(folder, _INDEX), "w", encoding="utf-8") as out:
             json.dump(index, out, indent=2, ensure_ascii=False)
@@ -95,7 +111,10 @@ def _shards(tensors: Sequence[Tensor], most_bytes: int) -> list[_File]:
     if len(groups) == 1:
         return [_File(f"model{SUFFIX}", tuple(groups[0]))]
     count = len(groups)
-    return [_File(f"model-{i:05d}-of-{count:05d}{SUFFIX}", tuple(group)) for i, group in enumerate(groups, 1)]
+    return [
+        _File(f"model-{i:05d}-of-{count:05d}{SUFFIX}", tuple(group))
+        for i, group in enumerate(groups, 1)
+    ]
 
 
 def check_names(names: dict[str, str]) -> None:
@@ -103,7 +122,9 @@ def check_names(names: dict[str, str]) -> None:
     seen: dict[str, str] = {}
     for name, short in names.items():
         if short in seen:
-            raise ConfigError(f"{seen[short]!r} and {name!r} would both be {short!r}: choose another --strip")
+            raise ConfigError(
+                f"{seen[short]!r} and {name!r} would both be {short!r}: choose another --strip"
+            )
         if not short or short == "__metadata__":
             raise ConfigError(
                 f"{name!r} would be {short!r}, which is not a name there: choose another --strip"
@@ -120,4 +141,6 @@ def note_dtypes(tensors: Sequence[Tensor], notes: Notes) -> None:
                 (tensor.name, f"{tensor.dtype}: {dtype.storage} with one more dimension now")
             )
         elif tensor.dtype in SAME:
-            notes.changed.append((tensor.name, f"{tensor.dtype}: {dtype.storage} of the same bytes now"))
+            notes.changed.append(
+                (tensor.name, f"{tensor.dtype}: {dtype.storage} of the same bytes now")
+            )

@@ -1,6 +1,7 @@
 """A safetensors file -> tensors that are mapped from it.
 
-Read here rather than with the library, which nothing else needs: an import takes what an export writes wherever ckpt is installed.
+Read here rather than with the library, which nothing else needs: an import takes what an export
+writes wherever ckpt is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _LENGTH: Final = 8
 _MOST_HEADER: Final = 100_000_000
 """Bytes; the format's own limit."""
 _OF_CODE: Final[dict[str, DType]] = {
-    dtype.storage: dtype for dtype in DTYPES.values() if dtype.writers == 1 and dtype.name not in SAME
+    dtype.storage: dtype
+    for dtype in DTYPES.values()
+    if dtype.writers == 1 and dtype.name not in SAME
 }
 
 
@@ -36,7 +39,9 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         with open(regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            whole = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b"")
+            whole = memoryview(
+                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
+            )
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing") from None
     except OSError as error:
@@ -46,7 +51,9 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         if size < _LENGTH or length > min(size - _LENGTH, _MOST_HEADER):
             raise ValueError("it ends within its header")
         header: dict[str, Any] = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
-        metadata = {str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()}
+        metadata = {
+            str(key): str(value) for key, value in (header.pop("__metadata__", None) or {}).items()
+        }
         data = whole[_LENGTH + length :]
         _check_places([tuple(entry["data_offsets"]) for entry in header.values()], len(data))
         return {name: _tensor(name, entry, data) for name, entry in header.items()}, metadata
@@ -68,10 +75,17 @@ def _check_places(places: list[tuple[int, ...]], size: int) -> None:
 def _tensor(name: str, entry: dict[str, Any], data: memoryview) -> torch.Tensor:
     dtype, shape = _OF_CODE.get(entry["dtype"]), tuple(entry["shape"])
     if dtype is None:
-        raise UnsupportedValue(name, f"tensor of {entry['dtype']}", "view it as a dtype that torch has")
+        raise UnsupportedValue(
+            name, f"tensor of {entry['dtype']}", "view it as a dtype that torch has"
+        )
     start, end = entry["data_offsets"]
-    if any(type(n) is not int or n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != end - start:
-        raise ValueError(f"{name!r} of {entry['dtype']} {list(shape)} does not have {end - start} bytes")
+    if (
+        any(type(n) is not int or n < 0 for n in shape)
+        or math.prod(shape) * dtype.itemsize != end - start
+    ):
+        raise ValueError(
+            f"{name!r} of {entry['dtype']} {list(shape)} does not have {end - start} bytes"
+        )
     kind: torch.dtype = getattr(torch, dtype.name)
     if start == end:
         return torch.empty(shape, dtype=kind)

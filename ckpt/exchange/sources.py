@@ -1,4 +1,7 @@
-"""Files of other programs -> a nested state of tensors and plain values. Nothing in them is unpickled beyond what ``weights_only`` allows."""
+"""Files of other programs -> a nested state of tensors and plain values.
+
+Nothing in them is unpickled beyond what ``weights_only`` allows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,14 @@ from typing import Any, Final, Literal
 
 import torch
 
-from ckpt.errors import CkptError, ConfigError, IntegrityError, OutOfSpace, StorageError, UnsupportedValue
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    IntegrityError,
+    OutOfSpace,
+    StorageError,
+    UnsupportedValue,
+)
 from ckpt.exchange import safetensors_read
 from ckpt.exchange.bounds import check_state, check_torch_file, regular
 from ckpt.exchange.inert import Inert, read_inert
@@ -35,7 +45,10 @@ _TORCH: Final = (".pt", ".pth", ".bin", ".ckpt")
 _SAFETENSORS: Final = ".safetensors"
 _TABLE: Final = ".metadata"
 _MOST_DEPTH: Final = 100
-_WAY_OUT: Final = "only tensors and plain values are taken: where you trust the file, load it with torch.load(..., weights_only=False) and save the state_dict() of what is in it"
+_WAY_OUT: Final = (
+    "only tensors and plain values are taken: where you trust the file, load it with "
+    "torch.load(..., weights_only=False) and save the state_dict() of what is in it"
+)
 
 
 def detect(source: str) -> Kind:
@@ -48,7 +61,8 @@ def detect(source: str) -> Kind:
     if MANIFEST in names and (ref := parse_folder(os.path.basename(os.path.abspath(source)))):
         parent = os.path.dirname(os.path.abspath(source))
         raise ConfigError(
-            f"{source} is a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT --step {ref.step}"
+            f"{source} is a checkpoint of ckpt already: copy it with ckpt copy {parent} ROOT "
+            f"--step {ref.step}"
         )
     if _TABLE in names:
         return "dcp"
@@ -58,15 +72,20 @@ def detect(source: str) -> Kind:
         return "torch"
     if any(parse_folder(name) for name in names):
         raise ConfigError(
-            f"{source} holds checkpoints of ckpt already: copy them with ckpt copy {source} ROOT (--step N, or --all)"
+            f"{source} holds checkpoints of ckpt already: copy them with ckpt copy {source} ROOT "
+            "(--step N, or --all)"
         )
     raise ConfigError(
-        f"{source} holds neither {_TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor *.pt, *.pth or *.bin of torch.save"
+        f"{source} holds neither {_TABLE} of torch.distributed.checkpoint, nor *.safetensors, nor "
+        "*.pt, *.pth or *.bin of torch.save"
     )
 
 
 def check_kind(source: str, kind: Kind) -> None:
-    """Raises ``ConfigError`` where ``source`` cannot be of this kind. A file is named by its first bytes."""
+    """Raises ``ConfigError`` where ``source`` cannot be of this kind.
+
+    A file is named by its first bytes.
+    """
     if not os.path.exists(source):
         raise ConfigError(f"{source} is not there: name a local file or folder")
     if os.path.isdir(source):
@@ -79,10 +98,13 @@ def check_kind(source: str, kind: Kind) -> None:
             "a file of torch.save: give --format torch" if is_torch(source) else "a file"
         )
         raise ConfigError(
-            f"--format dcp: {source} is {what}; torch.distributed.checkpoint writes a folder with a {_TABLE} file in it"
+            f"--format dcp: {source} is {what}; torch.distributed.checkpoint writes a folder with "
+            f"a {_TABLE} file in it"
         )
     elif kind == "safetensors" and is_torch(regular(source)):
-        raise ConfigError(f"--format safetensors: {source} is a file of torch.save: give --format torch")
+        raise ConfigError(
+            f"--format safetensors: {source} is a file of torch.save: give --format torch"
+        )
 
 
 def _names_in(folder: str) -> list[str]:
@@ -111,7 +133,7 @@ def read_source(source: str, kind: Kind, scratch: str | None) -> State:
             return _safetensors(source)
 
 
-# -- torch.save -------------------------------------------------------------------------------------------------------
+# -- torch.save ------------------------------------------------------------------------------------
 
 
 def _torch(source: str) -> State:
@@ -139,7 +161,9 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
             check_torch_file(file, name)
             file.seek(0)
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=isinstance(path, str))
+            found = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=isinstance(path, str)
+            )
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
@@ -152,18 +176,26 @@ def _load(path: str | io.BytesIO, name: str = "") -> Any:
         raise IntegrityError(f"{name} is missing") from None
     except OSError as error:
         if error.errno == errno.EINVAL:  # of mmap
-            raise IntegrityError(f"{name} is not a whole file of torch.save: it was cut short") from None
+            raise IntegrityError(
+                f"{name} is not a whole file of torch.save: it was cut short"
+            ) from None
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from None
-    except Exception as error:  # noqa: BLE001 - of the unpickler, the zip reader, or what broken bytes lead them to
+    except Exception as error:  # noqa: BLE001
+        # Of the unpickler, the zip reader, or what broken bytes lead them to.
         text = str(error)
         if isinstance(path, str) and (kind := what_is(path)):
             raise ConfigError(f"{name} is not a file of torch.save, but {kind}") from None
         if "weights_only" in text or "Unsupported" in text or "WeightsUnpickler" in text:
             found = re.search(r"GLOBAL ([\w.]+)", text)
-            what = f"pickle of more than tensors ({found[1]})" if found else "pickle of more than tensors"
+            what = (
+                f"pickle of more than tensors ({found[1]})"
+                if found
+                else "pickle of more than tensors"
+            )
             raise UnsupportedValue(name, what, _WAY_OUT) from None
         raise IntegrityError(
-            f"{name} is not a whole file of torch.save: {(text.splitlines() or ['it is empty'])[0][:200]}"
+            f"{name} is not a whole file of torch.save: "
+            f"{(text.splitlines() or ['it is empty'])[0][:200]}"
         ) from None
 
 
@@ -176,7 +208,9 @@ def _indexed(folder: str, suffix: str) -> list[str]:
         with open(regular(os.path.join(folder, found[0])), encoding="utf-8") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
     except OSError as error:
-        raise ConfigError(f"{os.path.join(folder, found[0])} cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{os.path.join(folder, found[0])} cannot be read: {error.strerror}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{found[0]} is not an index: {error!r}") from None
     return [_inside(folder, name) for name in names]
@@ -184,12 +218,17 @@ def _indexed(folder: str, suffix: str) -> list[str]:
 
 def _inside(folder: str, name: object) -> str:
     """A file name that a table of contents gives must be one of its folder."""
-    if not isinstance(name, str) or os.path.basename(name) != name or "\0" in name or name in ("", ".", ".."):
+    if (
+        not isinstance(name, str)
+        or os.path.basename(name) != name
+        or "\0" in name
+        or name in ("", ".", "..")
+    ):
         raise IntegrityError(f"{folder} names a file outside of itself: {str(name)[:80]!r}")
     return name
 
 
-# -- safetensors ------------------------------------------------------------------------------------------------------
+# -- safetensors -----------------------------------------------------------------------------------
 
 
 def _safetensors(source: str) -> State:
@@ -205,11 +244,13 @@ def _safetensors(source: str) -> State:
         tensors, metadata = safetensors_read.read_file(path)
         state |= tensors
         shared |= metadata
-    tied = {name: state[kept] for name, kept in shared.items() if kept in state and name not in state}
+    tied = {
+        name: state[kept] for name, kept in shared.items() if kept in state and name not in state
+    }
     return state | tied
 
 
-# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
+# -- torch.distributed.checkpoint ------------------------------------------------------------------
 
 
 def _dcp(source: str, scratch: str | None) -> State:
@@ -220,7 +261,9 @@ def _dcp(source: str, scratch: str | None) -> State:
     except OSError as error:
         raise ConfigError(f"{table_path} cannot be read: {error.strerror}") from None
     with _doubted(table_path):
-        kinds = {name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()}
+        kinds = {
+            name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()
+        }
         pieces = list(_pieces(source, table))
         _check_room(source, table, [kind for kind in kinds.values() if kind])
         paths: Mapping[str, Any] = table.state.get("planner_data") or {}
@@ -249,19 +292,32 @@ def _doubted(table_path: str) -> Generator[None]:
     """Inside, a table of contents is followed, which may say anything."""
     try:
         yield
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise IntegrityError(
             f"{table_path} is not a table of torch.distributed.checkpoint: {error!r}"
         ) from None
 
 
-def _made(scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
+def _made(
+    scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]
+) -> dict[str, torch.Tensor]:
     """Tensors to be filled."""
     try:
         return Scratch(scratch, kinds).tensors
     except (OSError, OverflowError) as error:
         folder = scratch or tempfile.gettempdir()
-        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if isinstance(error, OSError) and error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EFBIG,
+        ):
             raise StorageError(folder, error.strerror or str(error)) from None
         nbytes = sum(prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in kinds)
         raise OutOfSpace(folder, f"for {nbytes} bytes of tensors") from None
@@ -272,23 +328,39 @@ def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
     if not item.name.endswith(".TensorStorageMetadata"):
         return None
     properties = item.state["properties"]
-    dtype = (properties.args[0] if properties.args else properties.state["dtype"]).name.removeprefix("torch.")
+    dtype = (
+        properties.args[0] if properties.args else properties.state["dtype"]
+    ).name.removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UnsupportedValue(name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold")
+        raise UnsupportedValue(
+            name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
+        )
     return dtype, _numbers(item.state["size"])
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
     """A ``torch.Size`` that was not made."""
-    items = size.args[0] if isinstance(size, Inert) and size.args else () if isinstance(size, Inert) else size
+    items = (
+        size.args[0]
+        if isinstance(size, Inert) and size.args
+        else ()
+        if isinstance(size, Inert)
+        else size
+    )
     found = tuple(int(n) for n in items)
-    if len(found) > MAX_DIMENSIONS or any(n < 0 for n in found) or prod(n for n in found if n) >= 1 << 63:
+    if (
+        len(found) > MAX_DIMENSIONS
+        or any(n < 0 for n in found)
+        or prod(n for n in found if n) >= 1 << 63
+    ):
         raise ValueError(f"a tensor of {len(found)} dimensions: {found[:8]}")
     return found
 
 
 def _check_room(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Each byte of a file is of one entry, and tensors have no more bytes than their entries: so what is made has a size that is there."""
+    """Each byte of a file is of one entry, and tensors have no more bytes than their entries: so
+    what is made has a size that is there.
+    """
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for info in table.state["storage_data"].values():
         start, length = int(info.state["offset"]), int(info.state["length"])
@@ -333,26 +405,38 @@ def _read(path: str, start: int, length: int, name: str) -> Any:
     except FileNotFoundError:
         raise IntegrityError(f"{path} is missing, which holds {name!r}") from None
     except OSError as error:
-        raise ConfigError(f"{path}, which holds {name!r}, cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{path}, which holds {name!r}, cannot be read: {error.strerror}"
+        ) from None
     if len(data) != length or start < 0:
         raise IntegrityError(f"{path} is cut: it ends before {name!r} does")
     return _load(io.BytesIO(data), f"{name} in {path}")
 
 
 def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any) -> int:
-    if not isinstance(piece, torch.Tensor) or piece.dtype != whole.dtype or piece.ndim != whole.ndim:
+    if (
+        not isinstance(piece, torch.Tensor)
+        or piece.dtype != whole.dtype
+        or piece.ndim != whole.ndim
+    ):
         raise IntegrityError(f"a part of {name!r} is not what the table of contents says")
     offsets = offsets or (0,) * whole.ndim
-    if any(start + n > size for start, n, size in zip(offsets, piece.shape, whole.shape, strict=True)):
+    if any(
+        start + n > size for start, n, size in zip(offsets, piece.shape, whole.shape, strict=True)
+    ):
         raise IntegrityError(f"a part of {name!r} is outside of it")
     dtype = str(whole.dtype).removeprefix("torch.")
-    region: Any = tuple(slice(start, start + n) for start, n in zip(offsets, piece.shape, strict=True))
+    region: Any = tuple(
+        slice(start, start + n) for start, n in zip(offsets, piece.shape, strict=True)
+    )
     copyable(whole, dtype)[(*region, ...)].copy_(copyable(piece.detach(), dtype))
     return piece.numel()
 
 
 def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
-    """Names like 'model.a.b' -> dicts and lists, as the planner that wrote them says; without its word they stay flat."""
+    """Names like 'model.a.b' -> dicts and lists, as the planner that wrote them says; without
+    its word they stay flat.
+    """
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         path = paths.get(name) or (name,)

@@ -24,10 +24,17 @@ _ALIGNMENT: Final = 64
 
 
 class Scratch:
-    """Tensors without values, in a file that has no name any more; it goes with the last of them."""
+    """Tensors without values, in a file that has no name any more; it goes with the last of
+    them.
+    """
 
-    def __init__(self, folder: str | None, kinds: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
-        """``kinds`` are (name, dtype, shape). ``folder`` must have room for all of it; None for the system's."""
+    def __init__(
+        self, folder: str | None, kinds: Iterable[tuple[str, str, tuple[int, ...]]]
+    ) -> None:
+        """``kinds`` are (name, dtype, shape).
+
+        ``folder`` must have room for all of it; None for the system's.
+        """
         self.memory: dict[str, memoryview] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         places: list[tuple[str, str, tuple[int, ...], int, int]] = []
@@ -38,7 +45,8 @@ class Scratch:
             end = -(-(end + nbytes) // _ALIGNMENT) * _ALIGNMENT
         with tempfile.TemporaryFile(dir=folder) as file:
             if end:
-                os.posix_fallocate(file.fileno(), 0, end)  # a full disk is said now, not by a SIGBUS later
+                # a full disk is said now, not by a SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, end)
             whole = memoryview(mmap.mmap(file.fileno(), max(end, 1)) if end else bytearray(1))
         for name, dtype, shape, start, nbytes in places:
             kind = getattr(torch, dtype)
@@ -50,7 +58,9 @@ class Scratch:
                 self.tensors[name] = torch.empty(shape, dtype=kind)
 
 
-def read_into_scratch(reader: StepReader, tensors: Iterable[Tensor], folder: str) -> dict[str, torch.Tensor]:
+def read_into_scratch(
+    reader: StepReader, tensors: Iterable[Tensor], folder: str
+) -> dict[str, torch.Tensor]:
     """The values of ``tensors``, by the names they are stored under."""
     wanted = list(tensors)
     scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in wanted))

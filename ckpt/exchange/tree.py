@@ -1,6 +1,9 @@
-"""A manifest -> the nested state that ``state_dict()`` calls would give, with something in the place of each tensor.
+"""A manifest -> the nested state that ``state_dict()`` calls would give, with something in the
+place of each tensor.
 
-A module is a dict by canonical names. An optimizer is ``{"state": ..., "param_groups": ...}``, its parameters by number, as ``Optimizer.state_dict`` has it, or by name, as ``torch.distributed.checkpoint`` has it.
+A module is a dict by canonical names. An optimizer is ``{"state": ..., "param_groups": ...}``, its
+parameters by number, as ``Optimizer.state_dict`` has it, or by name, as
+``torch.distributed.checkpoint`` has it.
 """
 
 from __future__ import annotations
@@ -51,11 +54,18 @@ class StateTree:
         make: What stands for a tensor.
         globs: Only names that match; containers without any are left out.
         by_name: Parameters of an optimizer by name rather than by number.
-        safe: Only what ``torch.load(..., weights_only=True)`` takes: NumPy scalars and frozensets become what is next to them.
+        safe: Only what ``torch.load(..., weights_only=True)`` takes: NumPy scalars and frozensets
+            become what is next to them.
     """
 
     def __init__(
-        self, manifest: Manifest, make: MakeTensor, globs: Sequence[str], *, by_name: bool, safe: bool = True
+        self,
+        manifest: Manifest,
+        make: MakeTensor,
+        globs: Sequence[str],
+        *,
+        by_name: bool,
+        safe: bool = True,
     ) -> None:
         self._manifest, self._make, self._globs = manifest, make, globs
         self._by_name, self._safe = by_name, safe
@@ -75,7 +85,9 @@ class StateTree:
     def _node(self, node: Node, path: str) -> Any:
         match node:
             case list():
-                return self._some([self._node(item, join(path, str(i))) for i, item in enumerate(node)], path)
+                return self._some(
+                    [self._node(item, join(path, str(i))) for i, item in enumerate(node)], path
+                )
             case {"$": str(tag)}:
                 return self._tagged(tag, node, path)
             case dict():
@@ -113,7 +125,7 @@ class StateTree:
             case _:
                 return self._plain(decode(node, torch_value), path)
 
-    # -- leaves -------------------------------------------------------------------------------------------------------------
+    # -- leaves ------------------------------------------------------------------------------------
 
     def _tensor(self, name: str, was: str = "") -> Any:
         if not chosen(name, self._globs):
@@ -154,7 +166,7 @@ class StateTree:
             self.notes.changed.append((path, f"a value of each of {len(values)} ranks: a list now"))
         return kept
 
-    # -- modules and optimizers ---------------------------------------------------------------------------------------------
+    # -- modules and optimizers --------------------------------------------------------------------
 
     def _module(self, node: Mapping[str, Node], path: str) -> Any:
         values: Mapping[str, Node] = node["values"]
@@ -214,8 +226,12 @@ def _modules(node: Node, path: str) -> list[str]:
         case {"$": _}:
             return []
         case dict():
-            return [found for key, item in node.items() for found in _modules(item, join(path, key))]
+            return [
+                found for key, item in node.items() for found in _modules(item, join(path, key))
+            ]
         case list():
-            return [found for i, item in enumerate(node) for found in _modules(item, join(path, str(i)))]
+            return [
+                found for i, item in enumerate(node) for found in _modules(item, join(path, str(i)))
+            ]
         case _:
             return []

@@ -11,11 +11,16 @@ from ckpt.catalog.reading import StepReader
 
 
 def max_difference(one: StepReader, two: StepReader, name: str) -> float:
-    """The largest absolute difference of any element; inf where one is finite or a number and the other is not. Both must have the same dtype and shape."""
+    """The largest absolute difference of any element; inf where one is finite or a number and
+    the other is not. Both must have the same dtype and shape.
+    """
     dtype = getattr(torch, one.tensors[name].dtype)
     largest = 0.0
     for a, b in pairs(one, two, name):
-        x, y = (_comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(dtype)) for piece in (a, b))
+        x, y = (
+            _comparable(torch.frombuffer(piece.data, dtype=torch.uint8).view(dtype))
+            for piece in (a, b)
+        )
         same = (x == y) | (x.isnan() & y.isnan())
         far = torch.where(same, 0.0, (x - y).abs())
         found = float(far.nan_to_num(nan=math.inf, posinf=math.inf).max())

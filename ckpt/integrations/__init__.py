@@ -1,1 +1,4 @@
-"""One thin file per framework. None is imported before its own file is, and none is a dependency."""
+"""One thin file per framework.
+
+None is imported before its own file is, and none is a dependency.
+"""

@@ -46,13 +46,17 @@ _log = logging.getLogger("ckpt")
 
 
 def zero_state(engine: Any) -> dict[str, Any]:
-    """``{"model": ..., "optimizer": ...}`` of what ``deepspeed.initialize`` returned, to be put into a state; make it once, after that call.
+    """``{"model": ..., "optimizer": ...}`` of what ``deepspeed.initialize`` returned, to be put
+    into a state; make it once, after that call.
 
-    After a restore the engine goes on as if it had never been away: 16-bit weights, ZeRO-3 partitions, learning rate schedule, loss scale and counters are set. Every rank must restore,
+    After a restore the engine goes on as if it had never been away: 16-bit weights, ZeRO-3
+        partitions, learning rate schedule, loss scale and counters are set. Every rank must
+        restore,
     since weights are gathered for that.
 
     Raises:
-        ConfigError: An engine that this cannot save, with the reason: model parallelism, experts, pipelines, state on NVMe, ZenFlow, SuperOffload, MiCS.
+        ConfigError: An engine that this cannot save, with the reason: model parallelism, experts,
+            pipelines, state on NVMe, ZenFlow, SuperOffload, MiCS.
     """
     zero = _Zero(engine)
     return {"model": ZeroModel(zero), "optimizer": ZeroOptimizer(zero)}
@@ -74,7 +78,9 @@ class _Zero:
         found: Optimizer = self.optimizer.optimizer
         return found
 
-    def views(self, partition: Partition, key: object, flat: torch.Tensor) -> tuple[LocalShards, ...]:
+    def views(
+        self, partition: Partition, key: object, flat: torch.Tensor
+    ) -> tuple[LocalShards, ...]:
         """Return what each parameter has of ``flat``, which is laid out as ``partition``.
 
         The objects are the same as before while the memory is the same.
@@ -92,7 +98,9 @@ class _Zero:
 
 def _view(piece: Piece, flat: torch.Tensor) -> LocalShards:
     span = piece.span
-    return LocalShards.of_range(piece.shape, span.start, flat.detach()[span.at : span.at + span.length])
+    return LocalShards.of_range(
+        piece.shape, span.start, flat.detach()[span.at : span.at + span.length]
+    )
 
 
 class ZeroModel(ModuleStandIn):
@@ -126,7 +134,8 @@ class ZeroModel(ModuleStandIn):
                 for entry in reversed(found)
                 if isinstance(entry.value, LocalShards)
             }
-            # DeepSpeed never makes buffers equal: those of its first rank count, as in its own checkpoints
+            # DeepSpeed never makes buffers equal: those of its first rank count, as in its own
+            # checkpoints
             buffers, is_first = set(map(id, module.buffers())), dist.get_rank() == ranks[0]
             shared = tuple(
                 entry
@@ -149,7 +158,9 @@ class ZeroModel(ModuleStandIn):
             shape, span = tuple(value.ds_shape), span_of_shard(value)
             memory = part.detach().view(-1)[: span.length]
             view = (
-                LocalShards.of_range(shape, span.start, memory) if value.ds_numel else memory.new_empty(shape)
+                LocalShards.of_range(shape, span.start, memory)
+                if value.ds_numel
+                else memory.new_empty(shape)
             )
             known = self._frozen[id(value)] = (part.data_ptr(), view)
         return known[1]
@@ -218,7 +229,8 @@ class ZeroOptimizer(OptimizerStandIn):
         for key, value in held.items():
             if not isinstance(value, torch.Tensor) or value.shape != partition.flat.shape:
                 raise ConfigError(
-                    f"DeepSpeed: {key!r} in the state of {type(self._zero.base).__name__} belongs to no parameter: "
+                    f"DeepSpeed: {key!r} in the state of {type(self._zero.base).__name__} belongs "
+                    "to no parameter: "
                     "of such optimizers the model alone can be saved"
                 )
         if not held and step is None:
@@ -227,13 +239,16 @@ class ZeroOptimizer(OptimizerStandIn):
         for index, master in enumerate(masters):
             values: dict[str, Any] = {key: view[index] for key, view in views.items()}
             if step is not None:
-                # one for each parameter, as plain PyTorch has it; the same tensor as before, so that saves find nothing new
+                # one for each parameter, as plain PyTorch has it; the same tensor as before, so
+                # that saves find nothing new
                 values[_STEP] = shown.get(master, {}).get(_STEP, torch.zeros(()))
                 if float(values[_STEP]) != float(step):
                     values[_STEP].fill_(float(step))
             self.state[master] = values  # type: ignore[index]
 
-    def new_state(self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
+    def new_state(
+        self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Source:
         """A part of what ``settle`` will give the optimizer inside."""
         if key == _STEP:
             return torch.zeros(shape, dtype=dtype)
@@ -247,7 +262,8 @@ class ZeroOptimizer(OptimizerStandIn):
                     )
                 return _view(partition.pieces[index], self._fresh[(partition, key)])
         raise RestoreError(
-            f"DeepSpeed: {key!r} of shape {shape} in the checkpoint has another shape than its parameter: of such optimizers the model alone can be restored"
+            f"DeepSpeed: {key!r} of shape {shape} in the checkpoint has another shape than its "
+            "parameter: of such optimizers the model alone can be restored"
         )
 
     def extra(self) -> dict[str, Any]:
@@ -255,7 +271,9 @@ class ZeroOptimizer(OptimizerStandIn):
         scaler = getattr(self._zero.optimizer, "loss_scaler", None)
         found: dict[str, Any] = {
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
-            "loss_scaler": {name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)},
+            "loss_scaler": {
+                name: getattr(scaler, name) for name in _SCALER if hasattr(scaler, name)
+            },
         }
         if hasattr(scheduler, "state_dict"):
             found["scheduler"] = {"kind": type(scheduler).__name__, "state": scheduler.state_dict()}
@@ -276,9 +294,11 @@ class ZeroOptimizer(OptimizerStandIn):
             scheduler.load_state_dict(saved["state"])
         else:
             _log.warning(
-                "ckpt: the checkpoint has the state of a %s, the engine a %s: its learning rate schedule starts again",
-                saved["kind"], type(scheduler).__name__,
-            )  # fmt: skip
+                "ckpt: the checkpoint has the state of a %s, the engine a %s: its learning rate "
+                "schedule starts again",
+                saved["kind"],
+                type(scheduler).__name__,
+            )
 
     def settle(self) -> None:
         """Hyperparameters and state into the optimizer inside."""
@@ -288,7 +308,8 @@ class ZeroOptimizer(OptimizerStandIn):
             self._settle(partition)
         self._fresh.clear()
         if hasattr(self._zero.optimizer, "_hp_optimizer_states_linked"):
-            self._zero.optimizer._hp_optimizer_states_linked = False  # linked again at the next step
+            # linked again at the next step
+            self._zero.optimizer._hp_optimizer_states_linked = False
 
     def _settle(self, partition: Partition) -> None:
         base = self._zero.base
@@ -303,18 +324,21 @@ class ZeroOptimizer(OptimizerStandIn):
         flats: dict[str, Any] = {key: fresh[key] if key in fresh else held[key] for key in keys}
         for values, piece in zip(saved, partition.pieces, strict=True):
             for key in keys:
-                if key not in values:  # as DeepSpeed has it for parameters that have not stepped yet
+                # as DeepSpeed has it for parameters that have not stepped yet
+                if key not in values:
                     flats[key][piece.span.at : piece.span.at + piece.span.length].zero_()
         if steps:
             if min(steps) != max(steps):
                 _log.warning(
-                    "ckpt: parameters that DeepSpeed steps together were saved after %d to %d steps; all go on from the last",
-                    min(steps), max(steps),
-                )  # fmt: skip
+                    "ckpt: parameters that DeepSpeed steps together were saved after %d to %d "
+                    "steps; all go on from the last",
+                    min(steps),
+                    max(steps),
+                )
             flats[_STEP] = _step_like(held.get(_STEP), base, partition, max(steps))
         base.state[partition.flat] = flats
 
-    # -- the fence holds back the optimizer that steps ----------------------------------------------------------------------
+    # -- the fence holds back the optimizer that steps ---------------------------------------------
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
         return self._zero.base.register_step_pre_hook(hook)
@@ -324,7 +348,9 @@ class ZeroOptimizer(OptimizerStandIn):
 
 
 def _step_like(held: Any, base: Optimizer, partition: Partition, step: float) -> Any:
-    """A step counter as the optimizer has it, or would have it after its first step: torch's is a tensor, DeepSpeed's own count in integers."""
+    """A step counter as the optimizer has it, or would have it after its first step: torch's is
+    a tensor, DeepSpeed's own count in integers.
+    """
     if isinstance(held, torch.Tensor):
         return held.fill_(step)
     if held is not None or not type(base).__module__.startswith("torch."):
@@ -339,12 +365,15 @@ def _check(engine: Any) -> None:
     kind = type(optimizer).__name__
     if kind not in _ZERO or not isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise ConfigError(
-            f"zero_state takes the engine of deepspeed.initialize under ZeRO 1, 2 or 3; this one's optimizer is {kind}. "
-            'Without ZeRO put {"model": engine.module, "optimizer": engine.optimizer} into the state'
+            "zero_state takes the engine of deepspeed.initialize under ZeRO 1, 2 or 3; this "
+            f"one's optimizer is {kind}. "
+            'Without ZeRO put {"model": engine.module, "optimizer": engine.optimizer} into the '
+            "state"
         )
     ranks = dist.get_process_group_ranks(engine.seq_data_parallel_group)
     wrong = {
-        "parallelism of another kind than that of data and sequences": len(ranks) < dist.get_world_size(),
+        "parallelism of another kind than that of data and sequences": len(ranks)
+        < dist.get_world_size(),
         "a pipeline": type(engine).__name__ == "PipelineEngine",
         "experts": engine.has_moe_layers,
         "quantized parameters that are not trained": getattr(
@@ -358,5 +387,6 @@ def _check(engine: Any) -> None:
     }
     if found := [what for what, present in wrong.items() if present]:
         raise ConfigError(
-            f"zero_state cannot save an engine with {' and '.join(found)}: use engine.save_checkpoint, or put LocalShards of its tensors into the state"
+            f"zero_state cannot save an engine with {' and '.join(found)}: use "
+            "engine.save_checkpoint, or put LocalShards of its tensors into the state"
         )

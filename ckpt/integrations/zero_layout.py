@@ -109,7 +109,9 @@ def _cut_groups(
     masters: Sequence[torch.Tensor],
     process_groups: Sequence[Any],
 ) -> Iterator[Partition]:
-    """ZeRO 1 and 2: ``whole[i]`` holds all parameters of ``groups[i]``, ``masters[i]`` this rank's part of them."""
+    """ZeRO 1 and 2: ``whole[i]`` holds all parameters of ``groups[i]``, ``masters[i]`` this
+    rank's part of them.
+    """
     for index, (group, flat, master) in enumerate(zip(groups, whole, masters, strict=True)):
         first = dist.get_rank(process_groups[index]) * master.numel()
         pieces: list[Piece] = []
@@ -117,7 +119,8 @@ def _cut_groups(
             begin, remainder = divmod(parameter.data_ptr() - flat.data_ptr(), flat.element_size())
             if remainder or not 0 <= begin <= flat.numel() - parameter.numel():
                 raise ConfigError(
-                    "DeepSpeed has moved parameters out of its flat buffers: call engine.reload_states() first"
+                    "DeepSpeed has moved parameters out of its flat buffers: call "
+                    "engine.reload_states() first"
                 )
             span = span_within(begin, parameter.numel(), first, master.numel())
             pieces.append(Piece(parameter, tuple(parameter.shape), span))

@@ -1,1 +1,4 @@
-"""Pure values: boxes, dtypes, keys, checksums, plain values, the manifest and its bytes. No I/O, no torch."""
+"""Pure values: boxes, dtypes, keys, checksums, plain values, the manifest and its bytes.
+
+No I/O, no torch.
+"""

@@ -50,11 +50,15 @@ class Box:
 
     def relative_to(self, outer: Box) -> Box:
         """Return the same region, counted from the first element of ``outer``."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape)
+        return Box(
+            tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True)), self.shape
+        )
 
     def slices(self) -> tuple[slice, ...]:
         """For indexing an array with this box."""
-        return tuple(slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True))
+        return tuple(
+            slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True)
+        )
 
     def contains(self, other: Box) -> bool:
         """Return True if all of ``other`` is inside of this box."""
@@ -69,10 +73,11 @@ class Box:
 
 
 def split_rows(box: Box, most: int) -> list[Box]:
-    """Cut a box into boxes of at most ``most`` elements that follow each other in its row-major order.
+    """Cut a box into boxes of at most ``most`` elements that follow each other in its row-major
+    order.
 
-    So each part is one contiguous run of the box's memory. A row that is itself too large is cut along the next dimension.
-    An empty box gives no parts, a 0-d box gives itself.
+    So each part is one contiguous run of the box's memory. A row that is itself too large is cut
+    along the next dimension. An empty box gives no parts, a 0-d box gives itself.
     """
     if box.numel == 0:
         return []
@@ -107,7 +112,8 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         raise ValueError(f"elements {start} to {stop} are not in a tensor of shape {tuple(shape)}")
     parts: list[Box] = []
     while start < stop:
-        # the largest rows that begin here and end in time, as many as their dimension has left: they grow towards the middle of the range, then shrink
+        # the largest rows that begin here and end in time, as many as their dimension has left:
+        # they grow towards the middle of the range, then shrink
         rows = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
         inner = next(d for d, row in enumerate(rows) if start % row == 0 and start + row <= stop)
         if inner == 0:
@@ -121,9 +127,11 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def even_slab(box: Box, count: int, index: int) -> Box | None:
-    """One of the ``count`` nearly equal slabs that a box is cut into for ``count`` replicas; None if no dimension is that long.
+    """One of the ``count`` nearly equal slabs that a box is cut into for ``count`` replicas; None
+    if no dimension is that long.
 
-    The first dimension that gives slabs within 5 % of each other is cut, so that slabs stay as contiguous as can be; where there is none, the one that comes nearest.
+    The first dimension that gives slabs within 5 % of each other is cut, so that slabs stay as
+    contiguous as can be; where there is none, the one that comes nearest.
     """
     excess = {d: -(-n // count) * count / n for d, n in enumerate(box.shape) if n >= count}
     if not excess:
@@ -137,7 +145,8 @@ def even_slab(box: Box, count: int, index: int) -> Box | None:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """None if the boxes cover every element of a tensor of ``shape`` exactly once, else what is wrong.
+    """None if the boxes cover every element of a tensor of ``shape`` exactly once, else what is
+    wrong.
 
     Boxes without elements are ignored. Linear in the number of boxes.
     """
@@ -162,7 +171,8 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """
     starts = np.array([box.offsets for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)
-    products = np.ones((len(_PRIMES), len(boxes) + 1), dtype=np.int64)  # of all boxes, then of the whole
+    # of all boxes, then of the whole
+    products = np.ones((len(_PRIMES), len(boxes) + 1), dtype=np.int64)
     for dim, size in enumerate(shape):
         low, high = np.append(starts[:, dim], 0), np.append(ends[:, dim], size)
         if not low.any() and (high == size).all():
@@ -173,7 +183,9 @@ def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
             at = _random.integers(0, prime, len(edges))
             row *= (at[high] - at[low]) % prime
             row %= prime
-    return all(int(row[:-1].sum()) % prime == row[-1] for row, prime in zip(products, _PRIMES, strict=True))
+    return all(
+        int(row[:-1].sum()) % prime == row[-1] for row, prime in zip(products, _PRIMES, strict=True)
+    )
 
 
 def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
@@ -188,7 +200,9 @@ def _an_overlap(boxes: Sequence[Box]) -> tuple[int, ...] | None:
         if left < 0:
             return None
         active = [
-            other for other in active if not box.shape or other.offsets[0] + other.shape[0] > box.offsets[0]
+            other
+            for other in active
+            if not box.shape or other.offsets[0] + other.shape[0] > box.offsets[0]
         ]
         for other in active:
             if (common := box.intersect(other)) is not None:

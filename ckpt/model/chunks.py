@@ -20,7 +20,10 @@ LEAST_BYTES: Final = 512 << 10
 
 
 def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
-    """The chunks in which a box is written, each of at most ``chunk_bytes``. None of an empty box."""
+    """The chunks in which a box is written, each of at most ``chunk_bytes``.
+
+    None of an empty box.
+    """
     most = chunk_bytes // itemsize
     wanted = min(most, max(LEAST_BYTES // itemsize, -(-box.numel // PARTS)))
     if wanted < box.numel:
@@ -47,7 +50,9 @@ def lengths_like(shape: tuple[int, ...], first: int, *, at_most: int) -> list[in
 
 
 def _whole_rows(shape: tuple[int, ...], wanted: int, most: int) -> int:
-    """About ``wanted`` elements, so that no chunk is much smaller than the others: a row of up to twice as many as it is, or several, as many in each chunk."""
+    """About ``wanted`` elements, so that no chunk is much smaller than the others: a row of up
+    to twice as many as it is, or several, as many in each chunk.
+    """
     rows = _rows(shape)
     larger = [row for row in rows if wanted <= row <= min(most, 2 * wanted)]
     if larger:

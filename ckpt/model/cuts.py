@@ -1,6 +1,7 @@
 """Cuts along a mesh -> the boxes of a tensor that one place of the mesh holds.
 
-A dimension may be cut more than once, and each cut is of what the cuts before it have left. So what is left of a dimension is a list of runs, and of a tensor the product of those.
+A dimension may be cut more than once, and each cut is of what the cuts before it have left. So what
+is left of a dimension is a list of runs, and of a tensor the product of those.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def cut_boxes(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Box]:
     left: list[list[Run]] = [[(0, size)] for size in shape]
     for cut in cuts:
         left[cut.dim] = _cut(left[cut.dim], cut)
-    boxes = [Box(tuple(at for at, _ in runs), tuple(n for _, n in runs)) for runs in itertools.product(*left)]
+    boxes = [
+        Box(tuple(at for at, _ in runs), tuple(n for _, n in runs))
+        for runs in itertools.product(*left)
+    ]
     return [box for box in boxes if box.numel or not all(shape)]
 
 

@@ -1,7 +1,8 @@
 """Element types: their names (torch's), their size, and how a safetensors file holds them.
 
-Safetensors has no complex128, no complex32 and no sub-byte types of torch's; those are held as a plain type with one more dimension, or as bytes.
-``storage`` is the safetensors code; ``lanes`` is the length of the extra last dimension (1: none).
+Safetensors has no complex128, no complex32 and no sub-byte types of torch's; those are held as a
+plain type with one more dimension, or as bytes. ``storage`` is the safetensors code; ``lanes`` is
+the length of the extra last dimension (1: none).
 """
 
 from __future__ import annotations
@@ -57,14 +58,28 @@ DTYPES: Final[dict[str, DType]] = _table()
 
 
 _FLOATS: Final = frozenset(
-    ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-)  # fmt: skip
+    (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+)
 _COMPLEX: Final = frozenset(("complex128", "complex64", "complex32"))
-_BITS: Final = {f"{sign}int{bits}": (sign == "", bits) for sign in ("", "u") for bits in (8, 16, 32, 64)}
+_BITS: Final = {
+    f"{sign}int{bits}": (sign == "", bits) for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
 
 
 def converts(saved: str, wanted: str) -> bool:
-    """Between floats, rounding as torch does; between complex ones; from an integer to one that holds all of its values."""
+    """Between floats, rounding as torch does; between complex ones; from an integer to one that
+    holds all of its values.
+    """
     if saved in _FLOATS or saved in _COMPLEX:
         return wanted in (_FLOATS if saved in _FLOATS else _COMPLEX)
     if saved not in _BITS or wanted not in _BITS:

@@ -20,7 +20,9 @@ from ckpt.model.manifest import FORMAT
 MAX_RECORD_BYTES: Final = 4 << 30
 """No manifest is larger; a store or a frame that says so is refused before memory is reserved."""
 MAX_EXPANSION: Final = 256
-"""A record that would become smaller than a 256th is stored as it is, so that a few bytes never unpack to many."""
+"""A record that would become smaller than a 256th is stored as it is, so that a few bytes never
+unpack to many.
+"""
 
 _COMPRESS_FROM: Final = 1 << 20
 _COMPRESSED: Final = b"ckpt-zstd "
@@ -44,7 +46,9 @@ _version = msgspec.json.Decoder(_Version)
 
 
 def pack(record: msgspec.Struct) -> bytes:
-    """The bytes of a manifest or fragment; the same record gives the same bytes on every machine."""
+    """The bytes of a manifest or fragment; the same record gives the same bytes on every
+    machine.
+    """
     body = _json.encode(record)
     packed = b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
     if len(packed) < _COMPRESS_FROM:
@@ -83,7 +87,9 @@ def _open_envelope(data: bytes, key: str) -> tuple[int, msgspec.Raw]:
         envelope = _envelope.decode(raw)
         body = bytes(envelope.body)
         if checksum(body) != envelope.checksum:
-            raise ManifestCorrupt(key, "its checksum does not match its content (truncated or damaged)")
+            raise ManifestCorrupt(
+                key, "its checksum does not match its content (truncated or damaged)"
+            )
         version = _version.decode(envelope.body).format
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         raise ManifestCorrupt(key, str(error)[:200]) from None

@@ -40,9 +40,13 @@ class StepRef:
         return f"{self.folder}/{CLAIM_MARKER}"
 
     def key(self, name: str) -> str:
-        """Key of a file named in the manifest; a name that is not one of ours never becomes a key."""
+        """Key of a file named in the manifest; a name that is not one of ours never becomes a
+        key.
+        """
         if not _FILE.fullmatch(name):
-            raise ManifestCorrupt(self.manifest, f"{name[:80]!r} is not the name of a checkpoint file")
+            raise ManifestCorrupt(
+                self.manifest, f"{name[:80]!r} is not the name of a checkpoint file"
+            )
         return f"{self.folder}/{name}"
 
 
@@ -50,7 +54,8 @@ def parse_folder(name: str) -> StepRef | None:
     """None for a folder that is not ours."""
     match = _STEP.fullmatch(name)
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
-    return ref if ref is not None and ref.folder == name else None  # more zeros than we write: not ours
+    # more zeros than we write: not ours
+    return ref if ref is not None and ref.folder == name else None
 
 
 def is_file_name(name: str) -> bool:

@@ -38,7 +38,10 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A data file of one rank. Chunks follow each other from byte 0 to ``size``; the first is the safetensors header."""
+    """A data file of one rank.
+
+    Chunks follow each other from byte 0 to ``size``; the first is the safetensors header.
+    """
 
     name: str
     rank: int
@@ -47,7 +50,10 @@ class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the file of ``rank`` lies on its tier: its chunks encoded, back to back. ``lengths`` in bytes, one for each chunk; a chunk as long as it was is not encoded."""
+    """How the file of ``rank`` lies on its tier: its chunks encoded, back to back.
+
+    ``lengths`` in bytes, one for each chunk; a chunk as long as it was is not encoded.
+    """
 
     rank: int
     codec: str
@@ -94,7 +100,9 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Packed(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The stored form of a fragment: what one rank has made durable on a tier, in columns.
 
     Frames are zstd frames, and numbers in columns are little-endian 64-bit integers.
@@ -155,12 +163,16 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True):
     in_manifest: bool = False
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The merged fragments: the truth of a checkpoint. It exists if and only if the checkpoint does.
+class Manifest(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The merged fragments: the truth of a checkpoint.
+
+    It exists if and only if the checkpoint does.
 
     The stored manifest leaves to the fragments what only some rank needs: its files have no chunks,
-    an encoding has one length (that of the file), tensors have no shards, and ``per_rank`` is empty.
-    ``model.reference.fill`` puts these parts in, for some ranks or for all.
+    an encoding has one length (that of the file), tensors have no shards, and ``per_rank`` is
+    empty. ``model.reference.fill`` puts these parts in, for some ranks or for all.
 
     Attributes:
         tied: name -> the name its bytes are stored under.

@@ -24,7 +24,13 @@ from ckpt.model.dtype import DTYPES
 from ckpt.model.encoding import MAX_EXPANSION, unpack
 from ckpt.model.manifest import Chunk, Encoding, File, Fragment, Packed, Shard, Tensor
 from ckpt.model.runs import Ints
-from ckpt.model.validate import MAX_CHUNK_BYTES, MAX_DIMENSIONS, check_heading, check_tensor, require
+from ckpt.model.validate import (
+    MAX_CHUNK_BYTES,
+    MAX_DIMENSIONS,
+    check_heading,
+    check_tensor,
+    require,
+)
 
 _CHECKSUM_BYTES: Final = 16
 _MAX_FRAME_BYTES: Final = 1 << 30
@@ -164,7 +170,11 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
     shards: list[list[Shard]] = [[] for _ in columns.headings]
     dims = [len(shape) for _, _, shape in columns.headings]
     for index, place, start, shape in zip(
-        columns.tensor.tolist(), columns.place.tolist(), offsets.tolist(), columns.shape.tolist(), strict=True
+        columns.tensor.tolist(),
+        columns.place.tolist(),
+        offsets.tolist(),
+        columns.shape.tolist(),
+        strict=True,
     ):
         own = dims[index]
         shards[index].append(Shard(packed.rank, place, tuple(start[:own]), tuple(shape[:own])))
@@ -235,11 +245,21 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
     require(bool((shape >= least[tensor]).all()), key, "a shard of less than nothing")
     most = whole[tensor] - shape
     require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
-    starts, counts = _chunks_of(headings, itemsize[tensor], tensor, place, shape, chunks, chunk_bytes, key)
+    starts, counts = _chunks_of(
+        headings, itemsize[tensor], tensor, place, shape, chunks, chunk_bytes, key
+    )
     return Columns(
-        headings=headings, dims=dims, tensor=tensor, place=place, shape=shape, most=most, chunks=chunks,
-        starts=starts, counts=counts, size=_total(chunks),
-    )  # fmt: skip
+        headings=headings,
+        dims=dims,
+        tensor=tensor,
+        place=place,
+        shape=shape,
+        most=most,
+        chunks=chunks,
+        starts=starts,
+        counts=counts,
+        size=_total(chunks),
+    )
 
 
 def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
@@ -248,7 +268,9 @@ def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
     found = _numbers(_unpacked(frame, key, at_least=8 * count), key)
     require(len(found) == count, key, "its offsets are not those of its form")
     offsets = (
-        found.reshape(-1, columns.dims) if columns.dims else np.zeros((len(columns.tensor), 0), np.int64)
+        found.reshape(-1, columns.dims)
+        if columns.dims
+        else np.zeros((len(columns.tensor), 0), np.int64)
     )
     inside = (offsets >= 0) & (offsets <= columns.most)
     require(bool(inside.all()), key, "a box is not inside the shape of its tensor")
@@ -265,13 +287,19 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     require(columns.size == size, key, "the chunks of its file do not add up to its size")
     require(packed.file is not None or not len(columns.tensor), key, "shards, but no file")
     count = len(columns.chunks)
-    require(len(packed.checksums) == _CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
+    require(
+        len(packed.checksums) == _CHECKSUM_BYTES * count, key, "not one checksum for each chunk"
+    )
     names = {name for name, _, _ in columns.headings} if packed.tied else set[str]()
     for name, target in packed.tied.items():
-        require(target in names and name not in names, key, f"{name[:80]!r} is tied to {target[:80]!r}")
+        require(
+            target in names and name not in names, key, f"{name[:80]!r} is tied to {target[:80]!r}"
+        )
     if packed.encoded or packed.lengths:
         lengths = _numbers(packed.lengths, key)
-        require(len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk")
+        require(
+            len(packed.encoded) == 1 and len(lengths) == count, key, "not one length for each chunk"
+        )
         # what an encoded chunk unpacks to is reserved before it is decoded
         small = (lengths < columns.chunks) & (columns.chunks <= MAX_CHUNK_BYTES)
         fits = (lengths > 0) & (small | (lengths == columns.chunks))
@@ -298,7 +326,9 @@ def _chunks_of(
     solid = nbytes > 0
     starts = np.searchsorted(edges, place)
     on_edge = (starts < len(chunks)) & (edges[np.minimum(starts, len(chunks))] == place)
-    require(bool((on_edge | ~solid).all()), key, "a shard is not aligned with the chunks of its file")
+    require(
+        bool((on_edge | ~solid).all()), key, "a shard is not aligned with the chunks of its file"
+    )
     starts = np.where(solid, starts, 0)
     counts = solid.astype(np.int64)
     first = np.where(solid, chunks[starts] if len(chunks) else 0, 0)
@@ -308,7 +338,10 @@ def _chunks_of(
         start = int(starts[row])
         whole, size = headings[int(tensor[row])][2], int(itemsize[row])
         held = tuple(shape[row, : len(whole)].tolist())
-        lengths = lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start)) or []
+        lengths = (
+            lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start))
+            or []
+        )
         fits = bool(lengths) and np.array_equal(
             np.array(lengths) * size, chunks[start : start + len(lengths)]
         )
@@ -317,7 +350,9 @@ def _chunks_of(
         left -= len(lengths)
     order = np.argsort(starts[solid], kind="stable")
     ends = (starts + counts)[solid][order]
-    require(bool((ends[:-1] <= starts[solid][order][1:]).all()), key, "shards overlap in their file")
+    require(
+        bool((ends[:-1] <= starts[solid][order][1:]).all()), key, "shards overlap in their file"
+    )
     return starts, counts
 
 
@@ -361,6 +396,8 @@ def _unpacked(frame: bytes, key: str, *, at_least: int = 0) -> bytes:
     try:
         size = zstandard.frame_content_size(frame)
         require(0 <= size <= most, key, f"a frame of {size} bytes")
-        return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        return zstandard.ZstdDecompressor().decompress(
+            frame, max_output_size=size, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise ManifestCorrupt(key, str(error)) from None

@@ -25,7 +25,8 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
     A name that is not in the manifest needs no rank.
     """
     layout_of = {
-        tensor.name: index for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True)
+        tensor.name: index
+        for tensor, index in zip(manifest.tensors, manifest.layout_of, strict=True)
     }
     layout_of |= {name: layout_of[target] for name, target in manifest.tied.items()}
     known: dict[tuple[int, Box], set[int]] = {}  # thousands of tensors, a few layouts
@@ -79,7 +80,10 @@ def fill(manifest: Manifest, fragments: Mapping[int, Fragment], *, key: str) -> 
         files=tuple(files),
         encoded=tuple(encoded),
         tensors=_Filler(manifest, fragments, key).tensors(whole),
-        per_rank={**manifest.per_rank, **{str(rank): part.per_rank for rank, part in fragments.items()}},
+        per_rank={
+            **manifest.per_rank,
+            **{str(rank): part.per_rank for rank, part in fragments.items()},
+        },
         is_filled=whole,
     )
 
@@ -89,7 +93,9 @@ class _Filler:
 
     def __init__(self, manifest: Manifest, fragments: Mapping[int, Fragment], key: str) -> None:
         self._manifest, self._key = manifest, key
-        self._held = {rank: {each.name: each for each in part.tensors} for rank, part in fragments.items()}
+        self._held = {
+            rank: {each.name: each for each in part.tensors} for rank, part in fragments.items()
+        }
         self._boxes: dict[tuple[int, int], tuple[Box, ...]] = {}
         self._tiled: set[tuple[int, tuple[int, ...]]] = set()
 
@@ -125,5 +131,7 @@ class _Filler:
             return held
         by_box = {shard.box: shard for shard in held}
         if len(wanted) > len(by_box) or not all(box in by_box for box in wanted):
-            raise ManifestCorrupt(self._key, f"rank {rank} has other boxes of tensor {tensor.name!r}")
+            raise ManifestCorrupt(
+                self._key, f"rank {rank} has other boxes of tensor {tensor.name!r}"
+            )
         return [by_box[box] for box in wanted]

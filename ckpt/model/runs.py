@@ -1,7 +1,9 @@
-"""Which rank holds which box of a tensor, in few words: what ten thousand ranks hold of a mesh is one row, repeated.
+"""Which rank holds which box of a tensor, in few words: what ten thousand ranks hold of a mesh is
+one row, repeated.
 
-A *run* is a box on a rank, and *levels* that repeat it: ``count`` times, each so many ranks and so many elements further. A mesh gives one level for each of its
-dimensions; an irregular layout gives more runs, a random one a run for each box: always the same boxes, and never more than were there.
+A *run* is a box on a rank, and *levels* that repeat it: ``count`` times, each so many ranks and so
+many elements further. A mesh gives one level for each of its dimensions; an irregular layout gives
+more runs, a random one a run for each box: always the same boxes, and never more than were there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Level(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Boxes of one ``shape``: the first at ``offsets`` on ``rank``, the others where ``levels`` repeat it."""
+    """Boxes of one ``shape``: the first at ``offsets`` on ``rank``, the others where ``levels``
+    repeat it.
+    """
 
     rank: int
     offsets: tuple[int, ...]
@@ -51,7 +55,10 @@ Runs = tuple[Run, ...]
 
 
 def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
-    """Boxes in the order of their ranks, one a row -> runs. The same rows give the same runs on every machine."""
+    """Boxes in the order of their ranks, one a row -> runs.
+
+    The same rows give the same runs on every machine.
+    """
     if not len(ranks):
         return ()
     keys: list[Any] = [tuple(row) for row in np.unique(shapes, axis=0).tolist()]
@@ -73,7 +80,10 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
 
 
 def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
-    """One level more: neighbours of one key at equal distances become one. A key is a shape, or ``(key, count, distance)``."""
+    """One level more: neighbours of one key at equal distances become one.
+
+    A key is a shape, or ``(key, count, distance)``.
+    """
     steps = np.diff(places, axis=0)
     alike = number[1:] == number[:-1]
     change = np.ones(len(steps), dtype=bool)
@@ -98,13 +108,18 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
         starts.append(row)
         told.append(None)
     table: dict[Any, int] = {}
-    wanted = [keys[number[row]] if new is None else new for row, new in zip(starts, told, strict=True)]
+    wanted = [
+        keys[number[row]] if new is None else new for row, new in zip(starts, told, strict=True)
+    ]
     renumbered = np.array([table.setdefault(key, len(table)) for key in wanted], dtype=np.int64)
     return places[starts], renumbered, list(table)
 
 
 def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
-    """The boxes that ``rank`` holds, by arithmetic. Lazily: a run may claim more than fits memory."""
+    """The boxes that ``rank`` holds, by arithmetic.
+
+    Lazily: a run may claim more than fits memory.
+    """
     for run in runs:
         levels = sorted(run.levels, key=lambda level: -abs(level.ranks))
         yield from _on(levels, rank - run.rank, run.offsets, run.shape)
@@ -125,19 +140,28 @@ def _on(
 
 
 def ranks_meeting(runs: Runs, box: Box) -> set[int]:
-    """Ranks that hold some element of ``box``, by arithmetic: work is for what is found, not for what is there."""
+    """Ranks that hold some element of ``box``, by arithmetic: work is for what is found, not for
+    what is there.
+    """
     found: set[int] = set()
     if not box.numel:
         return found
     for run in runs:
         if all(run.shape):  # the coarsest step first: what it leaves out need not be looked at
-            levels = sorted(run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets))
+            levels = sorted(
+                run.levels, key=lambda level: tuple(-abs(step) for step in level.offsets)
+            )
             _meet(levels, run, run.rank, run.offsets, box, found)
     return found
 
 
 def _meet(
-    levels: Sequence[Level], run: Run, rank: int, offsets: tuple[int, ...], box: Box, found: set[int]
+    levels: Sequence[Level],
+    run: Run,
+    rank: int,
+    offsets: tuple[int, ...],
+    box: Box,
+    found: set[int],
 ) -> None:
     if not levels:
         if Box(offsets, run.shape).intersect(box):
@@ -175,7 +199,10 @@ def _steps(count: int, step: int, least: int, most: int) -> range:
 
 
 def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
-    """What is impossible about runs that were read, or None. Boxes may still overlap; nothing is expanded."""
+    """What is impossible about runs that were read, or None.
+
+    Boxes may still overlap; nothing is expanded.
+    """
     held = boxes = 0
     for run in runs:
         dims = (len(run.offsets), len(run.shape), *(len(level.offsets) for level in run.levels))

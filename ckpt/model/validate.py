@@ -26,7 +26,9 @@ _MAX_BYTES = 1 << 60
 
 def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     """Return a manifest that was read, or raise ``ManifestCorrupt`` with the first fault."""
-    require(manifest.world_size >= 1 and manifest.step >= 0, key, "step or world size is out of range")
+    require(
+        manifest.world_size >= 1 and manifest.step >= 0, key, "step or world size is out of range"
+    )
     _check_chunk_bytes(manifest.chunk_bytes, key)
     _check_fragments(manifest, key)
     parse(manifest.metadata, key)
@@ -34,7 +36,11 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     _check_names(manifest.files, key, encoded=encodings)
     require(len(encodings) == len(manifest.encoded), key, "a file is encoded twice")
     for encoding in manifest.encoded:
-        fits = encoding.rank in files and len(encoding.lengths) == 1 and 0 < encoding.size <= _MAX_BYTES
+        fits = (
+            encoding.rank in files
+            and len(encoding.lengths) == 1
+            and 0 < encoding.size <= _MAX_BYTES
+        )
         require(fits, key, f"the encoded size of rank {encoding.rank}")
         _check_codec(encoding, key)
     parts = manifest.is_filled or manifest.per_rank or any(file.chunks for file in manifest.files)
@@ -45,7 +51,11 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
 
 def _check_fragments(manifest: Manifest, key: str) -> None:
     for fragment in manifest.fragments:
-        require(fragment.name == fragment_name(fragment.rank), key, f"fragment name {fragment.name[:80]!r}")
+        require(
+            fragment.name == fragment_name(fragment.rank),
+            key,
+            f"fragment name {fragment.name[:80]!r}",
+        )
         fits = 0 <= fragment.size <= _MAX_BYTES and _is_checksum(fragment.checksum)
         require(fits, key, f"fragment {fragment.name}")
     ranks = [fragment.rank for fragment in manifest.fragments]
@@ -68,7 +78,9 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
         fits = not tensor.shards and 0 <= index < len(manifest.layouts)
         require(fits, key, f"tensor {tensor.name!r} has no layout")
         if (index, tensor.shape) not in known:
-            known[index, tensor.shape] = fault_of(manifest.layouts[index], tensor.shape, manifest.world_size)
+            known[index, tensor.shape] = fault_of(
+                manifest.layouts[index], tensor.shape, manifest.world_size
+            )
         if fault := known[index, tensor.shape]:
             raise ManifestCorrupt(key, f"tensor {tensor.name!r}: {fault}")
     _check_tied(manifest.tied, seen, key)

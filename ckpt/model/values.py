@@ -1,8 +1,10 @@
 """Plain values <-> JSON nodes, without pickle and without loss.
 
-None, bool, str, finite float, 64-bit int, list and dict with ordinary string keys are themselves in JSON. Everything else is a *tagged* node
-``{"$": tag, ...}``. Tags of this module: tuple, set, frozenset, bytes, bytearray, complex, float (nan, inf), int (large), dict (other keys), OrderedDict, Counter,
-numpy (scalars). The adapters add their own (tensor, module, optimizer, object, dtype, device, Size, per_rank) through the two hooks.
+None, bool, str, finite float, 64-bit int, list and dict with ordinary string keys are themselves in
+JSON. Everything else is a *tagged* node ``{"$": tag, ...}``. Tags of this module: tuple, set,
+frozenset, bytes, bytearray, complex, float (nan, inf), int (large), dict (other keys), OrderedDict,
+Counter, numpy (scalars). The adapters add their own (tensor, module, optimizer, object, dtype,
+device, Size, per_rank) through the two hooks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ _MAX_DEPTH: Final = 100
 _MAX_JSON_DEPTH: Final = 320
 """Objects and arrays in each other: a container of a state takes up to three."""
 _NAME_CHARS_PER_BYTE: Final = 256
-"""What all names in a tree may have together, for each byte of it: a long name repeats in all names below it."""
+"""What all names in a tree may have together, for each byte of it: a long name repeats in all
+names below it.
+"""
 _MOST_COLLISIONS: Final = 16
 """Members of a set or keys of a dict with one hash; more would make it quadratic."""
 _SCALAR_DTYPE: Final = re.compile(r"[<>|][biufc][0-9]{1,2}")
@@ -45,7 +49,9 @@ LARGE: Final = 32
 
 
 def join(path: str, part: object) -> str:
-    """Path of a child: '/' between parts, '~' and '/' in a part escaped as in JSON pointers, a key that is no string marked with '~2'."""
+    """Path of a child: '/' between parts, '~' and '/' in a part escaped as in JSON pointers, a
+    key that is no string marked with '~2'.
+    """
     if type(part) is str:
         text = part.replace("~", "~0").replace("/", "~1")
     else:
@@ -101,15 +107,28 @@ def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
 
 @contextmanager
 def following(what: str) -> Generator[None]:
-    """Inside, a tree that was read is followed, which may hold any JSON. Raises ``ManifestCorrupt``."""
+    """Inside, a tree that was read is followed, which may hold any JSON.
+
+    Raises ``ManifestCorrupt``.
+    """
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise ManifestCorrupt(what, f"it is none that ckpt writes ({str(error)[:200]!r})") from None
 
 
 def _excess(tree: Node, nbytes: int) -> str:
-    """Which bound a tree of so many bytes exceeds, if any. Takes time that grows linearly with it."""
+    """Which bound a tree of so many bytes exceeds, if any.
+
+    Takes time that grows linearly with it.
+    """
     level: list[tuple[int, Node]] = [(0, tree)] if type(tree) in _CONTAINERS else []
     left = (1 << 20) + _NAME_CHARS_PER_BYTE * nbytes
     for _ in range(_MAX_JSON_DEPTH):
@@ -127,7 +146,10 @@ def _excess(tree: Node, nbytes: int) -> str:
                 found = ((within, item) for item in node)
             below += [pair for pair in found if type(pair[1]) in _CONTAINERS]
         if left < 0:
-            return f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it has bytes"
+            return (
+                f"its names have more than {_NAME_CHARS_PER_BYTE} times as many characters as it "
+                "has bytes"
+            )
         level = below
     return "nested too deeply"
 
@@ -143,7 +165,11 @@ def _chars_of_key(items: Sequence[Node]) -> int:
 
 
 def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
-    """The node of ``value``. What is not plain goes to ``other(value, path)``, which returns a node or raises ``UnsupportedValue``. A large dict is offered to it as a whole first: None declines."""
+    """The node of ``value``.
+
+    What is not plain goes to ``other(value, path)``, which returns a node or raises
+    ``UnsupportedValue``. A large dict is offered to it as a whole first: None declines.
+    """
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value
@@ -184,7 +210,9 @@ def _order(item: object) -> str:
     return "(" + ",".join(map(_order, item)) + ")" if type(item) is tuple else repr(item)
 
 
-def _encode_mapping(value: Mapping[Any, Any], kind: type, inner: Callable[[object, object], Node]) -> Node:
+def _encode_mapping(
+    value: Mapping[Any, Any], kind: type, inner: Callable[[object, object], Node]
+) -> Node:
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: inner(item, key) for key, item in value.items()}
     pairs = [[inner(key, "key"), inner(item, key)] for key, item in value.items()]
@@ -192,7 +220,11 @@ def _encode_mapping(value: Mapping[Any, Any], kind: type, inner: Callable[[objec
 
 
 def decode(node: Node, other: OtherDecoder) -> Any:
-    """The value of ``node``. Tags that are not of this module go to ``other(tag, node)``. Raises ``ManifestCorrupt`` for nonsense."""
+    """The value of ``node``.
+
+    Tags that are not of this module go to ``other(tag, node)``. Raises ``ManifestCorrupt`` for
+    nonsense.
+    """
     if not isinstance(node, list | dict):
         return node
     tag = node.get("$") if isinstance(node, dict) else None
@@ -204,8 +236,17 @@ def decode(node: Node, other: OtherDecoder) -> Any:
         return _decode_tagged(tag, node, other)
     except RecursionError:
         raise ManifestCorrupt("tree", "nested too deeply") from None
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ManifestCorrupt("tree", f"node with tag {str(tag)[:40]!r}: {str(error)[:200]}") from None
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise ManifestCorrupt(
+            "tree", f"node with tag {str(tag)[:40]!r}: {str(error)[:200]}"
+        ) from None
 
 
 def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> Any:
@@ -217,7 +258,9 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
             )
         case "dict" | "OrderedDict" | "Counter":
             keys = _hashable([decode(key, other) for key, _ in node["v"]])
-            pairs = {key: decode(item, other) for key, (_, item) in zip(keys, node["v"], strict=True)}
+            pairs = {
+                key: decode(item, other) for key, (_, item) in zip(keys, node["v"], strict=True)
+            }
             return {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}[tag](pairs)
         case "bytes" | "bytearray":
             raw = base64.b64decode(node["v"], validate=True)
@@ -229,7 +272,8 @@ def _decode_tagged(tag: str, node: Mapping[str, Node], other: OtherDecoder) -> A
         case "complex":
             return complex(float(node["v"][0]), float(node["v"][1]))
         case "numpy":
-            if not _SCALAR_DTYPE.fullmatch(node["d"]):  # NumPy would evaluate a longer one as a literal
+            # NumPy would evaluate a longer one as a literal
+            if not _SCALAR_DTYPE.fullmatch(node["d"]):
                 raise ValueError(f"dtype {node['d']!r}")
             return np.frombuffer(base64.b64decode(node["v"], validate=True), dtype=node["d"])[0]
         case _:
@@ -247,7 +291,10 @@ def _hashable(items: list[Any]) -> list[Any]:
 
 
 def to_json(name: str, value: object) -> bytes:
-    """Canonical JSON of a value made of plain values only. Raises ``UnsupportedValue`` naming the part that is not."""
+    """Canonical JSON of a value made of plain values only.
+
+    Raises ``UnsupportedValue`` naming the part that is not.
+    """
 
     def refuse(item: object, path: str) -> Node:
         if type(item) is dict:

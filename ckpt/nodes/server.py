@@ -1,7 +1,9 @@
 """Files of one step from the local tiers of other nodes, over TCP, while a restore lasts.
 
-The lowest rank of each node serves. A request is of one fixed form: a token that only the job's ranks know, the tier, a key, an offset and a length; one to a connection. What can be read is the manifests
-and, of the one step that is being restored, the files that a save makes; nothing can be written. What arrives is checked as what comes from any store: chunk by chunk.
+The lowest rank of each node serves. A request is of one fixed form: a token that only the job's
+ranks know, the tier, a key, an offset and a length; one to a connection. What can be read is the
+manifests and, of the one step that is being restored, the files that a save makes; nothing can be
+written. What arrives is checked as what comes from any store: chunk by chunk.
 """
 
 from __future__ import annotations
@@ -102,8 +104,8 @@ class _Caller:
 class NodeServer:
     """Serves this node's local tiers, by their index, at ``addresses`` and ``port``.
 
-    One thread listens and reads requests, without waiting for any single connection. Only a connection that has
-    shown the token takes one of the threads that read files and answer.
+    One thread listens and reads requests, without waiting for any single connection. Only a
+    connection that has shown the token takes one of the threads that read files and answer.
 
     Threads: ``allow`` and ``close`` from the owner.
     """
@@ -143,7 +145,7 @@ class NodeServer:
         for each in (*self._listening, self._wake, self._woken):
             each.close()
 
-    # -- the listening thread -----------------------------------------------------------------------------------------------
+    # -- the listening thread ----------------------------------------------------------------------
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -178,7 +180,9 @@ class NodeServer:
     def _accept(self, listening: socket.socket) -> tuple[socket.socket, tuple[object, ...]]:
         return listening.accept()
 
-    def _admit(self, selector: selectors.BaseSelector, connection: socket.socket, host: str) -> None:
+    def _admit(
+        self, selector: selectors.BaseSelector, connection: socket.socket, host: str
+    ) -> None:
         """The oldest that have not shown the token make room, first those from the same address."""
         connection.setblocking(False)
         from_there = [caller for caller in self._waiting.values() if caller.host == host]
@@ -229,7 +233,7 @@ class NodeServer:
                 return
             self._drop(selector, caller)
 
-    # -- the threads that answer --------------------------------------------------------------------------------------------
+    # -- the threads that answer -------------------------------------------------------------------
 
     def _serve(self, caller: _Caller) -> None:
         try:
@@ -277,7 +281,9 @@ class NodeServer:
         if name == MANIFEST:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._allowed == folder, _CONNECT_SECONDS)
+            self._changed.wait_for(
+                lambda: self._closing or self._allowed == folder, _CONNECT_SECONDS
+            )
             if self._allowed != folder:
                 raise ObjectNotFound(key)
 
@@ -305,7 +311,9 @@ class NodeStore:
     def folders(self, prefix: str) -> Iterator[str]:
         """Return the steps that the nodes have announced."""
         return iter(
-            {name for peer in self._peers for name in peer.tiers.get(self._tier, {})} if not prefix else ()
+            {name for peer in self._peers for name in peer.tiers.get(self._tier, {})}
+            if not prefix
+            else ()
         )
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
@@ -371,12 +379,16 @@ class NodeStore:
             except OSError as error:
                 if again:
                     self._dead.add(peer.rank)
-                    _log.warning("ckpt: the node of rank %d does not give its files: %s", peer.rank, error)
+                    _log.warning(
+                        "ckpt: the node of rank %d does not give its files: %s", peer.rank, error
+                    )
         raise ObjectNotFound(key, f"the node of rank {peer.rank} does not answer")
 
     def _request(self, peer: Peer, key: str, offset: int, out: memoryview) -> int:
         name = key.encode()
-        request = _REQUEST.pack(_MAGIC, bytes.fromhex(peer.token), self._tier, offset, len(out), len(name))
+        request = _REQUEST.pack(
+            _MAGIC, bytes.fromhex(peer.token), self._tier, offset, len(out), len(name)
+        )
         head = memoryview(bytearray(_ANSWER.size))
         with self._connect(peer) as connection:
             connection.sendall(request + name)
@@ -432,7 +444,9 @@ class Union:
         return iter({*self._own.folders(prefix), *self._others.folders(prefix)})
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        found = {info.key: info for store in (self._others, self._own) for info in store.list(prefix)}
+        found = {
+            info.key: info for store in (self._others, self._own) for info in store.list(prefix)
+        }
         return iter(found.values())
 
     def head(self, key: str) -> ObjectInfo:

@@ -67,7 +67,12 @@ class NodeSurvey:
     def __init__(
         self, tiers: Sequence[OpenTier], coordinator: Coordinator, *, subject: str, step: int | None
     ) -> None:
-        self._tiers, self._coordinator, self._subject, self._step = tiers, coordinator, subject, step
+        self._tiers, self._coordinator, self._subject, self._step = (
+            tiers,
+            coordinator,
+            subject,
+            step,
+        )
         rank = coordinator.rank
         # a node's lowest rank tells for all of it
         self._mine = [tier for tier in tiers if _is_part(tier) and rank in _firsts(tier)]
@@ -86,7 +91,10 @@ class NodeSurvey:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop_serving()
         self._coordinator.forget(self._subject)
@@ -115,7 +123,7 @@ class NodeSurvey:
             _log.warning("ckpt: the contents of %s cannot be listed: %s", backend.url, error)
             return {}
 
-    # -- the leader's part --------------------------------------------------------------------------------------------------
+    # -- the leader's part -------------------------------------------------------------------------
 
     def stores(self) -> list[StorageBackend]:
         """Return each tier as the whole job has it.
@@ -135,7 +143,9 @@ class NodeSurvey:
         return lambda store, ref: not isinstance(store, Union) and finish(store, ref)
 
     def fault(self, found: Candidate, stores: Sequence[StorageBackend]) -> str:
-        """Why a step cannot be restored from the nodes that are left; empty if it can, or if that is not the question."""
+        """Why a step cannot be restored from the nodes that are left; empty if it can, or if
+        that is not the question.
+        """
         if not _is_part(self._tiers[found.nearest]) or self._elsewhere(found, stores):
             return ""
         try:
@@ -202,10 +212,12 @@ class NodeSurvey:
         }
         return {file.rank for file in manifest.files if file.name.partition(".")[0] in names}
 
-    # -- every rank's part --------------------------------------------------------------------------------------------------
+    # -- every rank's part -------------------------------------------------------------------------
 
     def sources(self, tiers: Sequence[OpenTier], ref: StepRef, peers: Sequence[Peer]) -> Sources:
-        """``tiers`` and the other nodes' for a step that was chosen; opens this node's files of it to them."""
+        """``tiers`` and the other nodes' for a step that was chosen; opens this node's files of
+        it to them.
+        """
         if self._server is not None:
             self._server.allow(ref)
         spanning = [tier for tier in tiers if tier.nodes]
@@ -213,7 +225,11 @@ class NodeSurvey:
             return Sources(tuple(tiers), frozenset(), {})
         after = tiers.index(spanning[-1]) + 1
         others = tuple(
-            OpenTier(tier.index, Tier("nodes://"), NodeStore(tier.index, tier.url, self._others(tier, peers)))
+            OpenTier(
+                tier.index,
+                Tier("nodes://"),
+                NodeStore(tier.index, tier.url, self._others(tier, peers)),
+            )
             for tier in spanning
         )
         partial = {place for place, tier in enumerate(tiers) if tier.nodes}
@@ -238,7 +254,9 @@ class NodeSurvey:
         return found
 
     def _others(self, tier: OpenTier, peers: Sequence[Peer]) -> list[Peer]:
-        """Return those of ``peers`` that are other nodes than this one, as ``tier`` numbers them."""
+        """Return those of ``peers`` that are other nodes than this one, as ``tier`` numbers
+        them.
+        """
         of = tier.nodes.of if tier.nodes else (0,) * self._coordinator.world_size
         return [peer for peer in peers if of[peer.rank] != of[self._coordinator.rank]]
 

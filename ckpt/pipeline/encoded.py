@@ -61,7 +61,9 @@ class _Job:
     whose turn it is.
     """
 
-    def __init__(self, write: ImageWrite, encoder: Encoder, widths: Sequence[int], file: _File) -> None:
+    def __init__(
+        self, write: ImageWrite, encoder: Encoder, widths: Sequence[int], file: _File
+    ) -> None:
         self._source, self._known, self._on_bytes = write.source, write.known, write.on_bytes
         self._encoder, self._widths, self._file = encoder, widths, file
         self._starts = list(accumulate(write.chunks, initial=0))
@@ -104,7 +106,9 @@ class _File:
     def __init__(self, upload: Upload, retry: RetryPolicy, *, parallel: bool, reuse: bool) -> None:
         self.size = 0
         self._upload, self._retry, self._reuse = upload, retry, reuse
-        self._writing: AbstractContextManager[object] = nullcontext() if parallel else threading.Lock()
+        self._writing: AbstractContextManager[object] = (
+            nullcontext() if parallel else threading.Lock()
+        )
         self._changed = threading.Condition()
         self._next = 0
         self._error: CkptError | None = None

@@ -1,8 +1,12 @@
-"""The bytes of chunks, each verified before it counts: under restore, verify, read-through, copies between tiers and export.
+"""The bytes of chunks, each verified before it counts: under restore, verify, read-through, copies
+between tiers and export.
 
-Neighbouring chunks are one request. A store that can read into many places at once fills the targets' own memory wherever that is in one piece, and so does any store with a request whose chunks are
-neighbours there too. What is left (a part of a chunk, a target that is strided or on a device, chunks of several tensors from a store that has one answer for one request) passes through a buffer, is verified there, and then placed. Memory
-beside the target: for each thread a buffer of ``RUN_BYTES``, or of the largest chunk that passes through it.
+Neighbouring chunks are one request. A store that can read into many places at once fills the
+targets' own memory wherever that is in one piece, and so does any store with a request whose chunks
+are neighbours there too. What is left (a part of a chunk, a target that is strided or on a device,
+chunks of several tensors from a store that has one answer for one request) passes through a buffer,
+is verified there, and then placed. Memory beside the target: for each thread a buffer of
+``RUN_BYTES``, or of the largest chunk that passes through it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ Missed = list[tuple[ChunkRead, Exception]]
 """Chunks that a store does not have intact, and what is wrong with each."""
 
 OnProven = Callable[[ChunkRead, memoryview], None]
-"""Called with each chunk that is intact, and its raw bytes; from several threads. The memory is only lent for the call."""
+"""Called with each chunk that is intact, and its raw bytes; from several threads.
+
+The memory is only lent for the call.
+"""
 
 
 class Sink(Protocol):
@@ -46,12 +53,17 @@ class Sink(Protocol):
         ...
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
-        """Copy the wanted parts of a verified chunk to the target. ``data`` is only lent for the call."""
+        """Copy the wanted parts of a verified chunk to the target.
+
+        ``data`` is only lent for the call.
+        """
         ...
 
 
 class BytesSink:
-    """Takes the bytes of an image or a file (see ``plan.restore.chunks_of``) to memory that begins at ``start`` of them."""
+    """Takes the bytes of an image or a file (see ``plan.restore.chunks_of``) to memory that
+    begins at ``start`` of them.
+    """
 
     def __init__(self, memory: memoryview, start: int) -> None:
         self._memory, self._start = memory, start
@@ -108,7 +120,9 @@ class ChunkReader:
     def read(
         self, run: Run, key: str, size: int, sink: Sink, on_proven: OnProven = lambda *_: None
     ) -> Missed:
-        """Read a run of the file ``key`` of ``size`` bytes; returns the chunks that are not intact. If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
+        """Read a run of the file ``key`` of ``size`` bytes; returns the chunks that are not intact.
+
+        If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
 
         Raises:
             What is not the store's (see ``plan.sources.reach_of``).
@@ -121,11 +135,18 @@ class ChunkReader:
                 raise
             if reach is Reach.CHUNK and len(run.reads) > 1:
                 singly = coalesce(run.reads, most_bytes=0, gap_bytes=0)
-                return [missed for one in singly for missed in self.read(one, key, size, sink, on_proven)]
+                return [
+                    missed
+                    for one in singly
+                    for missed in self.read(one, key, size, sink, on_proven)
+                ]
             return [(read, error) for read in run.reads]
 
     def _read(self, run: Run, key: str, size: int, sink: Sink, on_proven: OnProven) -> Missed:
-        """By the way that copies least. A chunk that was read to a ``place`` of its own is where it belongs."""
+        """By the way that copies least.
+
+        A chunk that was read to a ``place`` of its own is where it belongs.
+        """
         places: Sequence[memoryview | None] = [None] * len(run.reads)
         decoded = any(read.is_decoded for read in run.reads)
         if isinstance(self._backend, ScatterReads) and not decoded:
@@ -151,10 +172,16 @@ class ChunkReader:
     def _read_scattered(
         self, run: Run, key: str, backend: ScatterReads, places: Sequence[memoryview | None]
     ) -> list[memoryview]:
-        """What has no place of its own, and what nobody wants, goes to the buffer, where it lies as in the file."""
+        """What has no place of its own, and what nobody wants, goes to the buffer, where it lies
+        as in the file.
+        """
         straight = sum(place.nbytes for place in places if place is not None)
         phase = run.offset % self._alignment
-        buffer = self._buffers.get(phase + run.nbytes)[phase:] if straight < run.nbytes else memoryview(b"")
+        buffer = (
+            self._buffers.get(phase + run.nbytes)[phase:]
+            if straight < run.nbytes
+            else memoryview(b"")
+        )
         outs: list[memoryview] = []
         done = 0
         for read, place in zip(run.reads, places, strict=True):
@@ -177,7 +204,11 @@ class ChunkReader:
         return [buffer[read.offset - start :][: read.stored_nbytes] for read in run.reads]
 
     def _proven(self, read: ChunkRead, data: memoryview, key: str, sink: Sink) -> memoryview:
-        """The raw bytes of a chunk. If those are wanted that were encoded, they are where they belong then: in the target's own memory, if that is in one piece there."""
+        """The raw bytes of a chunk.
+
+        If those are wanted that were encoded, they are where they belong then: in the target's own
+        memory, if that is in one piece there.
+        """
         if read.encoded_nbytes is None:
             verify(data, read.checksum, key=key, offset=read.offset)
             return data
@@ -190,7 +221,9 @@ class ChunkReader:
 
 
 def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
-    """The targets' own memory for each chunk of a run, if all of it is one piece, as it is for chunks of one box; else empty."""
+    """The targets' own memory for each chunk of a run, if all of it is one piece, as it is for
+    chunks of one box; else empty.
+    """
     pieces: list[memoryview] = []
     for read in run.reads:
         if (place := sink.direct(read)) is None:
@@ -215,7 +248,10 @@ def joined(pieces: Sequence[memoryview]) -> list[memoryview]:
             spans.append((start, piece.nbytes))
     if len(spans) == len(pieces):
         return list(pieces)
-    return [memoryview((ctypes.c_char * nbytes).from_address(start)).cast("B") for start, nbytes in spans]
+    return [
+        memoryview((ctypes.c_char * nbytes).from_address(start)).cast("B")
+        for start, nbytes in spans
+    ]
 
 
 class _Buffers(threading.local):

@@ -1,4 +1,7 @@
-"""Which errors are worth another try, how often, how long apart. Only ``TransientStorageError`` is."""
+"""Which errors are worth another try, how often, how long apart.
+
+Only ``TransientStorageError`` is.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ _dice = random.SystemRandom()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """``attempts`` in all; waits grow from ``first_seconds`` to ``most_seconds``, with jitter so that ranks do not retry in step.
+    """``attempts`` in all; waits grow from ``first_seconds`` to ``most_seconds``, with jitter so
+    that ranks do not retry in step.
 
     Attributes:
         patience_seconds: Go on for so long, however many attempts that makes.
@@ -43,7 +47,9 @@ class RetryPolicy:
     hurry: threading.Event = field(default_factory=threading.Event)
 
     def call(self, work: Callable[[], T]) -> T:
-        """``work()``, tried again while it raises ``TransientStorageError``; the last error is raised as it is."""
+        """``work()``, tried again while it raises ``TransientStorageError``; the last error is
+        raised as it is.
+        """
         attempts = Retrying(
             retry=retry_if_exception_type(TransientStorageError),
             stop=stop_after_attempt(self.attempts)

@@ -21,8 +21,9 @@ Read = Callable[[Sequence[ChunkRead], Sink], object]
 
 
 class StoredImage:
-    """A `Source` whose chunks are read when they are asked for, and verified before their bytes are used. A chunk of which a part is asked for stays in memory until all of it has been: parts
-    that are written need not begin where chunks do.
+    """A `Source` whose chunks are read when they are asked for, and verified before their bytes are
+    used. A chunk of which a part is asked for stays in memory until all of it has been: parts that
+    are written need not begin where chunks do.
 
     Threads: any.
 
@@ -42,7 +43,9 @@ class StoredImage:
         """Chunks, and how many of their bytes have not been asked for."""
 
     @classmethod
-    def of(cls, backend: StorageBackend, key: str, chunks: Sequence[ChunkRead], retry: RetryPolicy) -> Self:
+    def of(
+        cls, backend: StorageBackend, key: str, chunks: Sequence[ChunkRead], retry: RetryPolicy
+    ) -> Self:
         """The image in a file of one store."""
         reader = ChunkReader(backend, retry)
         size = chunks[-1].offset + chunks[-1].stored_nbytes

@@ -49,19 +49,23 @@ _Queue = SimpleQueue[_Work | None]
 class Workers:
     """A few threads that run what is submitted, first come first served.
 
-    Threads start with the first work, or with ``start``, and are joined by ``close``. They do not hold up the end of the process:
-    an owner whose work must be finished closes the group before (see ``close_at_exit``).
+    Threads start with the first work, or with ``start``, and are joined by ``close``. They do not
+    hold up the end of the process: an owner whose work must be finished closes the group before
+    (see ``close_at_exit``).
 
     Threads: ``submit`` from any thread; ``close`` from the owner.
 
     Args:
         name: Shown by ``ps -eT`` and in stack dumps, at most 12 characters.
         count: Number of threads.
-        nice: Added to the threads' niceness on Linux, so that training wins the core; ignored where it is not allowed.
+        nice: Added to the threads' niceness on Linux, so that training wins the core; ignored where
+            it is not allowed.
         cpus: Cores the threads may use; None for all of the process'.
     """
 
-    def __init__(self, name: str, count: int, *, nice: int = 0, cpus: Iterable[int] | None = None) -> None:
+    def __init__(
+        self, name: str, count: int, *, nice: int = 0, cpus: Iterable[int] | None = None
+    ) -> None:
         self.name, self.count = name, count
         self._nice, self._cpus = nice, frozenset(cpus) if cpus is not None else None
         self._settle = partial(_settle, name, nice, self._cpus)
@@ -70,7 +74,8 @@ class Workers:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
-        weakref.finalize(self, self._queue.put, None)  # ends the threads of a group that was not closed
+        # ends the threads of a group that was not closed
+        weakref.finalize(self, self._queue.put, None)
 
     def beside(self, name: str, count: int) -> Workers:
         """Another group of the same priority, for work that waits for this one's."""
@@ -92,14 +97,20 @@ class Workers:
         return task.future
 
     def start(self) -> None:
-        """Make the first thread now, which takes a millisecond, rather than with the first work. Raises ``ThreadLimit``."""
+        """Make the first thread now, which takes a millisecond, rather than with the first work.
+
+        Raises ``ThreadLimit``.
+        """
         with self._lock:
             if not self._threads and not self._closed:
                 self._start_one()
                 self._idle.release()
 
     def _start_one(self) -> None:
-        """One more thread, if there may be one. Where the system has no more, those that there are must do. Holds the lock."""
+        """One more thread, if there may be one.
+
+        Where the system has no more, those that there are must do. Holds the lock.
+        """
         if len(self._threads) >= self.count:
             return
         name = f"ckpt-{self.name}_{len(self._threads)}"
@@ -115,7 +126,10 @@ class Workers:
             self._threads.append(thread)
 
     def run_all(self, work: Iterable[Callable[[], T]]) -> list[T]:
-        """Run all of it here and return the results in order. The first error cancels what has not begun, waits for what has, and is raised."""
+        """Run all of it here and return the results in order.
+
+        The first error cancels what has not begun, waits for what has, and is raised.
+        """
         futures: list[Future[T]] = []
         try:
             futures.extend(map(self.submit, work))
@@ -138,7 +152,9 @@ class Workers:
         items = iter(work)
         try:
             while True:
-                ahead.extend(self.submit(item) for item in islice(items, 4 * self.count - len(ahead)))
+                ahead.extend(
+                    self.submit(item) for item in islice(items, 4 * self.count - len(ahead))
+                )
                 if not ahead:
                     return
                 yield ahead.popleft().result()
@@ -147,14 +163,17 @@ class Workers:
                 future.cancel()
 
     def close(self, *, cancel: bool = False) -> None:
-        """Finish what was submitted (or, with ``cancel``, only what has begun) and join the threads."""
+        """Finish what was submitted (or, with ``cancel``, only what has begun) and join the
+        threads.
+        """
         with self._lock:
             self._closed = True
         if cancel:
             with contextlib.suppress(Empty):
                 while True:
                     if (task := self._queue.get_nowait()) is not None and task.future.cancel():
-                        task.future.set_running_or_notify_cancel()  # wakes the threads that wait for it
+                        # wakes the threads that wait for it
+                        task.future.set_running_or_notify_cancel()
         self._queue.put(None)
         for thread in self._threads:
             thread.join()
@@ -195,7 +214,10 @@ def _set_os_name(name: str) -> None:
 
 
 class Once:
-    """A call that happens at most once: either it begins, or ``revoke`` came before. Threads: any."""
+    """A call that happens at most once: either it begins, or ``revoke`` came before.
+
+    Threads: any.
+    """
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call, self._taken = call, threading.Lock()
@@ -232,11 +254,13 @@ def close_at_exit(owner: Closes) -> None:
             except Exception as error:  # noqa: BLE001 - see above
                 _log.error("ckpt: %s", error)
 
-    threading._register_atexit(close)  # type: ignore[attr-defined]  # as concurrent.futures does, for the same end
+    # As concurrent.futures does, for the same end.
+    threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
 def _unhandled() -> BaseException | None:
     """Return the exception that ends the script, if the interpreter knows it."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
-    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)  # last_exc: Python 3.12
+    # last_exc: Python 3.12
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

@@ -127,12 +127,16 @@ def adopt_image(write: ImageWrite, backend: Adopting) -> tuple[Chunk, ...]:
     source, chunks, key, workers = write.source, write.chunks, write.key, write.workers
     known, retry = write.known, write.retry
     if (path := source.path) is None:
-        raise StagingError(f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole")
+        raise StagingError(
+            f"{key} cannot be kept in memory: it is not staged in /dev/shm as a whole"
+        )
     table: list[Chunk] = list(known)
     if not known:
         offsets = list(itertools.accumulate(chunks, initial=0))
         source.view(0, source.size)  # not beside the copying: see above
-        table = workers.run_all(partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets))
+        table = workers.run_all(
+            partial(_hashed, source, a, b) for a, b in itertools.pairwise(offsets)
+        )
     retry.call(lambda: backend.adopt(key, path, source.size))
     write.on_bytes(source.size)
     return tuple(table)
@@ -144,7 +148,9 @@ def _hashed(source: Source, start: int, end: int) -> Chunk:
     return chunk
 
 
-def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts: bool, key: str) -> None:
+def check_room(
+    source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts: bool, key: str
+) -> None:
     """Check that a ring holds what is copied, written and hashed at the same time.
 
     In a smaller ring each of the three would wait for the others without end.
@@ -157,13 +163,16 @@ def check_room(source: Source, chunk_bytes: int, part_bytes: int, *, takes_parts
         return
     if not takes_parts:
         raise StagingError(
-            f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of staging memory, and this store takes only "
+            f"{key} of {source.size >> 20} MiB passes through {source.capacity >> 20} MiB of "
+            "staging memory, and this store takes only "
             "images that are all in memory: put a folder or S3 before it as a nearer tier"
         )
     if source.capacity < needed:
         raise StagingError(
-            f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of {source.size >> 20} MiB through in parts of "
-            f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {needed >> 20} MiB or more (staging_bytes, free memory), or smaller chunk_bytes"
+            f"{source.capacity >> 20} MiB of staging memory are too few to pass an image of "
+            f"{source.size >> 20} MiB through in parts of "
+            f"{(part_bytes or chunk_bytes) >> 20} MiB: give it {needed >> 20} MiB or more "
+            "(staging_bytes, free memory), or smaller chunk_bytes"
         )
 
 
@@ -173,7 +182,11 @@ def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
     try:
         yield
     except BaseException as error:
-        lost = error if isinstance(error, CkptError) else StagingError(f"a part of it was lost: {error!r}")
+        lost = (
+            error
+            if isinstance(error, CkptError)
+            else StagingError(f"a part of it was lost: {error!r}")
+        )
         for each in report:
             each(lost)
         raise
@@ -181,7 +194,12 @@ def losing(*report: Callable[[CkptError], None]) -> Generator[None]:
 
 class _Job:
     def __init__(
-        self, source: Source, chunks: Sequence[int], upload: Upload, retry: RetryPolicy, on_bytes: OnBytes
+        self,
+        source: Source,
+        chunks: Sequence[int],
+        upload: Upload,
+        retry: RetryPolicy,
+        on_bytes: OnBytes,
     ) -> None:
         self.table: list[Chunk | None] = [None] * len(chunks)
         self._source, self._chunks, self._upload = source, chunks, upload
@@ -210,7 +228,10 @@ class _Job:
             index, start = last, end
 
     def one_by_one(self, workers: Workers, *, ahead: bool) -> None:
-        """Parts in file order, while a worker hashes the chunks. ``ahead``: there are none to hash, and a worker gets the next part while one is written."""
+        """Parts in file order, while a worker hashes the chunks.
+
+        ``ahead``: there are none to hash, and a worker gets the next part while one is written.
+        """
         size, step = self._source.size, self._upload.part_bytes
         beside: list[Future[Any]] = [workers.submit(self.hash, 0, 0, len(self.table))]
         try:

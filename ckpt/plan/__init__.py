@@ -1,1 +1,3 @@
-"""Pure decisions: which rank writes what (save), what is read (restore), and how fragments merge."""
+"""Pure decisions: which rank writes what (save), what is read (restore), and how fragments
+merge.
+"""

@@ -10,7 +10,9 @@ from ckpt.plan.restore import ChunkRead
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One request: ``nbytes`` from ``offset`` of the file of ``rank``, holding ``reads`` in order."""
+    """One request: ``nbytes`` from ``offset`` of the file of ``rank``, holding ``reads`` in
+    order.
+    """
 
     rank: int
     offset: int
@@ -19,7 +21,8 @@ class Run:
 
 
 def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> list[Run]:
-    """Join reads that follow each other in a file with at most ``gap_bytes`` between them, up to ``most_bytes`` a run.
+    """Join reads that follow each other in a file with at most ``gap_bytes`` between them, up to
+    ``most_bytes`` a run.
 
     ``reads`` come in file order. A single read larger than ``most_bytes`` is a run of its own.
     """
@@ -29,7 +32,8 @@ def coalesce(reads: Iterable[ChunkRead], *, most_bytes: int, gap_bytes: int) -> 
         if pending:
             last = pending[-1]
             near = (
-                read.rank == last.rank and 0 <= read.offset - (last.offset + last.stored_nbytes) <= gap_bytes
+                read.rank == last.rank
+                and 0 <= read.offset - (last.offset + last.stored_nbytes) <= gap_bytes
             )
             if not near or read.offset + read.stored_nbytes - pending[0].offset > most_bytes:
                 runs.append(_run(pending))

@@ -1,4 +1,5 @@
-"""Fragments -> the tensors and layouts of their manifest, by arrays: a shard never becomes an object.
+"""Fragments -> the tensors and layouts of their manifest, by arrays: a shard never becomes an
+object.
 
 What ranks have in common to the byte (the form of a fragment, a tree) is looked at once, a layout
 once for all tensors that are cut alike, and nothing that is as it was in the last save. A property
@@ -88,10 +89,15 @@ class Gathered:
         )  # fmt: skip
         self.ranks.append(
             Light(
-                ref=ref, part=own, form=form, layout=form + checksum(part.offsets), tree=self._text(part.tree),
-                replicas=self._text(part.replicas), metadata=self._text(part.metadata),
+                ref=ref,
+                part=own,
+                form=form,
+                layout=form + checksum(part.offsets),
+                tree=self._text(part.tree),
+                replicas=self._text(part.replicas),
+                metadata=self._text(part.metadata),
             )
-        )  # fmt: skip
+        )
 
     def _text(self, raw: msgspec.Raw | bytes) -> bytes:
         """A copy, since a ``Raw`` keeps all of its fragment in memory."""
@@ -101,7 +107,9 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Boxes of one tensor that more than one rank has stored: pairs of chunks, by their number among the chunks of all ranks, and the ranks they are of."""
+    """Boxes of one tensor that more than one rank has stored: pairs of chunks, by their number
+    among the chunks of all ranks, and the ranks they are of.
+    """
 
     name: str
     kept: Ints
@@ -122,7 +130,8 @@ class Layouts:
 
 
 def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | None) -> Layouts:
-    """The tensors of ``ranks``, which are in order; those of ``known`` if nothing about them has changed. Copies are compared each time.
+    """The tensors of ``ranks``, which are in order; those of ``known`` if nothing about them has
+    changed. Copies are compared each time.
 
     Raises:
         ReplicasDiverged, TensorIncomplete: As ``plan.merge.merge``.
@@ -196,7 +205,9 @@ class _Rows:
 
 
 class _World:
-    """All shards as rows of a table, ordered by tensor (their names in order), then rank: position of the rank, offsets, shape; and beside it the chunks."""
+    """All shards as rows of a table, ordered by tensor (their names in order), then rank:
+    position of the rank, offsets, shape; and beside it the chunks.
+    """
 
     def __init__(self, gathered: Gathered, ranks: Sequence[Light]) -> None:
         self._ranks = ranks
@@ -225,7 +236,9 @@ class _World:
         for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
             rows = rows_of[rank.form]
             rows.boxes[:, 0] = position
-            rows.boxes[:, 1 : 1 + form.dims] = offsets_of(rank.part.offsets, form, key=rank.ref.name)
+            rows.boxes[:, 1 : 1 + form.dims] = offsets_of(
+                rank.part.offsets, form, key=rank.ref.name
+            )
             places = free[rows.tensor] + rows.nth
             self._boxes[places], self._chunks[places] = rows.boxes, rows.chunks
             free[rows.held[0]] += rows.held[1]
@@ -297,10 +310,14 @@ class _World:
         for position, offsets, shape in zip(
             *map(np.ndarray.tolist, self._parted(rows, self._dims)), strict=True
         ):
-            held[position].append(Shard(self._ranks[position].part.rank, 0, tuple(offsets), tuple(shape)))
+            held[position].append(
+                Shard(self._ranks[position].part.rank, 0, tuple(offsets), tuple(shape))
+            )
         found: list[tuple[int, Tensor]] = []
         for position, rank in enumerate(self._ranks):
-            for _, dtype, whole in (each for each in self._forms[position].headings if each[0] == name):
+            for _, dtype, whole in (
+                each for each in self._forms[position].headings if each[0] == name
+            ):
                 cut = [
                     replace(s, offsets=s.offsets[: len(whole)], shape=s.shape[: len(whole)])
                     for s in held[position]
@@ -309,13 +326,18 @@ class _World:
         return found
 
     def _copies(self, name: str, others: Ints) -> Copies | None:
-        """Compared, and what to compare next time. ``others``: pairs of rows, the first of which is kept."""
+        """Compared, and what to compare next time.
+
+        ``others``: pairs of rows, the first of which is kept.
+        """
         if not len(others):
             return None
         one, two = others[self._chunks[others[:, 1], 1] > 0].T
         counts = self._chunks[two, 1].astype(np.int64)
         if (unlike := np.flatnonzero(self._chunks[one, 1] != counts)).size:
-            pair = [self._ranks[int(self._boxes[side[unlike[0]], 0])].part.rank for side in (one, two)]
+            pair = [
+                self._ranks[int(self._boxes[side[unlike[0]], 0])].part.rank for side in (one, two)
+            ]
             raise ReplicasDiverged(name, pair, " (they are cut otherwise)")
         step = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         sides: list[Ints] = []
@@ -324,7 +346,9 @@ class _World:
             position = self._boxes[side, 0]
             first = self._chunk_base[position] + self._chunks[side, 0]
             sides += [np.repeat(first, counts) + step, np.repeat(ids[position], counts)]
-        copies = Copies(name=name, kept=sides[0], kept_rank=sides[1], other=sides[2], other_rank=sides[3])
+        copies = Copies(
+            name=name, kept=sides[0], kept_rank=sides[1], other=sides[2], other_rank=sides[3]
+        )
         if self._sums is None:
             self._sums = _checksums(self._ranks)
         _compare(copies, self._sums)
@@ -351,7 +375,10 @@ def _headings(
 
 
 def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
-    """Whether boxes, which lie inside ``shape``, cover it exactly once. If not, they may still do: ask ``tiling_fault``."""
+    """Whether boxes, which lie inside ``shape``, cover it exactly once.
+
+    If not, they may still do: ask ``tiling_fault``.
+    """
     solid = shapes.all(axis=1)
     if not solid.all():
         offsets, shapes = offsets[solid], shapes[solid]
@@ -363,10 +390,14 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
     edges = [np.unique(np.concatenate([offsets[:, d], offsets[:, d] + shapes[:, d]])) for d in cut]
     if len(cut) > 4 or math.prod(len(edge) for edge in edges) > _MOST_CELLS:
         return False
-    # +1 and -1 at the corners of each box; summed up along each dimension, each cell has the number of its boxes
+    # +1 and -1 at the corners of each box; summed up along each dimension, each cell has the number
+    # of its boxes
     grid = np.zeros([len(edge) for edge in edges], dtype=np.int32)
     low = [np.searchsorted(edge, offsets[:, d]) for edge, d in zip(edges, cut, strict=True)]
-    high = [np.searchsorted(edge, offsets[:, d] + shapes[:, d]) for edge, d in zip(edges, cut, strict=True)]
+    high = [
+        np.searchsorted(edge, offsets[:, d] + shapes[:, d])
+        for edge, d in zip(edges, cut, strict=True)
+    ]
     for corner in np.ndindex(*(2,) * len(cut)):
         at = tuple(high[k] if far else low[k] for k, far in enumerate(corner))
         np.add.at(grid, at, -1 if sum(corner) % 2 else 1)
@@ -376,7 +407,9 @@ def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
 
 
 def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
-    """Rows whose box no row before them has, and for every other row the pair of the first that has its box, and itself."""
+    """Rows whose box no row before them has, and for every other row the pair of the first that
+    has its box, and itself.
+    """
     if not offsets.shape[1]:  # of 0-d tensors all boxes are the same
         rows = np.arange(len(offsets))
         return rows[:1], np.stack([np.zeros_like(rows), rows], axis=1)[1:]
@@ -389,7 +422,9 @@ def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
 
 def _checksums(ranks: Sequence[Light]) -> Ints:
     """Of all chunks of all ranks, as two numbers each."""
-    return np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8").reshape(-1, 2)
+    return np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8").reshape(
+        -1, 2
+    )
 
 
 def _compare(copies: Copies, sums: Ints) -> None:

@@ -1,7 +1,8 @@
 """Equal chunks in the files of several ranks: which is the nearest? Pure decisions.
 
-Where each node has written its own copy of what is replicated, the manifest's tensors name one of them; the chunk tables of all files are in it all the same, and chunks of one checksum and length are one
-chunk. So a copy that is near serves for one that is far, or gone.
+Where each node has written its own copy of what is replicated, the manifest's tensors name one of
+them; the chunk tables of all files are in it all the same, and chunks of one checksum and length
+are one chunk. So a copy that is near serves for one that is far, or gone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 _FARTHEST: Final = 2
 
 
-def nearest_copies(plan: RestorePlan, manifest: Manifest, distance: Mapping[int, int]) -> RestorePlan:
+def nearest_copies(
+    plan: RestorePlan, manifest: Manifest, distance: Mapping[int, int]
+) -> RestorePlan:
     """Return ``plan`` with each chunk read from the nearest rank's file that holds it.
 
     Every place is read once, as in ``plan``. A chunk without a nearer copy stays.
@@ -37,12 +40,19 @@ def nearest_copies(plan: RestorePlan, manifest: Manifest, distance: Mapping[int,
     encodings = manifest.encodings()
     for file in manifest.files:
         lengths = stored_lengths(file, encodings.get(file.rank))
-        for chunk, offset, stored in zip(file.chunks, accumulate(lengths, initial=0), lengths, strict=False):
-            if (key := (chunk.nbytes, chunk.checksum)) in wanted and (file.rank, offset) not in taken:
+        for chunk, offset, stored in zip(
+            file.chunks, accumulate(lengths, initial=0), lengths, strict=False
+        ):
+            if (key := (chunk.nbytes, chunk.checksum)) in wanted and (
+                file.rank,
+                offset,
+            ) not in taken:
                 copies[key].append((distance.get(file.rank, _FARTHEST), file.rank, offset, stored))
     for found in copies.values():
         found.sort(reverse=True)
-    reads = [_nearer(read, copies.get((read.nbytes, read.checksum)), distance) for read in plan.reads]
+    reads = [
+        _nearer(read, copies.get((read.nbytes, read.checksum)), distance) for read in plan.reads
+    ]
     return replace(plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset))))
 
 
@@ -52,7 +62,9 @@ def _nearer(
     if not copies or copies[-1][0] >= distance.get(read.rank, _FARTHEST):
         return read
     _, rank, offset, stored = copies.pop()
-    return replace(read, rank=rank, offset=offset, encoded_nbytes=None if stored == read.nbytes else stored)
+    return replace(
+        read, rank=rank, offset=offset, encoded_nbytes=None if stored == read.nbytes else stored
+    )
 
 
 def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:
@@ -75,12 +87,17 @@ def left(leaf: Leaf, ranks: tuple[int, ...], rank: int, node_of: Sequence[int]) 
     It is a name without elements. If nodes are given, it is a spare copy on the lowest rank of each
     node. The name makes a loss an error: if no rank had any elements, the merge would abort.
     """
-    lowest = min((other for other in ranks if node_of and node_of[other] == node_of[rank]), default=None)
+    lowest = min(
+        (other for other in ranks if node_of and node_of[other] == node_of[rank]), default=None
+    )
     return replace(leaf, spare=True) if rank == lowest else replace(leaf, boxes=())
 
 
 def without_copy(manifest: Manifest, there: Collection[int]) -> list[int]:
-    """Ranks of whose file some chunk is in no file of ``there``. A file's header, its first chunk, is not needed."""
+    """Ranks of whose file some chunk is in no file of ``there``.
+
+    A file's header, its first chunk, is not needed.
+    """
     held = {
         (chunk.nbytes, chunk.checksum)
         for file in manifest.files

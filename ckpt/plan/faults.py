@@ -1,4 +1,6 @@
-"""What to say of ranks whose fragments do not fit together: who holds what, and of what kind it is."""
+"""What to say of ranks whose fragments do not fit together: who holds what, and of what kind it
+is.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,16 @@ from ckpt.model.values import Node, join
 
 _MOST_TOLD: Final = 6
 _CAUSE: Final = (
-    "a mesh that changed, or a layout that differs between ranks? All must save the same state under the same mesh. A module that only some "
+    "a mesh that changed, or a layout that differs between ranks? All must save the same state "
+    "under the same mesh. A module that only some "
     "ranks have, such as an expert, needs a wrapper of its own: fully_shard(expert, mesh=...)"
 )
 
 
 def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
-    """Who holds which boxes of a tensor, and what may be the cause that they do not make it whole."""
+    """Who holds which boxes of a tensor, and what may be the cause that they do not make it
+    whole.
+    """
     boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for rank, tensor in parts:
         boxes[tuple(shard.box for shard in tensor.shards)].append(rank)
@@ -34,7 +39,9 @@ def forms_told(parts: Sequence[tuple[int, Tensor]]) -> str | None:
         forms[f"{tensor.dtype}{list(tensor.shape)}"].append(rank)
     if len(forms) == 1:
         return None
-    return "ranks disagree: " + " and ".join(f"{form} on {_ranks(ranks)}" for form, ranks in forms.items())
+    return "ranks disagree: " + " and ".join(
+        f"{form} on {_ranks(ranks)}" for form, ranks in forms.items()
+    )
 
 
 def kind_of(node: Node) -> str:
@@ -60,8 +67,13 @@ def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
             pass
 
 
-def mixed(trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]) -> tuple[str, int, int] | None:
-    """(name, rank, rank) of what is a tensor on the first rank and a plain value on the second. ``tensors``: name -> a rank that has it."""
+def mixed(
+    trees: Sequence[tuple[int, Node]], tensors: Mapping[str, int]
+) -> tuple[str, int, int] | None:
+    """(name, rank, rank) of what is a tensor on the first rank and a plain value on the second.
+
+    ``tensors``: name -> a rank that has it.
+    """
     for rank, tree in trees:
         for name in values_beside_tensors(tree):
             if name in tensors:

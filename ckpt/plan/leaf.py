@@ -16,11 +16,13 @@ class Leaf:
         name: Canonical, the same on all ranks and under all wrappers.
         dtype: A key of ``model.dtype.DTYPES``.
         shape: Of the global tensor.
-        boxes: What this rank holds, in the row-major order of its local tensor's pieces; usually one, none if its shard is empty.
-        replicas: Ranks known to hold the same boxes, ascending, this one included; empty if unknown, then all of it is written and equal
-            copies are found at commit.
-        spare: Whether another rank answers for the boxes, and may hold something else in them. They are written here without being named in
-            the fragment: their chunks serve wherever they equal those of that rank.
+        boxes: What this rank holds, in the row-major order of its local tensor's pieces; usually
+            one, none if its shard is empty.
+        replicas: Ranks known to hold the same boxes, ascending, this one included; empty if
+            unknown, then all of it is written and equal copies are found at commit.
+        spare: Whether another rank answers for the boxes, and may hold something else in them. They
+            are written here without being named in the fragment: their chunks serve wherever they
+            equal those of that rank.
     """
 
     name: str

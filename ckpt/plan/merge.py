@@ -28,7 +28,8 @@ Marks = Iterable[tuple[int, Mapping[str, str]]]
 
 
 class Known:
-    """What the last merge found out, so that the next does not repeat it beside the training thread.
+    """What the last merge found out, so that the next does not repeat it beside the training
+    thread.
 
     Thread safety: one merge at a time.
 
@@ -49,7 +50,8 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
 
     Raises:
         ReplicasDiverged: Copies, or plain values, that should be equal are not.
-        TensorIncomplete: A hole, an overlap, or ranks that disagree about a tensor's shape or dtype.
+        TensorIncomplete: A hole, an overlap, or ranks that disagree about a tensor's shape or
+            dtype.
         ManifestCorrupt: A fragment that no writer writes.
         CommitError: Fragments of different saves.
     """
@@ -92,7 +94,11 @@ def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
 
 
 def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
-    """Raises ``ReplicasDiverged`` as ``check_replicas`` does. ``frames``: ranks, ascending, and what fragments of large worlds have in ``replicas``; of equal ones only the first."""
+    """Raises ``ReplicasDiverged`` as ``check_replicas`` does.
+
+    ``frames``: ranks, ascending, and what fragments of large worlds have in ``replicas``; of equal
+    ones only the first.
+    """
     told = [_hashed(replicas_of(raw, key="replicas")) for _, raw in frames]
     what, digest = np.concatenate(told, axis=1) if told else np.zeros((2, 0), np.int64)
     order = np.argsort(what)
@@ -110,7 +116,9 @@ def _hashed(replicas: Mapping[str, str]) -> Ints:
 
 
 def check_replicas(marks: Marks) -> None:
-    """Each rank's digest of what it holds but did not write whole: equal boxes must have equal digests. Raises ``ReplicasDiverged``."""
+    """Each rank's digest of what it holds but did not write whole: equal boxes must have equal
+    digests. Raises ``ReplicasDiverged``.
+    """
     seen: dict[tuple[str, str], tuple[int, str]] = {}
     for mine, replicas in marks:
         for name, mark in replicas.items():
@@ -126,11 +134,16 @@ def _check_same_save(parts: Sequence[Packed]) -> None:
         if (other.step, other.attempt, other.world_size, other.chunk_bytes) != (
             first.step, first.attempt, first.world_size, first.chunk_bytes,
         ):  # fmt: skip
-            raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
+            raise CommitError(
+                f"fragments of ranks {first.rank} and {other.rank} belong to different saves"
+            )
 
 
-def _check_kinds(trees: Sequence[tuple[int, bytes]], tensors: Callable[[], Mapping[str, int]]) -> None:
-    """Refuse what a module or optimizer has as a tensor on one rank and as a plain value on another.
+def _check_kinds(
+    trees: Sequence[tuple[int, bytes]], tensors: Callable[[], Mapping[str, int]]
+) -> None:
+    """Refuse what a module or optimizer has as a tensor on one rank and as a plain value on
+    another.
 
     Where trees are equal there is none. ``tensors``: name -> a rank that has it.
     """
@@ -138,7 +151,9 @@ def _check_kinds(trees: Sequence[tuple[int, bytes]], tensors: Callable[[], Mappi
         return
     if found := mixed([(rank, parse(msgspec.Raw(tree))) for rank, tree in trees], tensors()):
         name, one, two = found
-        raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
+        raise ReplicasDiverged(
+            name, (one, two), f" (tensor on rank {one} and plain value on rank {two})"
+        )
 
 
 def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]:
@@ -172,7 +187,9 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
     if _same(one, two):
         return one
     if (kinds := (kind_of(one), kind_of(two)))[0] != kinds[1]:
-        told = " and ".join(f"{kind} on rank {rank}" for kind, rank in zip(kinds, ranks, strict=True))
+        told = " and ".join(
+            f"{kind} on rank {rank}" for kind, rank in zip(kinds, ranks, strict=True)
+        )
         raise ReplicasDiverged(path, ranks, f" ({told})")
     if not (isinstance(one, dict) and isinstance(two, dict)):
         raise ReplicasDiverged(path, ranks)
@@ -186,7 +203,9 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
 
 
 def _same(one: Node, two: Node) -> bool:
-    """Equal, whatever the order of keys; to Python 1, 1.0 and True are equal too, to a restore they are not."""
+    """Equal, whatever the order of keys; to Python 1, 1.0 and True are equal too, to a restore
+    they are not.
+    """
     return one == two and _sorted.encode(one) == _sorted.encode(two)
 
 
@@ -209,7 +228,9 @@ def _union_optimizer(
     for index, (a, b) in enumerate(zip(one["groups"], two["groups"], strict=True)):
         if not _same(a["values"], b["values"]):
             raise ReplicasDiverged(f"{path}/param_groups/{index}", ranks)
-        groups.append({"params": list(dict.fromkeys([*a["params"], *b["params"]])), "values": a["values"]})
+        groups.append(
+            {"params": list(dict.fromkeys([*a["params"], *b["params"]])), "values": a["values"]}
+        )
     return {
         **one,
         "groups": groups,

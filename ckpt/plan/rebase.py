@@ -1,4 +1,6 @@
-"""Reads of one tier's files -> the same chunks in another tier's files of the same step, which may be encoded otherwise."""
+"""Reads of one tier's files -> the same chunks in another tier's files of the same step, which
+may be encoded otherwise.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ class Rebase:
         ] = {}
 
     def __call__(self, reads: Iterable[ChunkRead]) -> list[tuple[ChunkRead, ChunkRead]]:
-        """Pairs of a read and the one for the same chunk there, in order. Chunks that are not there are left out, and so are those that are wanted as they are stored ``here`` if they are stored otherwise there."""
+        """Pairs of a read and the one for the same chunk there, in order.
+
+        Chunks that are not there are left out, and so are those that are wanted as they are stored
+        ``here`` if they are stored otherwise there.
+        """
         if self._alike:
             return [(read, read) for read in reads]
         pairs: list[tuple[ChunkRead, ChunkRead]] = []
@@ -38,17 +44,25 @@ class Rebase:
             indices, chunks, offsets, lengths, same = self._file(read.rank)
             index = indices[read.offset]
             as_stored = read.as_stored and read.encoded_nbytes is not None
-            if index < len(chunks) and chunks[index].checksum == read.checksum and (same or not as_stored):
+            if (
+                index < len(chunks)
+                and chunks[index].checksum == read.checksum
+                and (same or not as_stored)
+            ):
                 length = lengths[index]
                 encoded = length if length < read.nbytes else None
-                moved = replace(read, offset=offsets[index], encoded_nbytes=encoded, as_stored=as_stored)
+                moved = replace(
+                    read, offset=offsets[index], encoded_nbytes=encoded, as_stored=as_stored
+                )
                 pairs.append((read, moved))
         return pairs
 
     def _file(
         self, rank: int
     ) -> tuple[Mapping[int, int], Sequence[Chunk], Sequence[int], Sequence[int], bool]:
-        """Index of each chunk by its place here; the chunks, their places and lengths there; whether the file is the same."""
+        """Index of each chunk by its place here; the chunks, their places and lengths there;
+        whether the file is the same.
+        """
         if rank not in self._known:
             places, _ = _table(*self._here, rank)
             offsets, lengths = _table(*self._there, rank)

@@ -14,7 +14,15 @@ from itertools import accumulate
 from ckpt.errors import DtypeMismatch, EntryMissing, ManifestCorrupt, ShapeMismatch
 from ckpt.model.box import Box, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
-from ckpt.model.manifest import Encoding, File, Manifest, Shard, Tensor, chunk_offsets, stored_lengths
+from ckpt.model.manifest import (
+    Encoding,
+    File,
+    Manifest,
+    Shard,
+    Tensor,
+    chunk_offsets,
+    stored_lengths,
+)
 from ckpt.plan.leaf import Leaf
 
 
@@ -32,10 +40,14 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRead:
-    """One chunk that is needed. ``box`` in global coordinates of its tensor; ``offset`` and ``nbytes`` in bytes of the file of ``rank``.
+    """One chunk that is needed.
+
+    ``box`` in global coordinates of its tensor; ``offset`` and ``nbytes`` in bytes of the file of
+    ``rank``.
 
     Attributes:
-        encoded_nbytes: What it takes there if it is encoded, None if it lies there as it was staged.
+        encoded_nbytes: What it takes there if it is encoded, None if it lies there as it was
+            staged.
         as_stored: Whether the bytes are wanted as they are in the file, which may be encoded.
     """
 
@@ -61,7 +73,10 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
-    """Reads in file order. ``wanted_bytes`` is what lands in the target, ``read_bytes`` what is fetched for it."""
+    """Reads in file order.
+
+    ``wanted_bytes`` is what lands in the target, ``read_bytes`` what is fetched for it.
+    """
 
     reads: tuple[ChunkRead, ...]
     wanted_bytes: int
@@ -99,7 +114,12 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
 
 
 def chunks_of(file: File, encoding: Encoding | None, *, as_stored: bool = False) -> list[ChunkRead]:
-    """All chunks of a file, as bytes. The box of each is its place in the bytes that are wanted: those of the image, or, ``as_stored``, those of the file. None of a file whose chunks a manifest by reference leaves to its fragment."""
+    """All chunks of a file, as bytes.
+
+    The box of each is its place in the bytes that are wanted: those of the image, or,
+    ``as_stored``, those of the file. None of a file whose chunks a manifest by reference leaves to
+    its fragment.
+    """
     found: list[ChunkRead] = []
     if not file.chunks:
         return found
@@ -131,10 +151,15 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
 
 
 def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
-    """A manifest proves that its boxes have the volume of the tensor. Here those that are read must cover what is wanted, once."""
+    """A manifest proves that its boxes have the volume of the tensor.
+
+    Here those that are read must cover what is wanted, once.
+    """
     for box in leaf.boxes:
         parts = [part for shard in tensor.shards if (part := box.intersect(shard.box))]
-        if parts != [box] and (fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])):
+        if parts != [box] and (
+            fault := tiling_fault(box.shape, [part.relative_to(box) for part in parts])
+        ):
             raise ManifestCorrupt(leaf.name, fault)
 
 
@@ -191,7 +216,9 @@ class _ChunkTable:
         file = self._files[shard.rank]
         if shard.rank not in self._index:
             self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
-            lengths = self._lengths[shard.rank] = stored_lengths(file, self._encodings.get(shard.rank))
+            lengths = self._lengths[shard.rank] = stored_lengths(
+                file, self._encodings.get(shard.rank)
+            )
             self._places[shard.rank] = list(accumulate(lengths, initial=0))
         first = self._index[shard.rank][shard.offset]
         boxes = split_rows(held, file.chunks[first].nbytes // DTYPES[dtype].itemsize)
@@ -200,6 +227,8 @@ class _ChunkTable:
         for index, box in enumerate(boxes, first):
             chunk, length = file.chunks[index], lengths[index]
             encoded = length if length < chunk.nbytes else None
-            found.append(_Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, [], encoded))
+            found.append(
+                _Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, [], encoded)
+            )
             offset += length
         return found

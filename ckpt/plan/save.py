@@ -23,12 +23,17 @@ from ckpt.model.manifest import HEADER_ALIGNMENT, Shard, Tensor
 from ckpt.plan.leaf import Leaf
 
 SPLIT_FROM_BYTES = 256 << 10
-"""Replicated tensors from this size on are cut among their replicas; below, the cut would cost more requests than it saves bytes."""
+"""Replicated tensors from this size on are cut among their replicas; below, the cut would cost
+more requests than it saves bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteItem:
-    """One box of a leaf in the image. ``offset`` and ``nbytes`` in bytes of the file; ``leaf`` indexes the leaves planned for."""
+    """One box of a leaf in the image.
+
+    ``offset`` and ``nbytes`` in bytes of the file; ``leaf`` indexes the leaves planned for.
+    """
 
     leaf: int
     box: Box
@@ -56,9 +61,14 @@ class SavePlan:
 
 
 def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
-    """The plan of ``rank``. Needs no other rank: replicas that are given the same leaves share them without gap or overlap."""
+    """The plan of ``rank``.
+
+    Needs no other rank: replicas that are given the same leaves share them without gap or overlap.
+    """
     boxes = _share(leaves, rank)
-    order = sorted(boxes, key=lambda pair: (-leaves[pair[0]].itemsize, leaves[pair[0]].name, pair[1]))
+    order = sorted(
+        boxes, key=lambda pair: (-leaves[pair[0]].itemsize, leaves[pair[0]].name, pair[1])
+    )
     header = _header(leaves, order, rank)
     items: list[WriteItem] = []
     chunks = [len(header)]
@@ -144,4 +154,6 @@ def _tensors(leaves: Sequence[Leaf], items: Iterable[WriteItem], rank: int) -> t
         if leaves[item.leaf].spare:
             continue
         shards[item.leaf].append(Shard(rank, item.offset, item.box.offsets, item.box.shape))
-    return tuple(Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[i])) for i, leaf in enumerate(leaves))
+    return tuple(
+        Tensor(leaf.name, leaf.dtype, leaf.shape, tuple(shards[i])) for i, leaf in enumerate(leaves)
+    )

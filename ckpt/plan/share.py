@@ -63,13 +63,17 @@ def keyed(reads: Sequence[ChunkRead], manifest: Manifest) -> dict[int, ChunkRead
     found: dict[int, ChunkRead] = {}
     for read in reads:
         if read.rank not in places:
-            offsets = accumulate(stored_lengths(files[read.rank], encodings.get(read.rank)), initial=0)
+            offsets = accumulate(
+                stored_lengths(files[read.rank], encodings.get(read.rank)), initial=0
+            )
             places[read.rank] = {offset: place for place, offset in enumerate(offsets)}
         found[(read.rank << _PLACES) + places[read.rank][read.offset]] = read
     return dict(sorted(found.items()))
 
 
-def share(sizes: Mapping[int, int], wanted: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int) -> Shares:
+def share(
+    sizes: Mapping[int, int], wanted: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int
+) -> Shares:
     """Shares of the rank that wants ``sizes`` (key -> bytes in memory).
 
     Args:
@@ -103,7 +107,10 @@ def _rounds(
         middle = before + sizes[key] // 2
         runs[min(middle * len(ranks) // total, len(ranks) - 1)].append(key)
         before += sizes[key]
-    parcels = [list(_parcels(rank, run, sizes, parcel_bytes)) for rank, run in zip(ranks, runs, strict=True)]
+    parcels = [
+        list(_parcels(rank, run, sizes, parcel_bytes))
+        for rank, run in zip(ranks, runs, strict=True)
+    ]
     for round_ in zip_longest(*parcels):
         yield tuple(parcel for parcel in round_ if parcel is not None)
 

@@ -1,7 +1,10 @@
-"""A restore finishes what the job before it could not: a save of which every part is durable, and whose leader died before it put the manifest.
+"""A restore finishes what the job before it could not: a save of which every part is durable, and
+whose leader died before it put the manifest.
 
-Only what is newer than the newest checkpoint comes into question, and nothing newer than a step that is asked for by number. What costs little is looked at first: the owner, the later steps, the fragments, and the
-sizes of the files. The data is not read here: the restore that follows reads all of it, compares it with its checksums, and takes the step before if it is damaged.
+Only what is newer than the newest checkpoint comes into question, and nothing newer than a step
+that is asked for by number. What costs little is looked at first: the owner, the later steps, the
+fragments, and the sizes of the files. The data is not read here: the restore that follows reads all
+of it, compares it with its checksums, and takes the step before if it is damaged.
 """
 
 from __future__ import annotations
@@ -34,23 +37,31 @@ class Finisher:
         self.finished: list[tuple[int, str]] = []
 
     def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
-        """Whether ``ref``, which has no manifest on ``backend``, is a checkpoint now. Never raises an error of ours: there may be others to restore."""
+        """Whether ``ref``, which has no manifest on ``backend``, is a checkpoint now.
+
+        Never raises an error of ours: there may be others to restore.
+        """
         if (backend.url, ref) in self._tried:
             return False
         self._tried.add((backend.url, ref))
         try:
-            finalize(backend, ref, workers=self._workers, job_is_dead=self._is_dead, read_data=False)
+            finalize(
+                backend, ref, workers=self._workers, job_is_dead=self._is_dead, read_data=False
+            )
         except JobUnseen as error:
-            _log.warning("ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step)
+            _log.warning(
+                "ckpt: %s (ckpt finalize %s --step %d --job-is-dead)", error, backend.url, ref.step
+            )
         except (IntegrityError, StorageError) as error:
             _log.warning("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         except CkptError as error:  # refused, incomplete, or somebody's who is at work
             _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         else:
             _log.warning(
-                "ckpt: step %d on %s had all its parts, and a leader that died: finished its commit",
-                ref.step, backend.url,
-            )  # fmt: skip
+                "ckpt: step %d on %s lacked only its leader's last write: its commit is finished",
+                ref.step,
+                backend.url,
+            )
             self.finished.append((ref.step, backend.url))
             return True
         return False

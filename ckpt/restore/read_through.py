@@ -1,10 +1,15 @@
-"""Read-through: what a restore needs from far is put into the nearest folder on the way, so that the next restore is local.
+"""Read-through: what a restore needs from far is put into the nearest folder on the way, so that
+the next restore is local.
 
-A folder that only this machine sees is filled by the machine's ranks together, one that all see by all of them: whoever takes a file first (the coordinator decides) fetches it, the others wait for its end. So no file is fetched twice into one folder, and
-nobody needs to know who its neighbours are. Who fetches takes its own part of what passes by, so that it need not read it again.
+A folder that only this machine sees is filled by the machine's ranks together, one that all see by
+all of them: whoever takes a file first (the coordinator decides) fetches it, the others wait for
+its end. So no file is fetched twice into one folder, and nobody needs to know who its neighbours
+are. Who fetches takes its own part of what passes by, so that it need not read it again.
 
-Nothing here can make a restore fail: what a folder does not take, or nobody could fetch, is read straight from where it is. A folder lists the step only if all of its files came together there; else they are a
-partial cache, of which a later restore takes what it needs, and which prune clears away like the remains of a save.
+Nothing here can make a restore fail: what a folder does not take, or nobody could fetch, is read
+straight from where it is. A folder lists the step only if all of its files came together there;
+else they are a partial cache, of which a later restore takes what it needs, and which prune clears
+away like the remains of a save.
 """
 
 from __future__ import annotations
@@ -90,8 +95,8 @@ class CacheContext:
         patience: Seconds to wait for other ranks, in all.
         workers: The threads that copy.
         retry: How requests are retried.
-        waiting: Returns the steps that saves under way still read from nearer tiers. They stay where a
-            cache has a capacity.
+        waiting: Returns the steps that saves under way still read from nearer tiers. They stay
+            where a cache has a capacity.
     """
 
     coordinator: Coordinator
@@ -121,35 +126,52 @@ class ReadThrough:
     ) -> None:
         self._tiers, self.origin, self._found = tiers, origin, found
         self._coordinator, self._subject = context.coordinator, context.subject
-        self._patience, self._workers, self._retry = context.patience, context.workers, context.retry
+        self._patience, self._workers, self._retry = (
+            context.patience,
+            context.workers,
+            context.retry,
+        )
         self._me = Owner.here(context.coordinator.attempt)
         self._waiting, self._deadline = context.waiting, time.monotonic() + context.patience
         self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[File] = []
         self.fetched: dict[int, int] = {}
-        """Position of the source that the file of a rank was fetched from, by this rank or another."""
+        """Position of the source that the file of a rank was fetched from, by this rank or
+        another.
+        """
         self.taken: Counter[int] = Counter()
         """Bytes that were put into their place meanwhile, by the position of their source."""
         self.cached_bytes = 0
         """Of the data files that this rank has put into a cache."""
 
     def look(self, plan: RestorePlan) -> None:
-        """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as far as their sizes tell. Before any rank fetches."""
+        """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as
+        far as their sizes tell. Before any rank fetches.
+        """
         near = range(self._caches[0] + 1) if self._caches else ()
         wanted: Counter[int] = Counter()
         for read in plan.reads:
             wanted[read.rank] += read.nbytes
-        needed = [file for rank, file in sorted(self._files.items()) if self._is_worth(file, wanted[rank])]
-        self._missing = [file for file in needed if near and all(self.origin.fault(p, file) for p in near)]
+        needed = [
+            file for rank, file in sorted(self._files.items()) if self._is_worth(file, wanted[rank])
+        ]
+        self._missing = [
+            file for file in needed if near and all(self.origin.fault(p, file) for p in near)
+        ]
 
     def _is_worth(self, file: File, wanted: int) -> bool:
-        """Whether a file is fetched for so many bytes of it. Between nodes that have tiers of their own not for a few: buffers, say, of another node's rank."""
+        """Whether a file is fetched for so many bytes of it.
+
+        Between nodes that have tiers of their own not for a few: buffers, say, of another node's
+        rank.
+        """
         least = file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
         return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
-        """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was not put into its place meanwhile.
+        """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was
+        not put into its place meanwhile.
 
         Raises:
             CommitError: The other ranks cannot be reached.
@@ -204,9 +226,15 @@ class ReadThrough:
         word = _LOST
         try:
             (copied,) = copy_files(
-                self.origin, [file], cache.backend, encodings=self._encodings,
-                workers=self._workers, retry=self._retry, meter=Meter(size, None), on_chunk=taster.taste,
-            )  # fmt: skip
+                self.origin,
+                [file],
+                cache.backend,
+                encodings=self._encodings,
+                workers=self._workers,
+                retry=self._retry,
+                meter=Meter(size, None),
+                on_chunk=taster.taste,
+            )
             self.origin.mended(position, file)
             source = copied.position
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
@@ -215,13 +243,18 @@ class ReadThrough:
             seconds = time.perf_counter() - began
             _log.info(
                 "ckpt: %s was put into %s from %s: %s in %.2f s",
-                self.origin.ref.key(file.name), cache.url, self._tiers[source].url, units.size(size), seconds,
-            )  # fmt: skip
+                self.origin.ref.key(file.name),
+                cache.url,
+                self._tiers[source].url,
+                units.size(size),
+                seconds,
+            )
         except (IntegrityError, StorageError) as error:
             if file.rank not in self.origin.lost:
                 word = _REFUSED
                 _log.warning(
-                    "ckpt: %s does not take what was fetched from farther tiers, it is read straight from there: %s",
+                    "ckpt: %s does not take what was fetched from farther tiers, it is read "
+                    "straight from there: %s",
                     cache.url,
                     error,
                 )
@@ -230,7 +263,9 @@ class ReadThrough:
         return word
 
     def _copy_fragment(self, position: int, file: File) -> None:
-        """Without it the step is not listed there, and the remains have no age; the data serves all the same."""
+        """Without it the step is not listed there, and the remains have no age; the data serves
+        all the same.
+        """
         manifest = self._found.manifest
         named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
         with suppress(IntegrityError):
@@ -240,7 +275,10 @@ class ReadThrough:
             )  # fmt: skip
 
     def _withdraw(self, position: int, files: Sequence[File]) -> None:
-        """Leave no room taken on a disk that is full: the next save needs it more. But for what somebody else, who found all of it there, is about to list."""
+        """Leave no room taken on a disk that is full: the next save needs it more.
+
+        But for what somebody else, who found all of it there, is about to list.
+        """
         backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
             data, gone = ref.key(file.name), False
@@ -255,7 +293,9 @@ class ReadThrough:
             self.cached_bytes -= self._size(file) if gone else 0
 
     def _has_room(self, position: int, files: Sequence[File]) -> bool:
-        """Where the cache has a capacity: whoever comes first makes room, for all who see the folder, each reckoned to need as much."""
+        """Where the cache has a capacity: whoever comes first makes room, for all who see the
+        folder, each reckoned to need as much.
+        """
         cache = self._tiers[position]
         if cache.tier.capacity is None:
             return True
@@ -271,7 +311,9 @@ class ReadThrough:
         try:
             claim = Claim(cache.backend, self._me)
             evictor = Evictor(
-                cache, claim, _CacheGuard(self._tiers, position, self.origin, self._retry, self._waiting)
+                cache,
+                claim,
+                _CacheGuard(self._tiers, position, self.origin, self._retry, self._waiting),
             )
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
@@ -279,18 +321,26 @@ class ReadThrough:
         except RootInUse as error:
             _log.warning("ckpt: %s is another job's, and gives up nothing: %s", cache.url, error)
         except (OutOfSpace, StorageError) as error:
-            _log.warning("ckpt: %s does not take what farther tiers have, it is read straight from there: %s", cache.url, error)  # fmt: skip
+            _log.warning(
+                "ckpt: %s cannot store data of farther tiers, which is read there directly: %s",
+                cache.url,
+                error,
+            )
         finally:
             self._coordinator.set_once(f"{subject}/end", word)
         return word == _DONE
 
     def _may_change(self, position: int) -> bool:
-        """Whether no other job that may be alive writes to the folder: what it has there is its own to replace."""
+        """Whether no other job that may be alive writes to the folder: what it has there is its
+        own to replace.
+        """
         cache = self._tiers[position]
         try:
             self._retry.call(Claim(cache.backend, self._me).use)
         except StorageError as error:
-            _log.warning("ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error)
+            _log.warning(
+                "ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error
+            )
             return False
         except RootInUse as error:
             _log.warning("ckpt: %s is another job's, and is left as it is: %s", cache.url, error)
@@ -298,10 +348,20 @@ class ReadThrough:
         return True
 
     def mend(self) -> None:
-        """After all was read: write files anew of which a cache had chunks damaged, once each. What is there is replaced at once by a file of which every byte was verified, never written into."""
+        """After all was read: write files anew of which a cache had chunks damaged, once each.
+
+        What is there is replaced at once by a file of which every byte was verified, never written
+        into.
+        """
         for position in self._caches:
-            damaged = [file for file in self._files.values() if self.origin.is_damaged(position, file)]
-            if not damaged or self.origin.gone(position, "") or not self.origin.lies_alike(position):
+            damaged = [
+                file for file in self._files.values() if self.origin.is_damaged(position, file)
+            ]
+            if (
+                not damaged
+                or self.origin.gone(position, "")
+                or not self.origin.lies_alike(position)
+            ):
                 continue
             if not self._may_change(position):
                 continue
@@ -316,11 +376,17 @@ class ReadThrough:
     def _mend(self, position: int, file: File, subject: str) -> None:
         cache, word, key = self._tiers[position], _LOST, self.origin.ref.key(file.name)
         try:
-            with self.origin.unnoted():  # it is read again from there, but for the chunks that are bad
+            # it is read again from there, but for the chunks that are bad
+            with self.origin.unnoted():
                 copy_files(
-                    self.origin, [file], cache.backend, encodings=self._encodings, workers=self._workers,
-                    retry=self._retry, meter=Meter(self._size(file), None),
-                )  # fmt: skip
+                    self.origin,
+                    [file],
+                    cache.backend,
+                    encodings=self._encodings,
+                    workers=self._workers,
+                    retry=self._retry,
+                    meter=Meter(self._size(file), None),
+                )
             self.origin.mended(position, file)
             word = _DONE
             _log.info("ckpt: %s was mended on %s", key, cache.url)
@@ -330,7 +396,10 @@ class ReadThrough:
             self._coordinator.set_once(subject, word)
 
     def _list(self, position: int) -> None:
-        """The step is one of the cache's if, and only if, everything of it is there; of several nodes each lists what it has a part of. What this restore has not fetched is read: its size says little."""
+        """The step is one of the cache's if, and only if, everything of it is there; of several
+        nodes each lists what it has a part of. What this restore has not fetched is read: its
+        size says little.
+        """
         parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
         cache, me = self._tiers[position], str(self._coordinator.rank).encode()
         if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
@@ -343,10 +412,18 @@ class ReadThrough:
         try:
             faults = [fault for file in older for fault in self._faults(position, file)]
         except (IntegrityError, StorageError) as error:
-            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+            _log.warning(
+                "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error
+            )
             return
         for fault in faults:
-            _log.warning("ckpt: step %d is not listed on %s: %s %s", self.origin.ref.step, cache.url, fault.key, fault.what)  # fmt: skip
+            _log.warning(
+                "ckpt: step %d is not listed on %s: %s %s",
+                self.origin.ref.step,
+                cache.url,
+                fault.key,
+                fault.what,
+            )
         if faults:
             return
         there = [part for part in parts if self.origin.fault(position, part) is None]
@@ -354,10 +431,15 @@ class ReadThrough:
             look = partial(self._look, position, there)
             commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry, look=look)
         except CkptError as error:
-            _log.warning("ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error)
+            _log.warning(
+                "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error
+            )
 
     def _faults(self, position: int, file: File) -> Sequence[Fault]:
-        """What is wrong with a file on a cache, every byte of it read. A fragment that is not filled in is read first, and not kept."""
+        """What is wrong with a file on a cache, every byte of it read.
+
+        A fragment that is not filled in is read first, and not kept.
+        """
         encoding = self._encodings.get(file.rank)
         if not file.chunks:
             named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
@@ -365,22 +447,33 @@ class ReadThrough:
             part = read_fragment(data, key=self.origin.ref.key(named.name))
             file, encoding = part.file or file, next(iter(part.encoded), None)
         faults, _ = verify_files(
-            self._tiers[position].backend, self.origin.ref, [file], workers=self._workers, on_progress=None,
-            retry=self._retry, encodings={file.rank: encoding} if encoding else {},
-        )  # fmt: skip
+            self._tiers[position].backend,
+            self.origin.ref,
+            [file],
+            workers=self._workers,
+            on_progress=None,
+            retry=self._retry,
+            encodings={file.rank: encoding} if encoding else {},
+        )
         return faults
 
     def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
         for part in parts:
             if fault := self.origin.fault(position, part):
-                raise fault if isinstance(fault, StorageError) else StorageError(part.name, str(fault))
+                raise (
+                    fault
+                    if isinstance(fault, StorageError)
+                    else StorageError(part.name, str(fault))
+                )
 
     def _size(self, file: File) -> int:
         return stored_size(file, self._encodings.get(file.rank))
 
     def _heard(self, subject: str) -> bytes | None:
         """The verdict, if it comes before all patience is gone."""
-        return self._coordinator.verdict(subject, timeout=max(0.0, self._deadline - time.monotonic()))
+        return self._coordinator.verdict(
+            subject, timeout=max(0.0, self._deadline - time.monotonic())
+        )
 
     def _subjects(self, position: int) -> Callable[[object], str]:
         """Of those who see the folder."""

@@ -141,11 +141,17 @@ class Restorer:
     ) -> None:
         coordinator = context.coordinator
         self._tiers, self._coordinator, self._workers = context.tiers, coordinator, workers
-        self._notify, self._retry, self._listers = context.observers.notify, RetryPolicy(), context.listers
+        self._notify, self._retry, self._listers = (
+            context.observers.notify,
+            RetryPolicy(),
+            context.listers,
+        )
         self._read_through, self._selection = options.read_through, options.selection
         self._waiting = context.waiting
         self._shared = _is_shared(options.replicas, coordinator)
-        self._together = Together(coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS)
+        self._together = Together(
+            coordinator, subject=f"restore/{serial}", patience=_PATIENCE_SECONDS
+        )
         self._overwritten = False
         self._finished: tuple[tuple[int, str], ...] = ()
 
@@ -180,7 +186,9 @@ class Restorer:
         neighbours: NodeSurvey,
     ) -> tuple[StepRef, _Landed] | None:
         """Return the first proposal that lands, and append those before it to ``skipped``."""
-        proposals = self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
+        proposals = (
+            self._proposals(step, neighbours) if self._coordinator.rank == LEADER else iter(())
+        )
         while (proposal := self._together.next(proposals, _Proposal)) is not None:
             skipped += proposal.passed
             if not proposal.folder:
@@ -191,11 +199,16 @@ class Restorer:
                 return ref, self._land(state, proposal, neighbours)
             except RestoreError as misfit:
                 if skipped and self._overwritten:
-                    raise RestoreError(f"{misfit} ({_told(step, skipped, self._overwritten)})") from misfit
+                    raise RestoreError(
+                        f"{misfit} ({_told(step, skipped, self._overwritten)})"
+                    ) from misfit
                 raise
             except Damaged as damage:
                 _log.warning(
-                    "ckpt: step %d on %s is damaged, looking for the next best: %s", ref.step, url, damage
+                    "ckpt: step %d on %s is damaged, looking for the next best: %s",
+                    ref.step,
+                    url,
+                    damage,
                 )
                 self._notify(StepDamaged(step=ref.step, tier=url, error=damage.__cause__ or damage))
                 skipped.append((ref.step, str(damage)))
@@ -205,25 +218,41 @@ class Restorer:
         self, ref: StepRef, landed: _Landed, seconds: float, skipped: Sequence[tuple[int, str]]
     ) -> RestoreReport:
         report = RestoreReport(
-            step=ref.step, attempt=ref.attempt, tier=landed.tier, nbytes=landed.nbytes,
-            read_bytes=landed.read_bytes, received_bytes=landed.received_bytes, seconds=seconds, saved_world_size=landed.world_size,
-            skipped=tuple(skipped), repaired=landed.repaired, cached_bytes=landed.cached_bytes,
-            missing=landed.matched.missing, unexpected=landed.unexpected, renamed=landed.matched.renamed,
-            converted=landed.matched.converted, uninitialised=landed.matched.uninitialised, finished=self._finished,
-        )  # fmt: skip
+            step=ref.step,
+            attempt=ref.attempt,
+            tier=landed.tier,
+            nbytes=landed.nbytes,
+            read_bytes=landed.read_bytes,
+            received_bytes=landed.received_bytes,
+            seconds=seconds,
+            saved_world_size=landed.world_size,
+            skipped=tuple(skipped),
+            repaired=landed.repaired,
+            cached_bytes=landed.cached_bytes,
+            missing=landed.matched.missing,
+            unexpected=landed.unexpected,
+            renamed=landed.matched.renamed,
+            converted=landed.matched.converted,
+            uninitialised=landed.matched.uninitialised,
+            finished=self._finished,
+        )
         if report.uninitialised:
             _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
         if report.missing and not landed.matched.wanted:
-            _log.warning("ckpt: step %d has nothing of the state: all tensors kept what they had", ref.step)
+            _log.warning(
+                "ckpt: step %d has nothing of the state: all tensors kept what they had", ref.step
+            )
         _log.info("ckpt: restored %s", report)
         for finished, tier in report.finished:
             self._notify(CommitFinished(step=finished, tier=tier))
         for repair in report.repaired:
             self._notify(Repaired(step=ref.step, **asdict(repair)))
-        self._notify(Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds))
+        self._notify(
+            Restored(step=ref.step, tier=report.tier, nbytes=report.nbytes, seconds=seconds)
+        )
         return report
 
-    # -- the leader's choice ------------------------------------------------------------------------------------------------
+    # -- the leader's choice -----------------------------------------------------------------------
 
     def _proposals(self, step: int | None, neighbours: NodeSurvey) -> Iterator[_Proposal]:
         """Listed once more when none would do: another job may have pruned what there was, and
@@ -244,21 +273,29 @@ class Restorer:
                 seen.add(found.ref)
                 if fault := neighbours.fault(found, stores):
                     _log.warning(
-                        "ckpt: step %d is not whole, looking for the next best: %s", found.ref.step, fault
+                        "ckpt: step %d is not whole, looking for the next best: %s",
+                        found.ref.step,
+                        fault,
                     )
                     passed.append((found.ref.step, fault))
                     continue
                 yield _Proposal(
-                    found.ref.folder, found.nearest, found.answering, neighbours.peers(found.ref), tuple(passed),
+                    found.ref.folder,
+                    found.nearest,
+                    found.answering,
+                    neighbours.peers(found.ref),
+                    tuple(passed),
                     tuple(finisher.finished),
-                )  # fmt: skip
+                )
                 passed.clear()
         if passed:
             yield _Proposal("", 0, (), passed=tuple(passed), finished=tuple(finisher.finished))
 
-    # -- every rank's part --------------------------------------------------------------------------------------------------
+    # -- every rank's part -------------------------------------------------------------------------
 
-    def _land(self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey) -> _Landed:
+    def _land(
+        self, state: MutableMapping[str, Any], proposal: _Proposal, neighbours: NodeSurvey
+    ) -> _Landed:
         """Match on all ranks, and only then read on all ranks.
 
         Raises:
@@ -284,7 +321,8 @@ class Restorer:
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
             patterns = ", ".join(repr(each[1:].replace(_PATTERN, "/")) for each in unused)
             raise ConfigError(
-                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, in a model parted by dots; an optimizer's settings are optimizer/param_groups"
+                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, in "
+                "a model parted by dots; an optimizer's settings are optimizer/param_groups"
             )
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
@@ -308,7 +346,9 @@ class Restorer:
             agree("read", lambda: taking.all_of(fit.plan))
             return fit.plan.read_bytes, 0
         agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
-        spread = Broadcast(fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers)
+        spread = Broadcast(
+            fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers
+        )
         spread.run(agree)
         agree("mend", fit.cache.mend)
         return spread.read_bytes, spread.received_bytes
@@ -333,14 +373,19 @@ class Restorer:
         self, state: MutableMapping[str, Any], sources: Sources, origin: TieredReader, found: Found
     ) -> tuple[Found, Matched, RestorePlan]:
         rank, world = self._coordinator.rank, self._coordinator.world_size
-        matched = match(state, found.manifest, rank=rank, world_size=world, selection=self._selection)
+        matched = match(
+            state, found.manifest, rank=rank, world_size=world, selection=self._selection
+        )
         found = origin.filled(found, matched.wanted)
         plan = plan_restore(found.manifest, matched.wanted)
-        near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance  # as all plan
+        # as all plan
+        near = dict.fromkeys(sources.distance, 0) if self._shared else sources.distance
         if near and any(near.get(read.rank) != 0 for read in plan.reads):
             # a nearer copy may be in the file of any rank, and the fragments say in which
             found = origin.filled(found, None)
-            plan = nearest_copies(plan_restore(found.manifest, matched.wanted), found.manifest, near)
+            plan = nearest_copies(
+                plan_restore(found.manifest, matched.wanted), found.manifest, near
+            )
         return found, matched, plan
 
 
@@ -370,7 +415,9 @@ class _Taking:
         given = self._origin.read(plan, sink, workers=self._workers)
         for position, part in enumerate(given):
             for read in part.reads:
-                self._nbytes[max(position, self._fit.cache.fetched.get(read.rank, 0))] += read.nbytes
+                self._nbytes[max(position, self._fit.cache.fetched.get(read.rank, 0))] += (
+                    read.nbytes
+                )
 
     @property
     def from_most(self) -> str:
@@ -392,7 +439,8 @@ def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
         return False
     if not can_broadcast(coordinator.world_size):
         raise ConfigError(
-            'replicas="broadcast" needs torch.distributed with all ranks of this manager: call init_process_group() first'
+            'replicas="broadcast" needs torch.distributed with all ranks of this manager: call '
+            "init_process_group() first"
         )
     return True
 
@@ -443,4 +491,6 @@ def _told(step: int | None, skipped: Sequence[tuple[int, str]], overwritten: boo
         return f"step {step} is not there"
     reasons = "; ".join(f"step {number}: {reason}" for number, reason in skipped[:5])
     torn = ". Tensors of the state may have been overwritten in part: do not train on with it"
-    return f"none is intact ({reasons}){torn if overwritten else '; nothing in the state was changed'}"
+    return (
+        f"none is intact ({reasons}){torn if overwritten else '; nothing in the state was changed'}"
+    )

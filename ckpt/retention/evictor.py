@@ -45,7 +45,9 @@ class Evictor:
         self._inventory = Inventory(tier.backend, part=tier.tier.local is True)
         self._rule = Retention.of(tier.tier)
 
-    def make_room(self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False) -> None:
+    def make_room(
+        self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False
+    ) -> None:
         """Make room so that ``ref``, of ``staged`` bytes before any codec, fits into the capacity.
 
         Nothing happens if the store cannot be listed; the save then raises the store's error. With
@@ -75,7 +77,8 @@ class Evictor:
         if needed > capacity:
             raise OutOfSpace(
                 ref.folder,
-                f"this checkpoint of {size(needed)}{how} is larger than the capacity of {size(capacity)}: raise it, or take the tier out",
+                f"this checkpoint of {size(needed)}{how} is larger than the capacity of "
+                f"{size(capacity)}: raise it, or take the tier out",
             )
         over = sum(held.nbytes for held in found) + needed - capacity
         tried: set[StepRef] = set()
@@ -100,7 +103,12 @@ class Evictor:
             _log.warning("ckpt: nothing was evicted from %s: %s", self._tier.url, error)
             return
         if over > 0:
-            _log.warning("ckpt: step %d takes %s more than the capacity of %s", ref.step, size(over), self._tier.url)  # fmt: skip
+            _log.warning(
+                "ckpt: step %d takes %s more than the capacity of %s",
+                ref.step,
+                size(over),
+                self._tier.url,
+            )
 
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
         """The store was full: free ``nbytes`` or more. Returns whether anything was freed."""
@@ -133,7 +141,11 @@ class Evictor:
             for one in judge(found, self._rule, PruneContext(own=own, claim=self._claim))
             if not one.kept and one.held.ref not in whole
         ]
-        order += [whole[other] for other in first_to_go(whole, self._rule, metrics, own=own) if other != last]
+        order += [
+            whole[other]
+            for other in first_to_go(whole, self._rule, metrics, own=own)
+            if other != last
+        ]
         parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
         order += [held for held in parts if held.ref.step != restored]
         # copies that this job is making, of a step that its predecessor has saved
@@ -175,22 +187,37 @@ class Evictor:
             except RootInUse:
                 raise
             except CkptError as error:
-                _log.warning("ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error)
+                _log.warning(
+                    "ckpt: step %d on %s was not evicted: %s", held.ref.step, self._tier.url, error
+                )
                 continue
             if not gone:
-                _log.warning("ckpt: step %d on %s was not evicted: it is being finished", held.ref.step, self._tier.url)  # fmt: skip
+                _log.warning(
+                    "ckpt: step %d on %s was not evicted: it is being finished",
+                    held.ref.step,
+                    self._tier.url,
+                )
             else:
                 freed += held.nbytes
                 what = "what was begun of step" if held.state == "begun" else "step"
-                _log.info("ckpt: %s %d was evicted from %s: %s, which gives %s", what, held.ref.step, self._tier.url, why, size(held.nbytes))  # fmt: skip
+                _log.info(
+                    "ckpt: %s %d was evicted from %s: %s, which gives %s",
+                    what,
+                    held.ref.step,
+                    self._tier.url,
+                    why,
+                    size(held.nbytes),
+                )
         return freed
 
     def _why(self, found: list[StoredStep], needed: int, capacity: int) -> str:
         waiting = self._guard.waiting() & {held.ref for held in found}
         held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
         return (
-            f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and nothing there can be removed: the newest has no other copy, farther tiers wait for "
-            f"these steps: {held}. Give it room for two checkpoints, and one for each step that may wait (backlog)"
+            f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and "
+            "nothing there can be removed: the newest has no other copy, farther tiers wait for "
+            f"these steps: {held}. Give it room for two checkpoints, and one for each step that "
+            "may wait (backlog)"
         )
 
 

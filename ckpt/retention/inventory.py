@@ -102,7 +102,9 @@ class Inventory:
         return [held.metrics for held in self._known.values()]
 
     def look(self, *, begun: bool = False) -> list[StoredStep]:
-        """All attempts, newest step first; or only those that were ``begun`` and never committed."""
+        """All attempts, newest step first; or only those that were ``begun`` and never
+        committed.
+        """
         refs = attempts(self._backend)
         if begun:
             refs = [ref for ref in refs if not is_committed(self._backend, ref)]
@@ -118,10 +120,14 @@ class Inventory:
         try:
             outline = self._outline(ref) if there else None
         except FormatUnsupported:
-            return StoredStep(ref=ref, objects=objects, state="unsupported", metrics={}, touched=None)
+            return StoredStep(
+                ref=ref, objects=objects, state="unsupported", metrics={}, touched=None
+            )
         whole = outline is not None and self._is_whole(ref, objects, outline)
         unfinished = () if whole else unfinished_of(self._backend, ref)
-        is_cut = any(info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects)
+        is_cut = any(
+            info.key == ref.claim_marker and is_removal_marker(info.size) for info in objects
+        )
         return StoredStep(
             ref=ref,
             objects=objects,
@@ -146,12 +152,17 @@ class Inventory:
         needed = [file.name for file in files]
         if not outline.carried:  # a restore needs the fragments
             here = {file.rank for file in files}
-            needed += [each.name for each in outline.fragments if not self._part or each.rank in here]
+            needed += [
+                each.name for each in outline.fragments if not self._part or each.rank in here
+            ]
         there = all(self._is_there(ref, objects, name) for name in needed)
         return there and bool(files or not self._part)
 
     def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
-        """Return the data files that belong here. A rank's fragment and its file are on one node."""
+        """Return the data files that belong here.
+
+        A rank's fragment and its file are on one node.
+        """
         if not self._part:
             return outline.files
         here = {info.key.rpartition("/")[2] for info in objects}
@@ -160,7 +171,9 @@ class Inventory:
     def _outline(self, ref: StepRef) -> _Outline | None:
         """None if the manifest is damaged, or was removed just now."""
         try:
-            data = self._retry.call(partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES))
+            data = self._retry.call(
+                partial(read_object, self._backend, ref.manifest, limit=MAX_RECORD_BYTES)
+            )
             return unpack(data, _Outline, key=ref.manifest)
         except LinkRefused:
             return None

@@ -77,13 +77,22 @@ def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) ->
     names = sorted({name for told in metrics for name in told})
     if rule.keep_best is None or not names or rule.keep_best.metric in names:
         return ""
-    return f"keep_best goes by {rule.keep_best.metric!r}, which no checkpoint has: there is {', '.join(map(repr, names))}"
+    return (
+        f"keep_best goes by {rule.keep_best.metric!r}, which no checkpoint has: there is "
+        f"{', '.join(map(repr, names))}"
+    )
 
 
 def first_to_go(
-    committed: Collection[StepRef], rule: Retention, metrics: Metrics | None = None, *, own: str = ""
+    committed: Collection[StepRef],
+    rule: Retention,
+    metrics: Metrics | None = None,
+    *,
+    own: str = "",
 ) -> list[StepRef]:
-    """All of ``committed``, as a full tier gives them up: what the rule would, then what is only new, last what is kept for its number or metric; each oldest first."""
+    """All of ``committed``, as a full tier gives them up: what the rule would, then what is only
+    new, last what is kept for its number or metric; each oldest first.
+    """
     why = reasons(committed, rule, metrics or {}, own=own)
 
     def rank(ref: StepRef) -> tuple[int, bool, StepRef]:
@@ -96,7 +105,9 @@ def first_to_go(
 
 
 def newest(committed: Collection[StepRef], *, own: str = "") -> StepRef | None:
-    """Return the step that a restarted job wants: the newest of the running attempt, else of all."""
+    """Return the step that a restarted job wants: the newest of the running attempt, else of
+    all.
+    """
     mine = [ref for ref in committed if own and ref.attempt.startswith(own)]
     return max(mine or committed, default=None)
 

@@ -86,7 +86,9 @@ class PruneContext:
 _NOBODY: Final = PruneContext()
 
 
-def judge(found: Sequence[StoredStep], rule: Retention, context: PruneContext = _NOBODY) -> list[Judged]:
+def judge(
+    found: Sequence[StoredStep], rule: Retention, context: PruneContext = _NOBODY
+) -> list[Judged]:
     """Return what becomes of each of ``found``, in their order."""
     own, claim, grace_seconds = context.own, context.claim, context.grace_seconds
     metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
@@ -106,9 +108,19 @@ def judge(found: Sequence[StoredStep], rule: Retention, context: PruneContext = 
             return ("nothing here is whole",)
         if held.state == "begun" and held.is_cut:  # a removal that was cut off, or is under way
             return ()
-        if held.state == "begun" and claim is not None and claim.is_dead(held.ref) and not held.is_part:
+        if (
+            held.state == "begun"
+            and claim is not None
+            and claim.is_dead(held.ref)
+            and not held.is_part
+        ):
             return ()
-        if context.alive and own and held.ref.attempt.startswith(own) and not _is_old(held, grace_seconds):
+        if (
+            context.alive
+            and own
+            and held.ref.attempt.startswith(own)
+            and not _is_old(held, grace_seconds)
+        ):
             return ("the running job's",)
         young = not context.undated if held.touched is None else now - held.touched <= grace_seconds
         in_use = held.objects or not all(cut.abandoned for cut in held.unfinished)
@@ -156,7 +168,11 @@ def prune(
 
 
 def carry_out(
-    backend: StorageBackend, judged: Sequence[Judged], *, dry_run: bool = False, claim: Claim | None = None
+    backend: StorageBackend,
+    judged: Sequence[Judged],
+    *,
+    dry_run: bool = False,
+    claim: Claim | None = None,
 ) -> list[Pruned]:
     """Remove those without a reason to stay, oldest first. Returns them, but for folders that held
     nothing and what somebody finishes just now.
@@ -178,7 +194,9 @@ def carry_out(
             failure = failure or error
     if failure is not None:
         raise failure
-    return [Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.nbytes]
+    return [
+        Pruned(ref=held.ref, nbytes=held.nbytes, state=held.state) for held in gone if held.nbytes
+    ]
 
 
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
@@ -204,7 +222,8 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             if not (marked := _mark(backend, held)):
                 return False
         except OutOfSpace:
-            if held.state == "begun":  # whole checkpoints go first then, and what no fragment tells of
+            # whole checkpoints go first then, and what no fragment tells of
+            if held.state == "begun":
                 if any(info.key.endswith(".json") for info in held.objects):
                     return False
             else:  # the manifest makes room for the mark
@@ -223,7 +242,11 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
 
 def _mark(backend: StorageBackend, held: StoredStep) -> bool:
     """Whether the mark says that ``held`` goes, so that no process finishes it."""
-    mark = claim_for_removal if held.state == "begun" and not held.is_cut else claim_committed_for_removal
+    mark = (
+        claim_for_removal
+        if held.state == "begun" and not held.is_cut
+        else claim_committed_for_removal
+    )
     if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
         release_marker(backend, held.ref)
         mark(backend, held.ref)
@@ -244,11 +267,16 @@ def discard_left(backend: StorageBackend, claim: Claim) -> None:
     """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
-        # where there are folders, each write lies in that of its step, and others are not ours to look into
+        # where there are folders, each write lies in that of its step, and others are not ours to
+        # look into
         prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
         for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
             folder, _, name = one.key.partition("/")
-            if (ref := parse_folder(folder)) is None or not is_file_name(name) or job_of(ref) == claim.own:
+            if (
+                (ref := parse_folder(folder)) is None
+                or not is_file_name(name)
+                or job_of(ref) == claim.own
+            ):
                 continue
             if claim.is_dead(ref) or (one.abandoned and ref not in shown):
                 _RETRY.call(claim.confirm_removal)
@@ -296,6 +324,8 @@ def _is_abandoned(held: StoredStep) -> bool:
     dates = [
         info.modified
         for info in held.objects
-        if info.key == held.ref.claim_marker and info.size != ours and not is_removal_marker(info.size)
+        if info.key == held.ref.claim_marker
+        and info.size != ours
+        and not is_removal_marker(info.size)
     ]
     return any(date is not None and time.time() - date > GRACE_SECONDS for date in dates)

@@ -95,10 +95,13 @@ class Pruner:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             prune(self._tier.backend, self._rule, context, inventory=self._inventory)
             self._done = True
-            if not self._warned and (unknown := unknown_metric(self._rule, self._inventory.metrics)):
+            if not self._warned and (
+                unknown := unknown_metric(self._rule, self._inventory.metrics)
+            ):
                 self._warned = True
                 _log.warning("ckpt: %s: %s", self._tier.url, unknown)
-        except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
+        except Exception as error:  # noqa: BLE001
+            # What is not removed now is removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
     def _clear(self) -> None:
@@ -107,10 +110,15 @@ class Pruner:
             if self._claim.has_heritage:
                 found = self._inventory.look(begun=True)
                 remains = [held for held in found if self._claim.is_dead(held.ref)]
-                judged = judge(remains, self._rule, PruneContext(own=self._claim.own, claim=self._claim))
+                judged = judge(
+                    remains, self._rule, PruneContext(own=self._claim.own, claim=self._claim)
+                )
                 carry_out(self._tier.backend, judged, claim=self._claim)
-        except Exception as error:  # noqa: BLE001 - what is not removed now is removed after the next save
-            _log.warning("ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error)
+        except Exception as error:  # noqa: BLE001
+            # What is not removed now is removed after the next save.
+            _log.warning(
+                "ckpt: what dead jobs left on %s was not removed: %s", self._tier.url, error
+            )
 
     def _make_room(self, restored: int | None) -> bool:
         try:
@@ -119,7 +127,9 @@ class Pruner:
             context = PruneContext(own=self._claim.own, guard=self._guard, claim=self._claim)
             judged = judge(found, self._rule, context)
             going = [
-                replace(one, kept=()) if one.held.is_part and self._claim.is_dead(one.held.ref) else one
+                replace(one, kept=())
+                if one.held.is_part and self._claim.is_dead(one.held.ref)
+                else one
                 for one in judged
                 if one.held.ref.step != restored and (self._leads or self._is_ours(one.held))
             ]
@@ -129,7 +139,9 @@ class Pruner:
             return False
         if gone:
             freed = size(sum(one.nbytes for one in gone))
-            _log.warning("ckpt: %s is full: %s of what need not be kept was removed", self._tier.url, freed)
+            _log.warning(
+                "ckpt: %s is full: %s of what need not be kept was removed", self._tier.url, freed
+            )
         return bool(gone)
 
     def _is_ours(self, held: StoredStep) -> bool:

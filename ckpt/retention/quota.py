@@ -106,7 +106,10 @@ class Quota:
             self._coordinator.set_once(subject, _OK)
 
     def evict(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """Free ``nbytes`` or more in a store that was full. Returns whether something was removed."""
+        """Free ``nbytes`` or more in a store that was full.
+
+        Returns whether something was removed.
+        """
         return self._evictor.free(ref, nbytes, restored=restored)
 
     def settle(self, ref: StepRef, *, restored: int | None) -> None:

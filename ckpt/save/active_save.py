@@ -94,7 +94,9 @@ class SaveOutcome:
     def on_staged(self) -> None:
         """The state is in host memory."""
         pending = self.pending
-        event = SaveStaged(step=pending.step, nbytes=pending.nbytes, stall_seconds=pending.stall_seconds)
+        event = SaveStaged(
+            step=pending.step, nbytes=pending.nbytes, stall_seconds=pending.stall_seconds
+        )
         self._reports.observers.notify(event)
 
     def written(self, nbytes: int) -> None:
@@ -106,7 +108,9 @@ class SaveOutcome:
         pending = self.pending
         self._reports.notices.kept(pending.step, url)
         self.staged.wait()
-        event = SaveCommitted(step=pending.step, tier=url, nbytes=pending.nbytes, durable_seconds=pending.age)
+        event = SaveCommitted(
+            step=pending.step, tier=url, nbytes=pending.nbytes, durable_seconds=pending.age
+        )
         self._reports.observers.notify(event)
         self._end(url, None, required=True)
 
@@ -116,7 +120,10 @@ class SaveOutcome:
             wrapped = CkptError(f"step {self.pending.step} failed: {error!r}")
             wrapped.__cause__ = error
             error = wrapped
-        if isinstance(error, PeerFailed) and set(error.failures.values()) <= {SKIPPED, EARLIER_FAILED}:
+        if isinstance(error, PeerFailed) and set(error.failures.values()) <= {
+            SKIPPED,
+            EARLIER_FAILED,
+        }:
             # another rank did not begin the save, for a reason that it has reported itself
             reasons = "; ".join(f"rank {rank}: {why}" for rank, why in error.failures.items())
             error = SaveSkipped(self.pending.step, reasons)
@@ -219,7 +226,9 @@ class HandOver:
         """
         snapshot = self.save.snapshot
         if self.stage.revoke():
-            snapshot.give_up(StagingError(f"step {snapshot.step} was interrupted as it began: {error!r}"))
+            snapshot.give_up(
+                StagingError(f"step {snapshot.step} was interrupted as it began: {error!r}")
+            )
             self.save.outcome.staged.set()
         if not self.stream.revoke():
             return False

@@ -111,12 +111,16 @@ class Backfill:
             ]
             self._earlier.set_left(found)
             if found:
-                held = {one.ref: one for one in Inventory(near.backend).look() if one.state == "whole"}
+                held = {
+                    one.ref: one for one in Inventory(near.backend).look() if one.state == "whole"
+                }
                 line = [held[ref] for ref in found if ref in held]
                 for writer in self._far:
                     self._go(writer, line)
         except Exception as error:  # noqa: BLE001 - of no consequence for the running job
-            _log.warning("ckpt: what the job before left on %s was not taken farther: %s", near.url, error)
+            _log.warning(
+                "ckpt: what the job before left on %s was not taken farther: %s", near.url, error
+            )
         finally:
             self._earlier.set_left([])
             self._near.prune_later()  # what was kept for farther tiers need not stay any more
@@ -128,10 +132,17 @@ class Backfill:
             going = self._retry.call(partial(self._missing, writer.tier, line))
             if going:
                 steps = ", ".join(str(held.ref.step) for held in going)
-                _log.info("ckpt: of the job before, %s lacks steps %s: they follow from %s", far, steps, near)
+                _log.info(
+                    "ckpt: of the job before, %s lacks steps %s: they follow from %s",
+                    far,
+                    steps,
+                    near,
+                )
                 writer.claim()
         except CkptError as error:
-            _log.warning("ckpt: what the job before left on %s is not taken to %s: %s", near, far, error)
+            _log.warning(
+                "ckpt: what the job before left on %s is not taken to %s: %s", near, far, error
+            )
             return
         for held in going:
             self._steps.wait_idle(far, self._hurry)
@@ -141,11 +152,15 @@ class Backfill:
         """Return the steps of ``line`` that ``far`` lacks and would keep, newest first."""
         rule = Retention.of(far.tier)
         lacking = [
-            held for held in line if far.takes(held.ref.step) and not is_committed(far.backend, held.ref)
+            held
+            for held in line
+            if far.takes(held.ref.step) and not is_committed(far.backend, held.ref)
         ]
         if not rule.keeps_all and lacking:
             metrics = {
-                held.ref: held.metrics for held in Inventory(far.backend).look() if held.state == "whole"
+                held.ref: held.metrics
+                for held in Inventory(far.backend).look()
+                if held.state == "whole"
             }
             metrics |= {held.ref: held.metrics for held in lacking}
             why = reasons(metrics, rule, metrics)
@@ -158,7 +173,8 @@ class Backfill:
         try:
             writer.root.bring(held.ref)
             evictor = Evictor(far, writer.root, _CopyGuard(far.backend, near, held.ref))
-            known = far.tier.codec == NO_CODEC or held.is_encoded  # else its size comes with the encoding
+            # else its size comes with the encoding
+            known = far.tier.codec == NO_CODEC or held.is_encoded
             if far.tier.capacity is not None:
                 raw = far.tier.codec == NO_CODEC and held.is_encoded
                 nbytes = held.staged_bytes if raw else held.nbytes
@@ -179,7 +195,10 @@ class Backfill:
                 evictor.settle(held.ref, restored=None)
         except CkptError as error:
             _log.warning(
-                "ckpt: step %d of the job before is not taken to %s: %s", held.ref.step, far.url, error
+                "ckpt: step %d of the job before is not taken to %s: %s",
+                held.ref.step,
+                far.url,
+                error,
             )
             return
         _log.info(

@@ -90,7 +90,8 @@ class SaveLedger:
                 self._skipped += isinstance(error, SaveSkipped)
             _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
             self._observers.notify(SaveFailed(step=pending.step, error=error))
-        pending.finish(error, reported=skipped)  # a skipped save was asked for: no later call raises it
+        # a skipped save was asked for: no later call raises it
+        pending.finish(error, reported=skipped)
         with self._lock:
             owner = self._owners.pop(pending.step, None)
         del owner  # outside of the lock: this may be the last reference

@@ -110,7 +110,9 @@ class RankFiles:
         from memory.
         """
         file = File(self._data_name, self._rank, job.plan.size, job.known)
-        return StoredImage.of(self._backend, job.ref.key(file.name), chunks_of(file, self._streamed), retry)
+        return StoredImage.of(
+            self._backend, job.ref.key(file.name), chunks_of(file, self._streamed), retry
+        )
 
     def write(
         self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy
@@ -171,7 +173,9 @@ class RankFiles:
         chunks, lengths = write_encoded(write, self._backend, encoder, widths)
         return chunks, Encoding(self._rank, encoder.name, lengths)
 
-    def _fragment(self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None) -> Fragment:
+    def _fragment(
+        self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None
+    ) -> Fragment:
         return Fragment(
             format=FORMAT,
             step=job.ref.step,

@@ -99,7 +99,11 @@ class Saver:
     """
 
     def __init__(
-        self, tiers: Sequence[OpenTier], coordinator: Coordinator, config: SaveConfig, reports: Reports
+        self,
+        tiers: Sequence[OpenTier],
+        coordinator: Coordinator,
+        config: SaveConfig,
+        reports: Reports,
     ) -> None:
         self._config, self._reports = config, reports
         self._is_leader = coordinator.rank == LEADER
@@ -138,14 +142,17 @@ class Saver:
         }
         self._backfill: Backfill | None = None
         if earlier is not None:
-            self._backfill = Backfill(self._durable[0], self._durable[1:], earlier, self.steps, config)
+            self._backfill = Backfill(
+                self._durable[0], self._durable[1:], earlier, self.steps, config
+            )
         self._lock = threading.Lock()
         self._swept = False
         self._untaken: int | None = None
         self._copier = Workers("copy", 1)
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
         self._streamer = Workers("save", 1, nice=config.nice, cpus=config.cpus)
-        # started now: a save that could not start one after it has begun would hold the optimizer's step
+        # started now: a save that could not start one after it has begun would hold the optimizer's
+        # step
         self._copier.start()
         self._streamer.start()
 
@@ -214,7 +221,9 @@ class Saver:
         for writer in self._writers:
             writer.sweep(ref)
 
-    def hand_over(self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot) -> HandOver:
+    def hand_over(
+        self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot
+    ) -> HandOver:
         """Return what takes a save into the background. Nothing happens until its ``begin``."""
         save = ActiveSave(job, snapshot, slot, SaveOutcome(pending, self._reports))
         stream, stage = Once(partial(self._stream, save)), Once(save.copy_late)
@@ -265,7 +274,8 @@ class Saver:
         kept = max(restored, self._slot_steps.newest())
         if not in_memory or not durable or kept < 0 or max(restored, 0) <= durable_step:
             return
-        with contextlib.suppress(CkptError):  # the log has shown before that the store does not answer
+        # the log has shown before that the store does not answer
+        with contextlib.suppress(CkptError):
             newest = max(durable_step, *(writer.newest_committed() for writer in durable))
             if newest < 0:
                 _log.warning(
@@ -275,7 +285,8 @@ class Saver:
                 )
             elif newest < restored:
                 _log.warning(
-                    "ckpt: the newest durable step is %d, older than %d, which this job went on from: "
+                    "ckpt: the newest durable step is %d, older than %d, which this job went on "
+                    "from: "
                     "all after it is lost with this machine's memory, in which step %d is",
                     newest,
                     restored,
@@ -344,7 +355,9 @@ class Saver:
         finally:
             save.outcome.slot_is_free()
 
-    def _goes_on(self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException) -> bool:
+    def _goes_on(
+        self, writers: Sequence[TierWriter], save: ActiveSave, error: BaseException
+    ) -> bool:
         """Return whether the second of ``writers`` may have the image, after the first has failed.
 
         If not, the save has failed everywhere, and the queues of farther tiers get a refusal.
@@ -352,20 +365,25 @@ class Saver:
         writer, farther, job = writers[0], writers[1:], save.job
         # an image that passes by cannot be read again
         passing = job.passes_by and not writer.in_memory
-        others_go_on = not writer.tier.required  # to them it is the failure of a peer, whatever it was
+        # to them it is the failure of a peer, whatever it was
+        others_go_on = not writer.tier.required
         goes_on = others_go_on and not isinstance(error, TensorChanged)
         if goes_on and farther and not passing:
             save.outcome.failed(writer.url, error, required=False)
             return True
         if writer.in_memory and goes_on:
-            error = SaveSkipped(job.ref.step, f"it was to be kept in memory only, and was not: {error}")
+            error = SaveSkipped(
+                job.ref.step, f"it was to be kept in memory only, and was not: {error}"
+            )
         for each in writers:
             save.outcome.failed(each.url, error, required=True)
         refused = _Refused(job.ref, job.trial, f"tier {writer.url}: {error}")
         self._abort_all(farther, refused, awaited=others_go_on)
         return False
 
-    def _abort_all(self, writers: Sequence[TierWriter], refused: _Refused, *, awaited: bool) -> None:
+    def _abort_all(
+        self, writers: Sequence[TierWriter], refused: _Refused, *, awaited: bool
+    ) -> None:
         """Vote on the tiers of ``writers`` that this rank has failed a step.
 
         On a tier with a queue the vote goes through that queue, awaited or not: each step does,

@@ -68,7 +68,11 @@ class SlotSteps:
     def kept_by(self, tier: OpenTier) -> dict[str, StepRef]:
         """Return the steps that ``tier`` keeps: path of the slot -> step."""
         with self._lock:
-            return {path: steps[tier.url].ref for path, steps in self._steps.items() if tier.url in steps}
+            return {
+                path: steps[tier.url].ref
+                for path, steps in self._steps.items()
+                if tier.url in steps
+            }
 
     def newest(self) -> int:
         """Return the newest step of this job that is in memory; -1 if there is none."""

@@ -79,9 +79,17 @@ class TierQueue(Generic[T]):
     takes.
     """
 
-    def __init__(self, index: int, coordinator: Coordinator, *, backlog: int, timeout: float) -> None:
-        self._index, self._coordinator, self._backlog, self._timeout = index, coordinator, backlog, timeout
-        self._steps: dict[str, QueuedStep[T] | None] = {}  # None keeps the place of an expected step
+    def __init__(
+        self, index: int, coordinator: Coordinator, *, backlog: int, timeout: float
+    ) -> None:
+        self._index, self._coordinator, self._backlog, self._timeout = (
+            index,
+            coordinator,
+            backlog,
+            timeout,
+        )
+        # None keeps the place of an expected step
+        self._steps: dict[str, QueuedStep[T] | None] = {}
         self._serial = 0
         self._closing = self._served = False
         self._changed = threading.Condition()
@@ -138,7 +146,9 @@ class TierQueue(Generic[T]):
                     return Turn(None, self.lose_all(error))
                 _log.warning("ckpt: %s; asking again", error)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closing, min(_PAUSE_SECONDS, self._timeout))
+                    self._changed.wait_for(
+                        lambda: self._closing, min(_PAUSE_SECONDS, self._timeout)
+                    )
             except CkptError as error:
                 return Turn(None, self.lose_all(error))
             except BaseException as error:  # noqa: BLE001 - the steps that wait end with it
@@ -175,7 +185,8 @@ class TierQueue(Generic[T]):
         answer = self._coordinator.verdict(subject, timeout=self._timeout)
         if answer is None:
             raise CommitError(
-                f"rank {LEADER} did not say within {self._timeout} s which step tier {self._index} takes next"
+                f"rank {LEADER} did not say within {self._timeout} s which step tier "
+                f"{self._index} takes next"
             )
         turn = self._take(msgspec.json.decode(answer, type=_Order))
         self._serial += 1

@@ -85,10 +85,16 @@ class TierWriter:
         self.tier = tier
         self._turn = threading.Lock()
         self._backend = tier.backend
-        self._coordinator, self._config, self._steps, self._slots = coordinator, config, steps, slots
+        self._coordinator, self._config, self._steps, self._slots = (
+            coordinator,
+            config,
+            steps,
+            slots,
+        )
         self._node = on_node(coordinator, tier.nodes)  # the ranks that share the store
         self._workers = Workers("write", config.threads, nice=config.nice, cpus=config.cpus)
-        readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))  # fragments, by the leader
+        # fragments, by the leader
+        readers = max(1, min(_READERS, tier.backend.capabilities.max_concurrency))
         self._readers = Workers("merge", readers, nice=config.nice, cpus=config.cpus)
         self._found = FoundSteps(self._node, tier.index)
         found = None if self._node.rank == LEADER else self._found
@@ -104,7 +110,9 @@ class TierWriter:
         patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
-        self._files = RankFiles(tier, coordinator.rank, coordinator.world_size, config, self._workers)
+        self._files = RankFiles(
+            tier, coordinator.rank, coordinator.world_size, config, self._workers
+        )
         self._known = Known()
         self._taken: set[int] | None = None
         self._unclean: set[StepRef] = set()
@@ -140,7 +148,9 @@ class TierWriter:
         committer = self._committer(job.trial)
         if abort := self._abort(job):
             committer.commit(
-                job.ref, Failed(str(abort)), abort=abort if self._coordinator.rank == LEADER else None
+                job.ref,
+                Failed(str(abort)),
+                abort=abort if self._coordinator.rank == LEADER else None,
             )
             raise abort
         try:
@@ -155,7 +165,8 @@ class TierWriter:
         verdict = committer.commit(job.ref, vote)
         if isinstance(verdict, Unknown):
             raise CommitError(
-                f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen ({verdict.reason})"
+                f"step {job.ref.step}: whether it was committed on {self.url} cannot be seen "
+                f"({verdict.reason})"
             )
         if isinstance(verdict, Aborted):
             self._clean_up(job)
@@ -177,8 +188,14 @@ class TierWriter:
         """Free room in a store that is full. Returns whether ``job`` may be tried again."""
         passing = job.passes_by
         if self._quota is not None:
-            return not passing and self._quota.evict(job.ref, job.plan.size, restored=self._steps.restored)
-        return self._pruner is not None and self._pruner.make_room(self._steps.restored) and not passing
+            return not passing and self._quota.evict(
+                job.ref, job.plan.size, restored=self._steps.restored
+            )
+        return (
+            self._pruner is not None
+            and self._pruner.make_room(self._steps.restored)
+            and not passing
+        )
 
     def _call(self, work: Callable[[], T], /) -> T:
         """Call ``work`` with retries, and once more if the store was full and has room now."""
@@ -197,7 +214,9 @@ class TierWriter:
         vote = Durable(self._files.put_fragment(job, chunks, encoding, self._retry))
         try:
             job.confirm()
-        except BaseException:  # at once: if this job dies now, no other may take the step for complete
+        except (
+            BaseException
+        ):  # at once: if this job dies now, no other may take the step for complete
             with contextlib.suppress(CkptError):
                 self._backend.delete(job.ref.key(self._files.names[0]))
             raise
@@ -282,9 +301,11 @@ class TierWriter:
                     self._slots.evict(path)
             else:
                 _log.warning(
-                    "ckpt: step %d is in memory only (%s), which it keeps taking: save the last step to a durable tier too",
-                    ref.step, self.url,
-                )  # fmt: skip
+                    "ckpt: step %d is in memory only (%s), which it keeps taking: save the last "
+                    "step to a durable tier too",
+                    ref.step,
+                    self.url,
+                )
         with contextlib.suppress(CkptError):
             for ref in self._unclean:
                 self._discard(ref)
@@ -299,7 +320,7 @@ class TierWriter:
         cut = unfinished_of(self._backend, ref)
         discard(self._backend, [one for one in cut if one.key in own])
 
-    # -- inside ------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _committer(self, trial: int) -> Committer:
         name = f"save/{self.tier.index}/{trial}"
@@ -324,7 +345,11 @@ class TierWriter:
         if self._quota is not None:
             try:
                 self._quota.agree(
-                    job.ref, job.trial, job.plan.size, restored=self._steps.restored, asked=abort is None
+                    job.ref,
+                    job.trial,
+                    job.plan.size,
+                    restored=self._steps.restored,
+                    asked=abort is None,
                 )
             except CkptError as error:
                 return placed(error, self.url)
@@ -336,7 +361,8 @@ class TierWriter:
         """
         try:
             if self._taken is not None and not self._retry.call(self.root.confirm):
-                self._taken = None  # a job had taken the root over, and has closed: there may be other steps
+                # a job had taken the root over, and has closed: there may be other steps
+                self._taken = None
             taken = self._take_over()
         except CkptError as error:
             return placed(error, self.url)
@@ -372,7 +398,9 @@ class TierWriter:
             gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
         except StorageError as error:
             self._unclean.add(job.ref)
-            _log.debug("ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error)
+            _log.debug(
+                "ckpt: step %d on %s: its files stay for now: %s", job.ref.step, self.url, error
+            )
         else:
             if gone and job.image.path:
                 self._slots.forget(job.image.path, self.tier)

@@ -1,1 +1,3 @@
-"""Host memory and streams: slots, the image laid out in one, the snapshot that fills it, the fence that guards it."""
+"""Host memory and streams: slots, the image laid out in one, the snapshot that fills it, the
+fence that guards it.
+"""

@@ -22,7 +22,9 @@ _HEADROOM: Final = 0.9
 _RING_STEP: Final = 32 << 20
 _LEAST_RING: Final = 4 * _RING_STEP
 _RING_SHARE: Final = 0.75
-"""Of the memory there is: a quarter as much again is for what must be set aside (see ``Snapshot``)."""
+"""Of the memory there is: a quarter as much again is for what must be set aside (see
+``Snapshot``).
+"""
 _OWN_CGROUPS: Final = "/proc/self/cgroup"
 
 
@@ -98,11 +100,20 @@ def decide(nbytes: int, *, wanted: int, room: Room) -> Budget:
         slots = min(slots, room.shared // max(1, nbytes))
     place = "/dev/shm" if shared else "anonymous memory"  # noqa: S108 - a word in a sentence
     what = f"{slots} slot(s) of {_mib(nbytes)} each in {place}"
-    why = f"{_mib(room.memory)} of memory and {_mib(room.shared)} of /dev/shm are free for each of {room.ranks} rank(s)"
+    why = (
+        f"{_mib(room.memory)} of memory and {_mib(room.shared)} of /dev/shm are free for each of "
+        f"{room.ranks} rank(s)"
+    )
     lost = "" if shared else "; images are lost with the process"
-    fewer = f"; {wanted} were wanted, so a save may wait for the one before" if slots < wanted else ""
+    fewer = (
+        f"; {wanted} were wanted, so a save may wait for the one before" if slots < wanted else ""
+    )
     return Budget(
-        slots=slots, nbytes=nbytes, slot_bytes=nbytes, shared=shared, sentence=f"{what}: {why}{lost}{fewer}"
+        slots=slots,
+        nbytes=nbytes,
+        slot_bytes=nbytes,
+        shared=shared,
+        sentence=f"{what}: {why}{lost}{fewer}",
     )
 
 
@@ -111,7 +122,8 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
     if ring < _LEAST_RING:
         raise HostMemoryExhausted(
             nbytes,
-            f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this node (machine, memory cgroup or staging_bytes), "
+            f"{room.memory >> 20} MiB may be used by each of the {room.ranks} rank(s) of this "
+            "node (machine, memory cgroup or staging_bytes), "
             f"and passing it through in waves takes {-(-int(_LEAST_RING / _RING_SHARE) >> 20)} MiB",
         )
     return Budget(
@@ -119,7 +131,8 @@ def _in_waves(nbytes: int, room: Room) -> Budget:
         nbytes=nbytes,
         slot_bytes=ring,
         shared=False,
-        sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in waves: only {_mib(room.memory)} may be used by each of {room.ranks} rank(s); "
+        sentence=f"images of {_mib(nbytes)} pass through {_mib(ring)} of anonymous memory in "
+        f"waves: only {_mib(room.memory)} may be used by each of {room.ranks} rank(s); "
         "an optimizer's step waits until the last wave has begun, at the speed of the nearest tier",
     )
 
@@ -128,7 +141,8 @@ def measure(shm: str, *, ranks: int, limit: int | None = None, held: int = 0) ->
     """The room there is now for each of ``ranks`` on this node, at most ``limit`` for this one.
 
     Args:
-        held: Bytes in ``shm`` that other ranks have taken of their parts already: the last to ask gets as large a part as the first.
+        held: Bytes in ``shm`` that other ranks have taken of their parts already: the last to ask
+            gets as large a part as the first.
     """
     free = int(min([_meminfo_available(), *_cgroup_rooms()]) * _HEADROOM)
     memory = min(free, (free + held) // ranks)
@@ -154,7 +168,9 @@ def _cgroup_rooms() -> list[int]:
         # in a container it is often the host's path, and only the root is there
         for group in (path, *path.parents):
             folder = f"{kind.mount}{group}"
-            limits = [most for name in kind.limits if (most := _number(f"{folder}/{name}")) is not None]
+            limits = [
+                most for name in kind.limits if (most := _number(f"{folder}/{name}")) is not None
+            ]
             used = _number(f"{folder}/{kind.used}")
             if limits and used is not None:
                 rooms.append(max(0, min(limits) - used + _sum(f"{folder}/memory.stat", kind.cache)))

@@ -1,4 +1,6 @@
-"""Moving tensors to their places in an image: few large calls on the CPU, a side stream for each accelerator."""
+"""Moving tensors to their places in an image: few large calls on the CPU, a side stream for each
+accelerator.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import torch
 from ckpt.staging.device import background, on, side_stream
 
 PIECE_BYTES: Final = 32 << 20
-"""Copies are cut to this size, and issued in groups of it: what has been copied can be written, and none holds up a shutdown for long."""
+"""Copies are cut to this size, and issued in groups of it: what has been copied can be written,
+and none holds up a shutdown for long.
+"""
 
 
 class Copy(NamedTuple):
@@ -68,7 +72,10 @@ Events = Mapping[torch.device, torch.Event]
 
 
 def copy_now(copies: Sequence[Copy], devices: Iterable[torch.device] = ()) -> None:
-    """Copy while the caller waits. From ``devices`` on its current streams, so after all that it has queued there."""
+    """Copy while the caller waits.
+
+    From ``devices`` on its current streams, so after all that it has queued there.
+    """
     streams = {
         device: torch.accelerator.current_stream(device)
         for device in devices
@@ -86,24 +93,30 @@ def devices_of(copies: Iterable[Copy]) -> frozenset[torch.device]:
 
 
 class Late:
-    """Copies beside the training: of host memory at once, from each ordered device on its side stream.
+    """Copies beside the training: of host memory at once, from each ordered device on its side
+    stream.
 
-    The side streams come after what the *current* streams of the thread that builds this hold by then.
+    The side streams come after what the *current* streams of the thread that builds this hold by
+    then.
 
-    Threads: built and ``hold_current_streams`` by the training thread; the rest by the one that copies.
+    Threads: built and ``hold_current_streams`` by the training thread; the rest by the one that
+        copies.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         found = {device: side_stream(device) for device in sorted(devices, key=str)}
         self._streams = {device: stream for device, stream in found.items() if stream is not None}
         self._begin = {
-            device: torch.accelerator.current_stream(device).record_event() for device in self._streams
+            device: torch.accelerator.current_stream(device).record_event()
+            for device in self._streams
         }
         self._done: Events = {}
 
     @classmethod
     def of(cls, devices: Iterable[torch.device]) -> Self | None:
-        """None if none of the ``devices`` has a stream: then every copy is over when its call returns."""
+        """None if none of the ``devices`` has a stream: then every copy is over when its call
+        returns.
+        """
         late = cls(devices)
         return late if late.has_streams else None
 
@@ -153,9 +166,15 @@ def _wait(streams: Iterable[torch.Stream]) -> None:
 
 
 def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) -> None:
-    """One call for each device: the loop over thousands of tensors is torch's own, without the interpreter."""
+    """One call for each device: the loop over thousands of tensors is torch's own, without the
+    interpreter.
+    """
     with torch.no_grad():
-        if here := [copy for copy in copies if copy.source.device not in streams] if streams else copies:
+        if (
+            here := [copy for copy in copies if copy.source.device not in streams]
+            if streams
+            else copies
+        ):
             torch._foreach_copy_(
                 [copy.target for copy in here],
                 [copy.source if copy.part is None else copy.elements for copy in here],
@@ -171,5 +190,7 @@ def _copy(copies: Sequence[Copy], streams: Mapping[torch.device, torch.Stream]) 
 
 
 def _resolved(source: torch.Tensor) -> torch.Tensor:
-    """Without a lazy conjugation or negation: torch would resolve it in the target, before an asynchronous copy has filled that."""
+    """Without a lazy conjugation or negation: torch would resolve it in the target, before an
+    asynchronous copy has filled that.
+    """
     return source.resolve_conj().resolve_neg()

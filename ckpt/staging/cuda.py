@@ -1,4 +1,6 @@
-"""CUDA's own calls, which ``torch.accelerator`` has no name for: page-locked host memory, and graph captures of other threads."""
+"""CUDA's own calls, which ``torch.accelerator`` has no name for: page-locked host memory, and
+graph captures of other threads.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any, Final
 
 import torch
 
-_PORTABLE: Final = 1  # cudaHostRegisterPortable: the memory is page-locked for every device of the process
+# cudaHostRegisterPortable: the memory is page-locked for every device of the process
+_PORTABLE: Final = 1
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -28,8 +31,8 @@ def unregister(address: int) -> None:
 def beside_captures() -> Generator[None]:
     """Inside, calls of this thread do not invalidate a graph that another thread captures.
 
-    A capture in CUDA's default mode forbids calls such as ``cudaHostRegister`` or the query of an event to every
-    thread that has not asked for the relaxed mode.
+    A capture in CUDA's default mode forbids calls such as ``cudaHostRegister`` or the query of an
+    event to every thread that has not asked for the relaxed mode.
     """
     exchange = _capture_mode_exchange()
     mode = ctypes.c_int(_RELAXED)

@@ -48,13 +48,16 @@ def is_capturing(device: torch.device) -> bool:
     """
     if device.type == "cpu" or not _is_accelerator(device):
         return False
-    # CUDA, XPU, MTIA and NPU have it; Stream.is_capturing() came with torch 2.13, and makes a context
+    # CUDA, XPU, MTIA and NPU have it; Stream.is_capturing() came with torch 2.13, and makes a
+    # context
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
 def refuse_capture(devices: Iterable[torch.device], what: str) -> None:
-    """Raise ``StagingError`` if one of the ``devices`` is capturing a graph, which would take our copies into it."""
+    """Raise ``StagingError`` if one of the ``devices`` is capturing a graph, which would take
+    our copies into it.
+    """
     if found := next(filter(is_capturing, devices), None):
         way = f"call {what}() before the capture, or after it"
         raise StagingError(f"{what}() was called while a graph is captured on {found}: {way}")
@@ -80,7 +83,9 @@ def on(stream: torch.Stream | None) -> Generator[None]:
 
 @contextmanager
 def background(device: torch.device) -> Generator[None]:
-    """For a thread that works for ``device``: its calls make no context on another device, and disturb no capture."""
+    """For a thread that works for ``device``: its calls make no context on another device, and
+    disturb no capture.
+    """
     captures = cuda.beside_captures() if device.type == "cuda" else nullcontext()
     with captures, torch.accelerator.device_index(device.index):
         yield

@@ -30,7 +30,8 @@ def folded(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     may change behind that work. In host memory the result may be a view of the tensor.
     """
     whole = tensor.detach().contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+    # one element may have any stride
+    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     rows = flat.numel() // (8 * _ROW)
     if not rows:
         return (_own(flat),)
@@ -56,7 +57,10 @@ def exact_digest(tensor: torch.Tensor) -> str:
 
 
 def host_bytes(address: int, nbytes: int) -> Any:
-    """Host memory as an object that holds bytes. ``Tensor.numpy()`` would forbid the owner of the memory to resize it."""
+    """Host memory as an object that holds bytes.
+
+    ``Tensor.numpy()`` would forbid the owner of the memory to resize it.
+    """
     return _array(nbytes).from_address(address)
 
 

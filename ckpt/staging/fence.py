@@ -38,7 +38,9 @@ class Fence:
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[RemovableHandle]] = (
             weakref.WeakKeyDictionary()
         )
-        self._stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._stepping: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._in_flight: list[Snapshot] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -47,7 +49,10 @@ class Fence:
         """Optimizers of which a step was captured in a graph, whose replays no hook will see."""
 
     def listen(self) -> None:
-        """Notice captures by any optimizer of the process from now on, also before it is guarded. ``remove`` ends it."""
+        """Notice captures by any optimizer of the process from now on, also before it is guarded.
+
+        ``remove`` ends it.
+        """
         fence = weakref.ref(self)
 
         def on_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -61,8 +66,8 @@ class Fence:
         """Hook these optimizers, once each.
 
         Raises:
-            StagingError: Another thread, or the code that a signal handler has interrupted, is in the midst of a step: the state
-                is of no step at all.
+            StagingError: Another thread, or the code that a signal handler has interrupted, is in
+                the midst of a step: the state is of no step at all.
         """
         for optimizer in optimizers:
             if optimizer not in self._hooks:
@@ -71,17 +76,21 @@ class Fence:
                     optimizer.register_step_pre_hook(before),
                     optimizer.register_step_post_hook(after),
                 ]
-            # the end of a step that raised is never told; but a thread that asks here, or is gone, is not in it
+            # the end of a step that raised is never told; but a thread that asks here, or is gone,
+            # is not in it
             inside = self._stepping.get(optimizer, threading.get_ident())
             if inside != threading.get_ident() and inside in {
                 thread.ident for thread in threading.enumerate()
             }:
                 kind = type(optimizer).__name__
-                raise StagingError(f"another thread is in the midst of {kind}.step(): save between two steps")
+                raise StagingError(
+                    f"another thread is in the midst of {kind}.step(): save between two steps"
+                )
             if _is_interrupted(optimizer):
                 kind = type(optimizer).__name__
                 refused = StagingError(
-                    f"a signal handler that interrupts {kind}.step() cannot save: let manager.on_signals() handle the signal"
+                    f"a signal handler that interrupts {kind}.step() cannot save: let "
+                    "manager.on_signals() handle the signal"
                 )
                 # the loop that was interrupted may handle it as another error
                 _log.error("ckpt: %s", refused)
@@ -128,7 +137,8 @@ class Fence:
 
     def _let_pass(self, optimizer: torch.optim.Optimizer) -> None:
         if _is_captured(optimizer):
-            # the replayed graph runs no hook and moves no version counter: from now on nothing of it may be copied late
+            # the replayed graph runs no hook and moves no version counter: from now on nothing of
+            # it may be copied late
             self.captured.add(optimizer)
             for snapshot in self._in_flight:
                 snapshot.wait_ended()
@@ -137,7 +147,10 @@ class Fence:
         self.wait()
 
     def _forget_landed(self) -> None:
-        """Let go of them and of the slots they look at; no step to come may be held against them. Holds the lock."""
+        """Let go of them and of the slots they look at; no step to come may be held against them.
+
+        Holds the lock.
+        """
         landed = [snapshot for snapshot in self._in_flight if snapshot.landed]
         for snapshot in landed:
             _settle(snapshot)
@@ -154,7 +167,10 @@ def _is_interrupted(optimizer: torch.optim.Optimizer) -> bool:
     while frame is not None:
         if frame.f_code in steps:
             values = frame.f_locals
-            if values.get(frame.f_code.co_varnames[0]) is optimizer and values.get("closure") is None:
+            if (
+                values.get(frame.f_code.co_varnames[0]) is optimizer
+                and values.get("closure") is None
+            ):
                 return True
         frame = frame.f_back
     return False

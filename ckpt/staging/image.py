@@ -1,4 +1,6 @@
-"""A save plan laid over a slot: typed views for every item, so that copying to a view is serializing."""
+"""A save plan laid over a slot: typed views for every item, so that copying to a view is
+serializing.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,17 @@ def copyable(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def over(memory: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Bytes (1-D uint8, contiguous) seen as a tensor of ``dtype`` that torch can copy to and from."""
+    """Bytes (1-D uint8, contiguous) seen as a tensor of ``dtype`` that torch can copy to and
+    from.
+    """
     stand_in = _AS_INTEGERS.get(dtype) or getattr(torch, dtype)
     return memory.view(stand_in).view(tuple(shape))
 
 
 class Target(NamedTuple):
-    """A place for one item, or for a part of its flattened elements, that ends at byte ``end`` of the image."""
+    """A place for one item, or for a part of its flattened elements, that ends at byte ``end``
+    of the image.
+    """
 
     view: torch.Tensor
     end: int
@@ -91,7 +97,9 @@ class Image:
         typed = self._typed.get(leaf.dtype)
         if typed is None:
             memory = self.slot.tensor
-            typed = self._typed[leaf.dtype] = over(memory, leaf.dtype, [len(memory) // leaf.itemsize])
+            typed = self._typed[leaf.dtype] = over(
+                memory, leaf.dtype, [len(memory) // leaf.itemsize]
+            )
         strides = [1]
         for length in reversed(shape[1:]):
             strides.insert(0, strides[0] * max(1, length))

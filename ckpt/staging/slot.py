@@ -30,7 +30,10 @@ class NotWanted(Exception):
 
 
 class SlotLost(Exception):
-    """The file of a slot was removed from /dev/shm, by logind or a cleaner. Its memory is whole, but has no name any more."""
+    """The file of a slot was removed from /dev/shm, by logind or a cleaner.
+
+    Its memory is whole, but has no name any more.
+    """
 
 
 class Slot:
@@ -40,11 +43,16 @@ class Slot:
         view: Its memory as bytes.
         tensor: The same memory for torch.
         path: Its file in /dev/shm, if it is one.
-        laid: What was laid over its memory, by the plan it was made for. It ends with the slot, so that no plan keeps the memory mapped.
+        laid: What was laid over its memory, by the plan it was made for. It ends with the slot, so
+            that no plan keeps the memory mapped.
     """
 
-    def __init__(self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True) -> None:
-        """``wanted`` is asked now and then while it is made, which takes a second per GiB: False ends that with ``NotWanted``."""
+    def __init__(
+        self, nbytes: int, path: str | None, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """``wanted`` is asked now and then while it is made, which takes a second per GiB: False
+        ends that with ``NotWanted``.
+        """
         self._wanted = wanted
         self.capacity = capacity_of(nbytes)
         self.path = path
@@ -84,7 +92,9 @@ class Slot:
             try:
                 os.posix_fallocate(descriptor, size, self.capacity - size)
             except OSError as error:
-                raise HostMemoryExhausted(self.capacity, os.strerror(error.errno or errno.ENOSPC)) from None
+                raise HostMemoryExhausted(
+                    self.capacity, os.strerror(error.errno or errno.ENOSPC)
+                ) from None
         finally:
             os.close(descriptor)
         # the pin still holds the pages that were cut off, not those that came in their place
@@ -95,19 +105,26 @@ class Slot:
         """Touch every page now: a first touch is many times slower than a reuse.
 
         Raises:
-            HostMemoryExhausted: The pages are not there; touching them would have ended the process.
+            HostMemoryExhausted: The pages are not there; touching them would have ended the
+                process.
         """
         try:
             for start in range(0, self.capacity, _STEP_BYTES):
                 _ask(self._wanted)
-                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_STEP_BYTES, self.capacity - start))
+                self._map.madvise(
+                    _MADV_POPULATE_WRITE, start, min(_STEP_BYTES, self.capacity - start)
+                )
         except OSError as error:
             if error.errno != errno.EINVAL:
-                raise HostMemoryExhausted(self.capacity, os.strerror(error.errno or errno.ENOMEM)) from None
+                raise HostMemoryExhausted(
+                    self.capacity, os.strerror(error.errno or errno.ENOMEM)
+                ) from None
             self.tensor[:: mmap.PAGESIZE] = 0  # a kernel that does not know the word
 
     def pin(self, devices: Devices) -> None:
-        """Page-lock the memory, so that copies from ``devices`` are asynchronous; once, and for those of CUDA alone. From any thread."""
+        """Page-lock the memory, so that copies from ``devices`` are asynchronous; once, and for
+        those of CUDA alone. From any thread.
+        """
         device = next((device for device in devices if device.type == "cuda"), None)
         with self._pinning:
             if device is None or self._closed or self._pinned_for is not None:
@@ -118,13 +135,17 @@ class Slot:
             self.pinned = code == 0
             if not self.pinned:
                 _log.warning(
-                    "ckpt: could not pin a slot of %d MiB (CUDA error %s): copies from the GPU will be slower",
+                    "ckpt: could not pin a slot of %d MiB (CUDA error %s): copies from the GPU "
+                    "will be slower",
                     self.capacity >> 20,
                     code,
                 )
 
     def close(self) -> None:
-        """Remove the file and let go of the memory. Views that are still held keep their mapping alive, not the file."""
+        """Remove the file and let go of the memory.
+
+        Views that are still held keep their mapping alive, not the file.
+        """
         self._unpin(closed=True)
         self.laid.clear()
         self._remove()
@@ -151,7 +172,9 @@ class _File:
     def open(self) -> int:
         """A descriptor of it. Raises ``SlotLost`` if it is gone."""
         try:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(
+                self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            )
         except OSError:
             raise SlotLost from None
         if not self._is(os.fstat(descriptor)):

@@ -26,7 +26,8 @@ from ckpt.errors import HostMemoryExhausted
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
 
-_SHM: Final = "/dev/shm"  # noqa: S108 - shared memory is the point; files are 0600 and their names hold our pid
+# Shared memory is the point; files are 0600 and their names hold our pid.
+_SHM: Final = "/dev/shm"  # noqa: S108
 _PREFIX: Final = "ckpt-slot"
 _log = logging.getLogger("ckpt")
 
@@ -181,7 +182,8 @@ class SlotPool:
         if self._closed or known is None or not elsewhere or known.slot_bytes < known.nbytes:
             return False
         room = self._room()
-        if capacity_of(known.nbytes) > room.shared:  # else not even what there is may fit beside itself
+        # else not even what there is may fit beside itself
+        if capacity_of(known.nbytes) > room.shared:
             return False
         own = sum(slot.capacity for slot in self._made)
         in_shm = sum(slot.capacity for slot in self._made if slot.shared)
@@ -232,7 +234,9 @@ class SlotPool:
         if self._budget is None or self._budget.nbytes < nbytes:
             self._budget = decide(nbytes, wanted=self._count, room=self._room())
             _log.log(
-                logging.INFO if self._budget.shared else logging.WARNING, "ckpt: %s", self._budget.sentence
+                logging.INFO if self._budget.shared else logging.WARNING,
+                "ckpt: %s",
+                self._budget.sentence,
             )
         return len(self._made) + self._making < self._budget.slots
 
@@ -268,18 +272,26 @@ class SlotPool:
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:
-            path = f"{_SHM}/{_PREFIX}-{os.getpid()}-{_started(os.getpid())}-{next(self._serials)}-{_namespace()}.{time.monotonic_ns():x}"
+            process = f"{os.getpid()}-{_started(os.getpid())}"
+            name = f"{process}-{next(self._serials)}-{_namespace()}.{time.monotonic_ns():x}"
+            path = f"{_SHM}/{_PREFIX}-{name}"
             try:
                 return Slot(nbytes, path, self._is_open)
             except OSError as error:  # filled up since it was measured
                 _log.log(
                     logging.DEBUG if self._displaced else logging.WARNING,
-                    "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but lost with the process",
-                    os.strerror(error.errno or 0), nbytes >> 20, _SHM,
-                )  # fmt: skip
+                    "ckpt: %s for a slot of %d MiB in %s; using anonymous memory: as fast, but "
+                    "lost with the process",
+                    os.strerror(error.errno or 0),
+                    nbytes >> 20,
+                    _SHM,
+                )
                 self._displaced = True
-        if nbytes > (left := measure(_SHM, ranks=1).memory):  # what took the place may have taken this too
-            raise HostMemoryExhausted(nbytes, f"{left >> 20} MiB are left since the budget was made")
+        # what took the place may have taken this too
+        if nbytes > (left := measure(_SHM, ranks=1).memory):
+            raise HostMemoryExhausted(
+                nbytes, f"{left >> 20} MiB are left since the budget was made"
+            )
         return Slot(nbytes, None, self._is_open)
 
     def _is_open(self) -> bool:
@@ -312,7 +324,10 @@ def _remove_orphans() -> None:
 
 
 def _slot_files() -> Iterator[tuple[str, int, int]]:
-    """Slots of this user: name, process, and its start. What another user calls so is none of ours."""
+    """Slots of this user: name, process, and its start.
+
+    What another user calls so is none of ours.
+    """
     try:
         with os.scandir(_SHM) as entries:
             found = list(entries)
@@ -321,7 +336,10 @@ def _slot_files() -> Iterator[tuple[str, int, int]]:
     for entry in found:
         name, parts = entry.name, entry.name.split("-")
         ours = (
-            name.startswith(f"{_PREFIX}-") and len(parts) == 6 and parts[2].isdigit() and parts[3].isdigit()
+            name.startswith(f"{_PREFIX}-")
+            and len(parts) == 6
+            and parts[2].isdigit()
+            and parts[3].isdigit()
         )
         if ours and ("." not in parts[5] or parts[5].partition(".")[0] == _namespace()):
             with contextlib.suppress(OSError):  # removed since
@@ -362,7 +380,9 @@ def _parent(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what /proc says of a process from its state on; nothing if there is no such process."""
+    """Return what /proc says of a process from its state on; nothing if there is no such
+    process.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()

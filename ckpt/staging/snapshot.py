@@ -1,14 +1,19 @@
-"""Copying the state into an image: what may change at any moment before the call returns, the rest while training goes on.
+"""Copying the state into an image: what may change at any moment before the call returns, the rest
+while training goes on.
 
-*Eager* sources are copied by ``copy_eager`` on the caller's thread. *Late* ones belong to an optimizer whose step is fenced: ``copy_late`` copies them on a
-background thread, and ``fence`` holds that optimizer's step until it is done. Version counters of late sources are compared after the copy: one that
-moved was changed behind our back, and the snapshot fails with its name instead of being torn. A witness (see ``witness``) compares what the
-sources held at the call with the image: that shows changes that move no counter.
+*Eager* sources are copied by ``copy_eager`` on the caller's thread. *Late* ones belong to an
+optimizer whose step is fenced: ``copy_late`` copies them on a background thread, and ``fence``
+holds that optimizer's step until it is done. Version counters of late sources are compared after
+the copy: one that moved was changed behind our back, and the snapshot fails with its name instead
+of being torn. A witness (see ``witness``) compares what the sources held at the call with the
+image: that shows changes that move no counter.
 
-Copies are made in the order of the file, and the window is told how far they have come, so that writing need not wait for all of them.
+Copies are made in the order of the file, and the window is told how far they have come, so that
+writing need not wait for all of them.
 
-Late copies from an accelerator run on a side stream that waits for an event of the caller's stream; the fence makes the current *stream* wait, not the CPU.
-Eager ones run on the caller's stream, and the call waits for them. A device without streams is copied eagerly altogether (see ``device``).
+Late copies from an accelerator run on a side stream that waits for an event of the caller's stream;
+the fence makes the current *stream* wait, not the CPU. Eager ones run on the caller's stream, and
+the call waits for them. A device without streams is copied eagerly altogether (see ``device``).
 """
 
 from __future__ import annotations
@@ -37,7 +42,10 @@ SPARE: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A tensor whose digest is compared with that of its replicas. ``boxes`` tells which parts of the global tensor lie in ``sources``."""
+    """A tensor whose digest is compared with that of its replicas.
+
+    ``boxes`` tells which parts of the global tensor lie in ``sources``.
+    """
 
     name: str
     boxes: str
@@ -50,8 +58,8 @@ class Batch:
     """Copies that belong together, and may be used again for another image in the same slot.
 
     Attributes:
-        wrappers: Names and tensors whose versions are watched besides those of the late sources: an operation on a DTensor
-            counts in the DTensor, and not in its local tensor.
+        wrappers: Names and tensors whose versions are watched besides those of the late sources: an
+            operation on a DTensor counts in the DTensor, and not in its local tensor.
     """
 
     eager: tuple[Copy, ...]
@@ -95,13 +103,15 @@ def _beside_nothing(_: torch.Tensor) -> AbstractContextManager[None]:
 class Snapshot:
     """One image being filled.
 
-    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background thread (by the training thread if ``foreground``); ``fence`` and
+    Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background
+        thread (by the training thread if ``foreground``); ``fence`` and
     ``wait_landed`` by any.
 
     Attributes:
         window: What has landed; it can be streamed while the rest is copied.
         digests: name -> "boxes=digest" of the checks; complete once it has landed.
-        foreground: Too much that may not wait for a buffer too small: ``copy_late`` must be run before the call returns, beside the streaming.
+        foreground: Too much that may not wait for a buffer too small: ``copy_late`` must be run
+            before the call returns, beside the streaming.
         held_seconds: What the fence has cost so far, wait by wait.
     """
 
@@ -119,7 +129,8 @@ class Snapshot:
         self.foreground = False
         self.held_seconds: list[float] = []
         self._eager = [copy for batch in batches for copy in batch.eager]
-        self._late = [batch.late for batch in batches if batch.late]  # put together by the thread that copies
+        # put together by the thread that copies
+        self._late = [batch.late for batch in batches if batch.late]
         self._checks = [check for batch in batches for check in batch.checks]
         self._guards = [(batch, list(map(_version, batch.guarded))) for batch in batches]
         self._settling = threading.Lock()
@@ -128,11 +139,15 @@ class Snapshot:
         self._launched = threading.Event()
         self._compared = threading.Event()
         self._error: CkptError | None = None
-        self._eager_devices = frozenset[torch.device]().union(*(batch.eager_devices for batch in batches))
+        self._eager_devices = frozenset[torch.device]().union(
+            *(batch.eager_devices for batch in batches)
+        )
         self._witness = _witness(
             check, batches
         )  # before the side streams, which come after what is queued by now
-        self._device = Late.of(frozenset[torch.device]().union(*(batch.late_devices for batch in batches)))
+        self._device = Late.of(
+            frozenset[torch.device]().union(*(batch.late_devices for batch in batches))
+        )
 
     @property
     def landed(self) -> bool:
@@ -140,7 +155,10 @@ class Snapshot:
         return self._landed.is_set()
 
     def copy_eager(self) -> None:
-        """Copy what may not wait. On return the eager sources may change, unless it says ``foreground``."""
+        """Copy what may not wait.
+
+        On return the eager sources may change, unless it says ``foreground``.
+        """
         if self.window.whole:
             copy_now(self._eager, self._eager_devices)
         else:
@@ -151,14 +169,18 @@ class Snapshot:
             self._compared.set()
 
     def copy_late(self) -> None:
-        """Copy the rest, compare versions, and ask the witness. Errors are kept for ``wait_landed`` and ``confirm``."""
+        """Copy the rest, compare versions, and ask the witness.
+
+        Errors are kept for ``wait_landed`` and ``confirm``.
+        """
         if self._landed.is_set() or not self._begun.acquire(blocking=False):
             return
         try:
             with self._device.thread() if self._device else nullcontext():
                 self._copy_late()
                 self._compare()
-        except Exception as error:  # noqa: BLE001 - a source freed or moved under the copy; the waiter gets it
+        except Exception as error:  # noqa: BLE001
+            # A source freed or moved under the copy; the waiter gets it.
             self._finish(
                 error
                 if isinstance(error, CkptError)
@@ -171,7 +193,10 @@ class Snapshot:
             self._compared.set()
 
     def give_up(self, error: CkptError) -> None:
-        """Fail with ``error``, since no thread will call ``copy_late``. Does nothing if the copying has begun. May be called from any thread."""
+        """Fail with ``error``, since no thread will call ``copy_late``.
+
+        Does nothing if the copying has begun. May be called from any thread.
+        """
         if self._begun.acquire(blocking=False):
             self._finish(error)
             self._compared.set()
@@ -194,7 +219,9 @@ class Snapshot:
             self._finish(self._changed())
 
     def fence(self) -> None:
-        """Return when late sources may change: the copy is done, or (on an accelerator) the current stream waits for it."""
+        """Return when late sources may change: the copy is done, or (on an accelerator) the
+        current stream waits for it.
+        """
         began = time.perf_counter()
         if self._device and not self._landed.is_set():
             self._launched.wait()
@@ -207,9 +234,11 @@ class Snapshot:
         self.held_seconds.append(time.perf_counter() - began)
 
     def settle(self) -> None:
-        """Compare versions for the last time; whatever changes from then on is none of this snapshot's business.
+        """Compare versions for the last time; whatever changes from then on is none of this
+        snapshot's business.
 
-        An operation moves a version counter only when it has ended, so a thread that has called one sees it for sure when it asks here itself: the fence does, on the training thread.
+        An operation moves a version counter only when it has ended, so a thread that has called one
+            sees it for sure when it asks here itself: the fence does, on the training thread.
 
         Raises:
             TensorChanged: A late source was written to since the call.
@@ -221,7 +250,8 @@ class Snapshot:
             raise self._error
 
     def confirm(self) -> None:
-        """Return when the image is known to hold what the sources held at the call, as far as versions and the witness tell.
+        """Return when the image is known to hold what the sources held at the call, as far as
+        versions and the witness tell.
 
         Raises:
             TensorChanged: It does not.
@@ -230,7 +260,9 @@ class Snapshot:
         self.settle()
 
     def wait_ended(self) -> None:
-        """Return when the image is complete or lost, and not read here any more; raises nothing, and uses no stream."""
+        """Return when the image is complete or lost, and not read here any more; raises nothing,
+        and uses no stream.
+        """
         self._landed.wait()
         self._compared.wait()
 
@@ -247,7 +279,10 @@ class Snapshot:
         return self.digests
 
     def _copy_in_order(self) -> list[tuple[list[Copy], Events, int]]:
-        """Late copies, each group told to the window when it is there. Returns what is only launched: a group, its events, and what has landed with them."""
+        """Late copies, each group told to the window when it is there.
+
+        Returns what is only launched: a group, its events, and what has landed with them.
+        """
         launched: list[tuple[list[Copy], Events, int]] = []
         if self._device:
             self._device.begin()
@@ -273,7 +308,10 @@ class Snapshot:
         return launched
 
     def _compare(self) -> None:
-        """Ask the witness about an image that has landed. The fence does not wait for that: the sources are not read."""
+        """Ask the witness about an image that has landed.
+
+        The fence does not wait for that: the sources are not read.
+        """
         if self._error is None and self.window.whole:
             try:
                 self._ask_witness(None)
@@ -282,7 +320,9 @@ class Snapshot:
                     self._error = (
                         error
                         if isinstance(error, CkptError)
-                        else StagingError(f"step {self.step} could not be compared with its sources: {error}")
+                        else StagingError(
+                            f"step {self.step} could not be compared with its sources: {error}"
+                        )
                     )
         self._witness = None  # it holds the copies
 
@@ -297,11 +337,17 @@ class Snapshot:
             raise TensorChanged(moved, self.step)
 
     def _set_aside(self) -> None:
-        """Eager sources of an image that passes through a ring: copied where they keep, if they are few, to take their turn later."""
-        self.foreground = sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
+        """Eager sources of an image that passes through a ring: copied where they keep, if they
+        are few, to take their turn later.
+        """
+        self.foreground = (
+            sum(copy.target.nbytes for copy in self._eager) > self.window.capacity // SPARE
+        )
         if not self.foreground:
             self._eager = [
-                copy._replace(source=copy.elements.detach().to("cpu", copy=True), part=None, address=0)
+                copy._replace(
+                    source=copy.elements.detach().to("cpu", copy=True), part=None, address=0
+                )
                 for copy in self._eager
             ]
         if self._eager:
@@ -311,7 +357,8 @@ class Snapshot:
     def _digest(self, *, late: bool) -> Callable[[], None]:
         """Begin the digests; the function that is returned ends them.
 
-        What lies on an accelerator is only queued there, beside the copies: the fence must not wait for it on the CPU.
+        What lies on an accelerator is only queued there, beside the copies: the fence must not wait
+            for it on the CPU.
         Of host memory nothing is read later.
         """
         begun: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []
@@ -327,13 +374,17 @@ class Snapshot:
         def finish() -> None:
             for check, parts in begun:
                 with torch.no_grad(), self._beside(check):
-                    told = "".join(part if isinstance(part, str) else digest_of(part) for part in parts)
+                    told = "".join(
+                        part if isinstance(part, str) else digest_of(part) for part in parts
+                    )
                 self.digests[check.name] = f"{check.boxes}={told}"
 
         return finish
 
     def _beside(self, check: Check) -> AbstractContextManager[None]:
-        return self._device.beside(check.sources[0]) if check.late and self._device else nullcontext()
+        return (
+            self._device.beside(check.sources[0]) if check.late and self._device else nullcontext()
+        )
 
     def _changed(self) -> CkptError | None:
         for batch, versions in self._guards:
@@ -347,7 +398,8 @@ class Snapshot:
         self._error = self._error or error
         if self._error and self._device:
             with suppress(RuntimeError):
-                self._device.synchronize()  # what was launched is still written to the slot, which is another's next
+                # what was launched is still written to the slot, which is another's next
+                self._device.synchronize()
         self._eager, self._late, self._checks = [], [], []  # sources may be freed
         if self._error:
             self.window.fail(self._error)

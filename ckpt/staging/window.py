@@ -16,7 +16,8 @@ from ckpt.errors import CkptError, StagingError
 class Window:
     """The part of one image that is in memory.
 
-    Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written``, ``hashed`` and ``lost`` from any that stream; ``abandon`` from any.
+    Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written``,
+        ``hashed`` and ``lost`` from any that stream; ``abandon`` from any.
 
     Args:
         memory: The buffer. A ring's length must be a multiple of every part's.
@@ -38,7 +39,7 @@ class Window:
         """Whether all of the image stays in memory and can be read again."""
         return self.size <= self.capacity
 
-    # -- the copying side ---------------------------------------------------------------------------------------------------
+    # -- the copying side --------------------------------------------------------------------------
 
     def wait_room(self, end: int) -> None:
         """Return when bytes up to ``end`` may be copied to the buffer.
@@ -63,7 +64,7 @@ class Window:
             self._error = self._error or error
             self._changed.notify_all()
 
-    # -- the streaming side -------------------------------------------------------------------------------------------------
+    # -- the streaming side ------------------------------------------------------------------------
 
     def view(self, start: int, end: int) -> memoryview:
         """Return bytes ``start`` to ``end`` once they have landed.

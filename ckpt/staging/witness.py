@@ -1,8 +1,10 @@
-"""Whether an image holds what the late sources held at the call, also where no version counter has moved.
+"""Whether an image holds what the late sources held at the call, also where no version counter has
+moved.
 
-Code that writes through ``parameter.data``, through a NumPy view, with ``torch._foreach_*`` on DTensors or with a kernel of its
-own moves no counter. A *witness* reads the late sources at the call, and the image once it is filled; a difference names the
-tensor. ``Sampled`` reads a small part of each source, ``Full`` all of it.
+Code that writes through ``parameter.data``, through a NumPy view, with ``torch._foreach_*`` on
+DTensors or with a kernel of its own moves no counter. A *witness* reads the late sources at the
+call, and the image once it is filled; a difference names the tensor. ``Sampled`` reads a small part
+of each source, ``Full`` all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from ckpt.staging.digest import exact_digest, host_bytes
 LINE_BYTES: Final = 256
 """What is compared at each place of a sample."""
 SPACING_BYTES: Final = 1021 * LINE_BYTES
-"""From one place to the next. The factor is a prime, so that the places drift through the columns of rows of any usual length."""
+"""From one place to the next.
+
+The factor is a prime, so that the places drift through the columns of rows of any usual length.
+"""
 WHOLE_BYTES: Final = 1024
 """A copy of this size or less is compared as a whole."""
 _ELEMENTS: Final = 16  # places for each that a contiguous source has, of one element each
@@ -33,7 +38,9 @@ class Witness(Protocol):
     """What the late sources were at the call, which is when it was built."""
 
     def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
-        """The name of a tensor whose image is not what it was at the call. To be asked when the copies have landed.
+        """The name of a tensor whose image is not what it was at the call.
+
+        To be asked when the copies have landed.
 
         Args:
             copies: Those to look at; None for all.
@@ -43,14 +50,18 @@ class Witness(Protocol):
 
 
 Place = tuple[int, int, int]
-"""Bytes that are compared: where they begin in the source, and in the target, and how many they are."""
+"""Bytes that are compared: where they begin in the source, and in the target, and how many they
+are.
+"""
 
 
 class Sample:
-    """The places at which the late copies of a batch are looked at. They are found once, and read by every save of the batch.
+    """The places at which the late copies of a batch are looked at.
 
-    They are kept as bare addresses. These stay valid because the sample holds the copies, and because a batch is only used while
-    its sources lie where they lay.
+    They are found once, and read by every save of the batch.
+
+    They are kept as bare addresses. These stay valid because the sample holds the copies, and
+    because a batch is only used while its sources lie where they lay.
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
@@ -83,7 +94,9 @@ class Sample:
                 self._on_devices[-1] += _views(copy, places)
 
     def read(self) -> tuple[bytes, list[torch.Tensor]]:
-        """The bytes of all places of the sources now: those in host memory, and of each device and kind those on it, in the order of its current stream."""
+        """The bytes of all places of the sources now: those in host memory, and of each device
+        and kind those on it, in the order of its current stream.
+        """
         with torch.no_grad():
             return b"".join(self._host), [torch.cat(views).flatten() for views in self._on_devices]
 
@@ -112,13 +125,18 @@ class Sample:
 
 
 class Sampled:
-    """A witness of the places of samples. Built by the training thread; asked by the one that copies."""
+    """A witness of the places of samples.
+
+    Built by the training thread; asked by the one that copies.
+    """
 
     def __init__(self, samples: Iterable[Sample]) -> None:
         self._taken = [(sample, *sample.read()) for sample in samples]
 
     def changed(self, copies: Sequence[Copy] | None, beside: Beside) -> str | None:
-        self._taken = [(sample, host + _fetched(there, beside), []) for sample, host, there in self._taken]
+        self._taken = [
+            (sample, host + _fetched(there, beside), []) for sample, host, there in self._taken
+        ]
         found = (sample.differs(taken, copies) for sample, taken, _ in self._taken)
         return next((name for name in found if name is not None), None)
 

@@ -1,1 +1,3 @@
-"""The stores that hold checkpoints: the contract of a backend, the registry of backends, and tiers."""
+"""The stores that hold checkpoints: the contract of a backend, the registry of backends, and
+tiers.
+"""

@@ -22,7 +22,8 @@ from ckpt.errors import LinkRefused, ObjectNotFound, StorageError
 
 Buffer = memoryview | bytes | bytearray
 
-MAX_KEY_BYTES = 900  # S3 and GCS allow 1024 for the whole key; the root's own prefix needs its share
+# S3 and GCS allow 1024 for the whole key; the root's own prefix needs its share
+MAX_KEY_BYTES = 900
 _SEGMENT_BYTES = 255
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -33,8 +34,8 @@ class ObjectInfo:
 
     Attributes:
         size: In bytes.
-        modified: When it was put, in seconds since 1970 by the store's clock; None if a listing does
-            not say.
+        modified: When it was put, in seconds since 1970 by the store's clock; None if a listing
+            does not say.
     """
 
     key: str
@@ -66,11 +67,12 @@ class Capabilities:
     """What a store can do. Callers ask first, and never learn it from an exception.
 
     Attributes:
-        put_if_absent: ``put(if_absent=True)`` has one winner, which the store decides across machines.
+        put_if_absent: ``put(if_absent=True)`` has one winner, which the store decides across
+            machines.
         shared: All nodes see the same objects.
         part_bytes: The preferred size of one ``Upload.write``.
-        alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it does
-            not matter.
+        alignment: Offsets, lengths and addresses that are multiples of this avoid a copy; 1 if it
+            does not matter.
         max_concurrency: How many concurrent calls still help.
         parallel_parts: ``Upload.write`` calls of one upload may run at the same time.
         takes_parts: ``Upload.write`` has consumed the bytes when it returns. Otherwise their memory
@@ -90,8 +92,10 @@ class Capabilities:
 class Upload(Protocol):
     """One large object on its way. Nothing is visible under its key before ``finish`` returns.
 
-    Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish`` or ``abort`` once, by the owner,
-    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so may a ``finish`` that raised ``TransientStorageError``.
+    Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish``
+        or ``abort`` once, by the owner,
+    when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so
+    may a ``finish`` that raised ``TransientStorageError``.
     """
 
     @property
@@ -100,11 +104,19 @@ class Upload(Protocol):
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Take ``data`` at ``offset`` (a multiple of ``part_bytes``). The memory must stay unchanged until ``finish`` or ``abort``, unless ``Capabilities.takes_parts``."""
+        """Take ``data`` at ``offset`` (a multiple of ``part_bytes``).
+
+        The memory must stay unchanged until ``finish`` or ``abort``, unless
+        ``Capabilities.takes_parts``.
+        """
         ...
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """Make the whole object visible and durable, replacing what the key held. ``size`` in bytes, if it is less than was announced: then the last part is the one that ends there."""
+        """Make the whole object visible and durable, replacing what the key held.
+
+        ``size`` in bytes, if it is less than was announced: then the last part is the one that ends
+        there.
+        """
         ...
 
     def abort(self) -> None:
@@ -125,7 +137,8 @@ class StorageBackend(Protocol):
         ...
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        """Store the parts as one small object, in a single request where the store has such; all or nothing is visible, durable on return.
+        """Store the parts as one small object, in a single request where the store has such; all or
+        nothing is visible, durable on return.
 
         Raises:
             ObjectExists: ``if_absent`` and the key is taken; what was there is untouched.
@@ -133,7 +146,9 @@ class StorageBackend(Protocol):
         ...
 
     def upload(self, key: str, size: int) -> Upload:
-        """Begin a large object of ``size`` bytes, or of fewer if ``finish`` says so. Room is reserved where the store can.
+        """Begin a large object of ``size`` bytes, or of fewer if ``finish`` says so.
+
+        Room is reserved where the store can.
 
         Raises:
             OutOfSpace: Known already now to be too large.
@@ -154,11 +169,16 @@ class StorageBackend(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix``, in no order. Temporary files of unfinished writes are not objects."""
+        """All objects whose key starts with ``prefix``, in no order.
+
+        Temporary files of unfinished writes are not objects.
+        """
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Names of the folders directly below ``prefix`` (empty, or ending in '/'), in no order, without the slash."""
+        """Names of the folders directly below ``prefix`` (empty, or ending in '/'), in no order,
+        without the slash.
+        """
         ...
 
     def delete(self, key: str) -> None:
@@ -189,7 +209,8 @@ class Rooted(Protocol):
     def identity(self) -> str:
         """Return a name of the root that is unique among all roots that this machine sees.
 
-        Two backends with the same identity see the same files. The root is created if it does not exist.
+        Two backends with the same identity see the same files. The root is created if it does not
+        exist.
 
         Raises:
             StorageError: The root cannot be created or examined.
@@ -197,7 +218,8 @@ class Rooted(Protocol):
         ...
 
     def is_replaced(self) -> bool:
-        """Return True if the root is gone, or is another folder than the one that was opened or created.
+        """Return True if the root is gone, or is another folder than the one that was opened or
+        created.
 
         That happens when its disk is unmounted.
         """
@@ -206,14 +228,21 @@ class Rooted(Protocol):
 
 @runtime_checkable
 class KeepsUnfinished(Protocol):
-    """A store that keeps what a process had written before it was killed: temporary files, or the parts of an upload."""
+    """A store that keeps what a process had written before it was killed: temporary files, or
+    the parts of an upload.
+    """
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """Unfinished writes to keys that start with ``prefix`` (empty, or ending in '/'), of any process, in no order."""
+        """Unfinished writes to keys that start with ``prefix`` (empty, or ending in '/'), of any
+        process, in no order.
+        """
         ...
 
     def discard(self, found: Unfinished) -> None:
-        """Free what an unfinished write takes; no error if there is none any more. The process that is at it, if any, gets an error."""
+        """Free what an unfinished write takes; no error if there is none any more.
+
+        The process that is at it, if any, gets an error.
+        """
         ...
 
 
@@ -227,17 +256,26 @@ class ScatterReads(Protocol):
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if it cannot leave the root on any store or system, else raise ``StorageError``.
+    """Return ``key`` if it cannot leave the root on any store or system, else raise
+    ``StorageError``.
 
-    Refused: empty, absolute, '.', '..', empty segments, backslashes, colons (Windows drives and streams), control characters,
-    segments that end in a dot or blank, and what is too long for common file systems or object stores.
+    Refused: empty, absolute, '.', '..', empty segments, backslashes, colons (Windows drives and
+        streams), control characters,
+    segments that end in a dot or blank, and what is too long for common file systems or object
+    stores.
     """
     if not key or len(key.encode()) > MAX_KEY_BYTES:
         raise StorageError(key[:80], "a key must have 1 to 900 bytes")
     if any(char in '\\:*?"<>|' or ord(char) < 32 for char in key):
-        raise StorageError(key, "a key may not hold backslashes, colons, wildcards or control characters")
+        raise StorageError(
+            key, "a key may not hold backslashes, colons, wildcards or control characters"
+        )
     for segment in key.split("/"):
-        if segment in ("", ".", "..") or segment[-1] in ". " or len(segment.encode()) > _SEGMENT_BYTES:
+        if (
+            segment in ("", ".", "..")
+            or segment[-1] in ". "
+            or len(segment.encode()) > _SEGMENT_BYTES
+        ):
             raise StorageError(key, f"segment {segment!r} of the key is not allowed")
     return key
 
@@ -250,17 +288,24 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_written(key: str, written: int, announced: int, size: int | None) -> int:
-    """The true size of an upload that is finished. Raises ``StorageError`` if it is not what was written, or more than was announced."""
+    """The true size of an upload that is finished.
+
+    Raises ``StorageError`` if it is not what was written, or more than was announced.
+    """
     whole = announced if size is None else size
     if written != whole or whole > announced:
-        raise StorageError(key, f"{written} of {whole} bytes were written, {announced} were announced")
+        raise StorageError(
+            key, f"{written} of {whole} bytes were written, {announced} were announced"
+        )
     return whole
 
 
 class PutUpload:
-    """An ``Upload`` for stores without parts: remembers the memory and puts all of it at ``finish``.
+    """An ``Upload`` for stores without parts: remembers the memory and puts all of it at
+    ``finish``.
 
-    No copy is made, unless the store's capabilities say ``takes_parts``: else the caller's memory must live until then, which the contract asks of it anyway.
+    No copy is made, unless the store's capabilities say ``takes_parts``: else the caller's memory
+        must live until then, which the contract asks of it anyway.
     """
 
     def __init__(self, backend: StorageBackend, key: str, size: int) -> None:
@@ -286,9 +331,11 @@ class PutUpload:
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Fresh private memory as direct reads and writes like it: from the start of a huge page, and in huge pages where the system has them.
+    """Fresh private memory as direct reads and writes like it: from the start of a huge page, and
+    in huge pages where the system has them.
 
-    A disk serves few long pieces of memory up to twice as fast as many short ones, and the first touch of a huge page costs a fifth. Freed with its last view.
+    A disk serves few long pieces of memory up to twice as fast as many short ones, and the first
+    touch of a huge page costs a fifth. Freed with its last view.
     """
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
@@ -298,12 +345,16 @@ def aligned_memory(nbytes: int) -> memoryview:
 
 
 def fresh_memory(nbytes: int) -> memoryview:
-    """Zeroed private memory from the start of a page, as direct reads ask for at least; freed with its last view. For what is soon let go of again."""
+    """Zeroed private memory from the start of a page, as direct reads ask for at least; freed
+    with its last view. For what is soon let go of again.
+    """
     return memoryview(mmap.mmap(-1, max(1, nbytes)))[:nbytes]
 
 
 def is_there(backend: StorageBackend, key: str) -> bool:
-    """Return True if the store has an object of that name, even one whose bytes cannot be reached."""
+    """Return True if the store has an object of that name, even one whose bytes cannot be
+    reached.
+    """
     try:
         backend.head(key)
     except ObjectNotFound:
@@ -314,7 +365,10 @@ def is_there(backend: StorageBackend, key: str) -> bool:
 
 
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
-    """A whole small object. Raises ``StorageError`` before any memory is reserved if it is larger than ``limit`` bytes."""
+    """A whole small object.
+
+    Raises ``StorageError`` before any memory is reserved if it is larger than ``limit`` bytes.
+    """
     size = backend.head(key).size
     if size > limit:
         raise StorageError(key, f"{size} bytes, more than the {limit} allowed here")

@@ -3,8 +3,8 @@
 A static table has our own backends. Entry points of the group ``ckpt.backends`` add those of other
 distributions. fsspec serves any other URL that it knows.
 
-A factory has the signature ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. It is
-imported on first use, so a job that writes to a folder does not import ``s3fs``.
+A factory has the signature ``open(url: str, options: Mapping[str, object]) -> StorageBackend``. It
+is imported on first use, so a job that writes to a folder does not import ``s3fs``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _SCHEME: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def scheme_of(url: str) -> str:
-    """'file' for a plain path. A chained fsspec URL ('simplecache::s3://b') has the scheme 'fsspec'."""
+    """'file' for a plain path.
+
+    A chained fsspec URL ('simplecache::s3://b') has the scheme 'fsspec'.
+    """
     if "::" in url:
         return "fsspec"
     match = _SCHEME.match(url)
@@ -64,10 +67,13 @@ def _factory(url: str, scheme: str) -> BackendFactory:
         return cast(BackendFactory, entry.load())
     if scheme == "fsspec" or _fsspec_knows(scheme):
         return cast(BackendFactory, pkgutil.resolve_name(FALLBACK))
-    raise UnknownScheme(url, sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=_GROUP))}))
+    raise UnknownScheme(
+        url, sorted({*BUILT_IN, *(entry.name for entry in entry_points(group=_GROUP))})
+    )
 
 
 def _fsspec_knows(scheme: str) -> bool:
-    from fsspec.registry import known_implementations, registry  # slow to import: only for foreign schemes
+    # slow to import: only for foreign schemes
+    from fsspec.registry import known_implementations, registry
 
     return scheme in known_implementations or scheme in registry

@@ -73,7 +73,9 @@ def as_tiers(
 ) -> tuple[Tier, ...]:
     """Return the tiers that a user gave. Raises ``ConfigError`` for a value that is no tier."""
     items: list[object] = (
-        list(given) if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
+        list(given)
+        if isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        else [given]
     )
     return tuple(_as_tier(item) for item in items)
 
@@ -84,7 +86,8 @@ def _as_tier(given: object) -> Tier:
     if isinstance(given, Tier):
         return given
     raise ConfigError(  # its type alone: a dict may hold secrets
-        f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, or a list of these"
+        f"a {type(given).__name__} is not a place for checkpoints: give a folder, a URL, a Tier, "
+        "or a list of these"
     )
 
 
@@ -130,15 +133,19 @@ def closed_on_error(tiers: Sequence[OpenTier]) -> Generator[None]:
 def urls_of(tiers: Sequence[Tier]) -> list[str]:
     """Return the URL of each tier; "memory" becomes the URL of the store that it stands for."""
     return [
-        _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url for index, tier in enumerate(tiers)
+        _memory_of(tiers[index + 1 :]) if tier.url == MEMORY else tier.url
+        for index, tier in enumerate(tiers)
     ]
 
 
 def _memory_of(farther: Sequence[Tier]) -> str:
-    """The store in memory that belongs to the next tier: a restarted job finds it by that, whatever its process or run is called."""
+    """The store in memory that belongs to the next tier: a restarted job finds it by that,
+    whatever its process or run is called.
+    """
     if not farther:
         raise ConfigError(
-            'the tier "memory" belongs to the tier after it: name one, or give the memory a name of its own, "shm://NAME"'
+            'the tier "memory" belongs to the tier after it: name one, or give the memory a name '
+            'of its own, "shm://NAME"'
         )
     url = farther[0].url
     place = url if "://" in url or "::" in url else os.path.realpath(os.path.expanduser(url))
@@ -168,7 +175,8 @@ def _check_apart(one: OpenTier, two: OpenTier) -> None:
     if how != "apart":
         inner, outer = (one, two) if how == "inside" else (two, one)
         raise ConfigError(
-            f"the tier {inner.url} is inside of the tier {outer.url}: give each a root of its own, such as two folders side by side"
+            f"the tier {inner.url} is inside of the tier {outer.url}: give each a root of its "
+            "own, such as two folders side by side"
         )
 
 

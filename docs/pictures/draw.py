@@ -1,7 +1,10 @@
-"""Draw the pictures of docs/concepts.md. ``python docs/pictures/draw.py`` writes them beside this file.
+"""Draw the pictures of docs/concepts.md.
 
-A picture is a column of boxes in two lanes. The text of a box stands below, in order from top to bottom. The
-colours are CSS variables: a picture alone follows the mode of the system, and the site sets its own values.
+``python docs/pictures/draw.py`` writes them beside this file.
+
+A picture is a column of boxes in two lanes. The text of a box stands below, in order from top to
+bottom. The colours are CSS variables: a picture alone follows the mode of the system, and the site
+sets its own values.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Box:
-    """A step. ``lane``: 0 is left, 1 is right, 2 is both. ``y``: the top edge. The first line is the title."""
+    """A step.
+
+    ``lane``: 0 is left, 1 is right, 2 is both. ``y``: the top edge. The first line is the title.
+    """
 
     lane: int
     y: int
@@ -115,23 +121,33 @@ def picture(name: str, title: str, description: str, height: int, parts: Sequenc
 
 def save() -> str:
     """The way of a save: what the training thread does, and what goes on behind it."""
-    call = Box(0, 40, "train", ("save_async(state, step)", "names the tensors", "takes a free slot"))
+    call = Box(
+        0, 40, "train", ("save_async(state, step)", "names the tensors", "takes a free slot")
+    )
     eager = Box(0, 125, "train", ("Copy, part 1", "buffers, scalars, objects", "into the slot"))
     back = Box(0, 210, "train", ("The call returns", "after milliseconds"))
     train = Box(0, 278, "train", ("forward, backward", "run during the copy"))
     step = Box(0, 346, "train", ("optimizer.step()", "waits for the end of part 2", "(the fence)"))
     more = Box(0, 431, "train", ("Training goes on", "It does not wait for storage."))
     late = Box(1, 210, "back", ("Copy, part 2", "parameters and", "optimizer state"))
-    write = Box(1, 346, "back", ("Write to the nearest tier", "chunk by chunk,", "each with a checksum"))
+    write = Box(
+        1, 346, "back", ("Write to the nearest tier", "chunk by chunk,", "each with a checksum")
+    )
     fragment = Box(
-        1, 431, "back", ("Write the fragment", "this rank is durable now;", "it reports to the others")
+        1,
+        431,
+        "back",
+        ("Write the fragment", "this rank is durable now;", "it reports to the others"),
     )
     commit = Box(
         2, 540, "done", ("Commit", "When all ranks are durable, one rank writes the manifest.", "Now the checkpoint exists.")
     )  # fmt: skip
     free = Box(0, 649, "train", ("PendingSave resolves", "when every tier has the step"))
     far = Box(
-        1, 649, "back", ("Copy to farther tiers", "from the nearest durable tier,", "each at its own pace")
+        1,
+        649,
+        "back",
+        ("Copy to farther tiers", "from the nearest durable tier,", "each at its own pace"),
     )
     bus = call.x + LANE + GAP // 2
     parts = [
@@ -161,10 +177,17 @@ def save() -> str:
 
 def restore() -> str:
     """The way of a restore: how the ranks agree on a step, and where each chunk comes from."""
-    first = Box(0, 40, "train", ("List the tiers", "nearest first; finish the", "commit of a dead job"))
-    propose = Box(0, 125, "train", ("Propose a step", "the newest one that has", "every byte within reach"))
+    first = Box(
+        0, 40, "train", ("List the tiers", "nearest first; finish the", "commit of a dead job")
+    )
+    propose = Box(
+        0, 125, "train", ("Propose a step", "the newest one that has", "every byte within reach")
+    )
     match = Box(
-        1, 125, "back", ("Read the manifest, match", "names, shapes, dtypes;", "nothing is changed yet")
+        1,
+        125,
+        "back",
+        ("Read the manifest, match", "names, shapes, dtypes;", "nothing is changed yet"),
     )
     agree = Box(
         2,
@@ -173,7 +196,9 @@ def restore() -> str:
         ("All ranks agree", "If one rank cannot match, all raise, and nothing is changed."),
     )
     plan = Box(1, 314, "back", ("Plan", "finds the chunks that", "overlap with its shards"))
-    read = Box(1, 399, "back", ("Read, verify each chunk", "from the nearest tier", "that has it intact"))
+    read = Box(
+        1, 399, "back", ("Read, verify each chunk", "from the nearest tier", "that has it intact")
+    )
     repair = Box(
         0,
         399,
@@ -183,7 +208,9 @@ def restore() -> str:
     landed = Box(2, 502, "done", ("All ranks report", "Is every chunk of every rank in its place?"))
     values = Box(1, 622, "back", ("Set plain values", "and load objects"))
     report = Box(1, 690, "back", ("RestoreReport",))
-    older = Box(0, 622, "train", ("The step is damaged", "on all tiers; propose the", "step before it"))
+    older = Box(
+        0, 622, "train", ("The step is damaged", "on all tiers; propose the", "step before it")
+    )
     parts = [
         text(EDGE + LANE // 2, 24, "Rank 0", "head", "middle"),
         text(EDGE + LANE + GAP + LANE // 2, 24, "Every rank", "head", "middle"),

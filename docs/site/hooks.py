@@ -1,9 +1,10 @@
 """What MkDocs cannot do by itself for this repository. `mkdocs.yml` names this file.
 
-The pages link to each other by their places in the repository, so that the links work in a clone too. Some
-of these places are outside of `docs/`. The functions here add these files to the site and translate the links.
-They also place the drawings in the pages, where they follow the colours of the site, and they report every
-public name that has no docstring or that the page of the API does not show.
+The pages link to each other by their places in the repository, so that the links work in a clone
+too. Some of these places are outside of `docs/`. The functions here add these files to the site and
+translate the links. They also place the drawings in the pages, where they follow the colours of the
+site, and they report every public name that has no docstring or that the page of the API does not
+show.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ log = logging.getLogger("mkdocs.hooks.ckpt")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside of `docs/` that are pages, and a page for each source file that a page links to."""
+    """Add the files outside of `docs/` that are pages, and a page for each source file that a
+    page links to.
+    """
     from mkdocs.structure.files import File
 
     for path in _mounted():
@@ -67,7 +70,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Place the drawings in the page. With the page of the API, report the names that are not documented."""
+    """Place the drawings in the page.
+
+    With the page of the API, report the names that are not documented.
+    """
     if page.file.src_uri == "api.md":
         for problem in undocumented(html):
             log.warning(problem)
@@ -108,7 +114,9 @@ def _mounted() -> Iterator[str]:
     for place in MOUNTED:
         path = ROOT / place
         found = [path] if path.is_file() else sorted(path.rglob("*"))
-        yield from (str(each.relative_to(ROOT)) for each in found if each.suffix in SHOWN_AS_THEY_ARE)
+        yield from (
+            str(each.relative_to(ROOT)) for each in found if each.suffix in SHOWN_AS_THEY_ARE
+        )
 
 
 def _links(text: str) -> Iterator[str]:
@@ -117,7 +125,10 @@ def _links(text: str) -> Iterator[str]:
 
 
 def _target(here: str, link: str) -> str | None:
-    """The file that a link of the page `here` names, as a path in the repository. None: it is no such link."""
+    """The file that a link of the page `here` names, as a path in the repository.
+
+    None: it is no such link.
+    """
     path = link.partition("#")[0]
     if not path or "://" in link or link.startswith("mailto:"):
         return None
@@ -126,7 +137,9 @@ def _target(here: str, link: str) -> str | None:
 
 
 def _repository_path(site_path: str) -> str:
-    return site_path if any(site_path.startswith(place) for place in MOUNTED) else f"docs/{site_path}"
+    return (
+        site_path if any(site_path.startswith(place) for place in MOUNTED) else f"docs/{site_path}"
+    )
 
 
 def _site_path(path: str) -> str:

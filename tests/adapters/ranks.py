@@ -1,4 +1,6 @@
-"""Any rank of any world in this process: torch's own meshes and DTensors, with a process group that talks to nobody."""
+"""Any rank of any world in this process: torch's own meshes and DTensors, with a process group
+that talks to nobody.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()  # it would give results the mesh of the rank before, whose own coordinate that has
+        # it would give results the mesh of the rank before, whose own coordinate that has
+        _clear_sharding_prop_cache()
 
 
 def mesh_of(shape: Sequence[int]) -> DeviceMesh:

@@ -52,7 +52,9 @@ def tree_of(root: str) -> Any:
 def bits(tensor: torch.Tensor) -> bytes:
     """Its elements as bytes, row-major, whatever its strides, dtype and flags."""
     plain = tensor.detach().resolve_conj().resolve_neg()
-    if str(plain.dtype).startswith(("torch.float4", "torch.bits", "torch.float8_e8m0", "torch.complex32")):
+    if str(plain.dtype).startswith(
+        ("torch.float4", "torch.bits", "torch.float8_e8m0", "torch.complex32")
+    ):
         plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[plain.itemsize])
     return plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

@@ -1,4 +1,6 @@
-"""Objects that save themselves as ``torch.distributed.checkpoint`` asks for it, as its tutorial and torchtitan write them."""
+"""Objects that save themselves as ``torch.distributed.checkpoint`` asks for it, as its tutorial
+and torchtitan write them.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Net(nn.Module):
 class AppState(Stateful):
     """The tutorial's (recipes/distributed_checkpoint_recipe)."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None = None, *, flat: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, flat: bool = False
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -86,7 +90,9 @@ class ModelWrapper(Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         func = functools.partial(
-            set_model_state_dict, model_state_dict=state_dict, options=StateDictOptions(strict=False)
+            set_model_state_dict,
+            model_state_dict=state_dict,
+            options=StateDictOptions(strict=False),
         )
         list(map(func, self.model))
         self.cache_state_dict = self._get_state_dict()

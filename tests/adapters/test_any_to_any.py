@@ -1,4 +1,6 @@
-"""Any layout of any world to any layout of any other: real tensors, the real plan, merge and reads; every element is where it belongs."""
+"""Any layout of any world to any layout of any other: real tensors, the real plan, merge and
+reads; every element is where it belongs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 
 @st.composite
-def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> tuple[str, Any]:
+def layouts(
+    draw: st.DrawFn, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
+) -> tuple[str, Any]:
     """How a tensor lies on the ranks: as placements, or the boxes or the flat range of each."""
     world_size = torch.Size(mesh_shape).numel()
     numel = torch.Size(shape).numel()
@@ -38,11 +42,17 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], mesh_shape: tuple[int, ...]
             for rank in rng.sample(range(world_size), rng.choice([1, 1, min(2, world_size)])):
                 owned[rank].append(box)  # on two ranks: copies that do not know of each other
         return kind, owned
-    ends = draw(st.lists(st.integers(0, numel), min_size=world_size - 1, max_size=world_size - 1).map(sorted))
+    ends = draw(
+        st.lists(st.integers(0, numel), min_size=world_size - 1, max_size=world_size - 1).map(
+            sorted
+        )
+    )
     return kind, list(pairwise([0, *ends, numel]))
 
 
-def laid_out(whole: torch.Tensor, layout: tuple[str, Any], mesh_shape: tuple[int, ...], rank: int) -> Source:
+def laid_out(
+    whole: torch.Tensor, layout: tuple[str, Any], mesh_shape: tuple[int, ...], rank: int
+) -> Source:
     """What ``rank`` holds of it, in memory of its own that is not always contiguous."""
     kind, how = layout
     if kind == "placed":
@@ -64,7 +74,9 @@ def worlds(
     draw: st.DrawFn, wholes: dict[str, torch.Tensor]
 ) -> tuple[tuple[int, ...], dict[str, tuple[str, Any]]]:
     mesh_shape = draw(mesh_shapes)
-    return mesh_shape, {name: draw(layouts(tuple(t.shape), mesh_shape)) for name, t in wholes.items()}
+    return mesh_shape, {
+        name: draw(layouts(tuple(t.shape), mesh_shape)) for name, t in wholes.items()
+    }
 
 
 @st.composite
@@ -72,20 +84,26 @@ def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for index in range(draw(st.integers(1, 3))):
         shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
-        found[f"t{index}"] = (torch.arange(torch.Size(shape).numel()) % 97 + index).to(dtype).view(shape)
+        found[f"t{index}"] = (
+            (torch.arange(torch.Size(shape).numel()) % 97 + index).to(dtype).view(shape)
+        )
     return found
 
 
 World = tuple[tuple[int, ...], dict[str, tuple[str, Any]]]
 
 
-def states(world: World, wholes: dict[str, torch.Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+def states(
+    world: World, wholes: dict[str, torch.Tensor]
+) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Be each rank in turn: (rank, size of the world, state)."""
     mesh_shape, how = world
     world_size = torch.Size(mesh_shape).numel()
     for rank in range(world_size):
         with rank_of(rank, world_size):
-            state = {name: laid_out(whole, how[name], mesh_shape, rank) for name, whole in wholes.items()}
+            state = {
+                name: laid_out(whole, how[name], mesh_shape, rank) for name, whole in wholes.items()
+            }
             yield rank, world_size, {"deep": state, "step": 3}
 
 

@@ -1,4 +1,6 @@
-"""Parameters that stand in plain dicts: of an optimizer, on several ranks, and in the place of a module that was saved."""
+"""Parameters that stand in plain dicts: of an optimizer, on several ranks, and in the place of a
+module that was saved.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.adapters.worlds import restore, save_ranks
 
 
 def stage(rank: int, virtual: int, value: float) -> nn.Linear:
-    """One of four stages of a pipeline: every rank has two, as an interleaved schedule deals them out."""
+    """One of four stages of a pipeline: every rank has two, as an interleaved schedule deals
+    them out.
+    """
     net = nn.Linear(3, 3)
     with torch.no_grad():
         net.weight.fill_(value + 10 * (2 * virtual + rank))
@@ -109,7 +113,9 @@ def test_what_was_known_by_its_place_in_the_optimizer_alone_is_found() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
     optimizer.state[weight]["momentum_buffer"] = torch.full((3,), 7.0)
     root = saved({"weights": {"w": weight.detach().clone()}, "optimizer": optimizer})
-    assert "optimizer/~param/0/0/momentum_buffer" in {tensor.name for tensor in manifest_of(root).tensors}
+    assert "optimizer/~param/0/0/momentum_buffer" in {
+        tensor.name for tensor in manifest_of(root).tensors
+    }
     fresh = nn.Parameter(torch.zeros(3))
     target = torch.optim.SGD([fresh], lr=0.1, momentum=0.9)
     restored(root, {"weights": {"w": fresh}, "optimizer": target})

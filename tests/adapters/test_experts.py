@@ -1,4 +1,6 @@
-"""Experts that live on different ranks, whichever way a framework keeps them; saved by so many expert parallel ranks, restored by so many others."""
+"""Experts that live on different ranks, whichever way a framework keeps them; saved by so many
+expert parallel ranks, restored by so many others.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def as_dtensor(rank: int, world_size: int, fill: float | None) -> nn.Module:
     copies = 2 if world_size > 1 else 1
     mesh = DeviceMesh("cpu", torch.arange(world_size).view(copies, -1), mesh_dim_names=("dp", "ep"))
     whole = WHOLE if fill is None else torch.full_like(WHOLE, fill)
-    net.experts = nn.Parameter(distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None))
+    net.experts = nn.Parameter(
+        distribute_tensor(whole, mesh, [Replicate(), Shard(0)], src_data_rank=None)
+    )
     return net
 
 
@@ -77,7 +81,10 @@ def assert_restored(net: nn.Module, state: dict[str, Any]) -> None:
         assert not (mine == -1).any(), name
         values = optimizer.state[parameter]
         for key, factor in (("exp_avg", 2), ("exp_avg_sq", 3)):
-            assert torch.equal(getattr(values[key], "_local_tensor", values[key]), factor * mine), (name, key)
+            assert torch.equal(getattr(values[key], "_local_tensor", values[key]), factor * mine), (
+                name,
+                key,
+            )
         assert values["step"] == 4
 
 
@@ -97,7 +104,7 @@ def saved(build: Build, world_size: int) -> tuple[dict[int, bytes], Any]:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(by_name, by_name), (as_dtensor, as_dtensor), (as_declared, as_declared), (as_declared, as_dtensor), (as_dtensor, as_declared)],
+    [(by_name, by_name), (as_dtensor, as_dtensor), (as_declared, as_declared), (as_declared, as_dtensor), (as_dtensor, as_declared)],  # noqa: E501
 )  # fmt: skip
 @pytest.mark.parametrize(("ranks", "others"), [(4, 2), (2, 4), (4, 1), (1, 8)])
 def test_experts_move_to_another_number_of_ranks(
@@ -129,7 +136,9 @@ def test_experts_that_nobody_declared_are_refused_with_name_and_ranks() -> None:
 
 
 def test_a_part_that_is_not_inside_the_whole_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"\[2, 3\] at \[7, 0\] is not inside a tensor of \[8, 3\]"):
+    with pytest.raises(
+        ConfigError, match=r"\[2, 3\] at \[7, 0\] is not inside a tensor of \[8, 3\]"
+    ):
         declare_part(torch.zeros(2, 3), (8, 3), (7, 0))
     part = nn.Parameter(torch.zeros(2, 3))
     declare_part(part, (8, 3), (6, 0))

@@ -49,7 +49,9 @@ def test_every_element_is_somewhere_and_only_replicas_share_it(
         for box in cut_boxes(shape, cuts(mesh_shape, placed, here)):
             copies[box.slices()] += 1
     replicas = [
-        parts for parts, placement in zip(mesh_shape, placed, strict=True) if isinstance(placement, Replicate)
+        parts
+        for parts, placement in zip(mesh_shape, placed, strict=True)
+        if isinstance(placement, Replicate)
     ]
     assert (copies == np.prod(replicas, dtype=int)).all()
 
@@ -62,11 +64,15 @@ def test_a_layout_of_one_box_is_as_torch_says(
     here = tuple(data.draw(st.integers(0, parts - 1)) for parts in mesh_shape)
     boxes = cut_boxes(shape, cuts(mesh_shape, placed, here))
     if len(boxes) == 1 and boxes[0].numel:
-        local_shape, offset = _compute_local_shape_and_global_offset(shape, mesh_shape, list(here), placed)
+        local_shape, offset = _compute_local_shape_and_global_offset(
+            shape, mesh_shape, list(here), placed
+        )
         assert boxes == [Box(tuple(offset), tuple(local_shape))]
 
 
-def cuts(mesh_shape: tuple[int, ...], placed: tuple[object, ...], here: tuple[int, ...]) -> list[Cut]:
+def cuts(
+    mesh_shape: tuple[int, ...], placed: tuple[object, ...], here: tuple[int, ...]
+) -> list[Cut]:
     return [
         Cut(placement.dim, parts, at, getattr(placement, "split_factor", 1))
         for placement, parts, at in zip(placed, mesh_shape, here, strict=True)
@@ -77,7 +83,7 @@ def cuts(mesh_shape: tuple[int, ...], placed: tuple[object, ...], here: tuple[in
 @pytest.mark.parametrize(
     ("size", "placed", "ranges"),
     [
-        (8, [_StridedShard(0, split_factor=2), Replicate()], [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]),
+        (8, [_StridedShard(0, split_factor=2), Replicate()], [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]),  # noqa: E501
         (8, [Shard(0), _StridedShard(0, split_factor=2)], [[0, 2], [1, 3], [4, 6], [5, 7]]),
         (8, [_StridedShard(0, split_factor=2), Shard(0)], [[0, 1], [4, 5], [2, 3], [6, 7]]),
         (7, [_StridedShard(0, split_factor=2), Shard(0)], [[0, 1], [4, 5], [2, 3], [6]]),
@@ -91,7 +97,9 @@ def test_layouts_of_two_by_two(size: int, placed: list[object], ranges: list[lis
     for rank, expected in enumerate(ranges):
         here = divmod(rank, 2)
         boxes = cut_boxes((size,), cuts((2, 2), tuple(placed), here))
-        assert [i for box in boxes for i in range(box.offsets[0], box.offsets[0] + box.shape[0])] == expected
+        assert [
+            i for box in boxes for i in range(box.offsets[0], box.offsets[0] + box.shape[0])
+        ] == expected
 
 
 def test_a_view_of_columns_is_many_boxes() -> None:
@@ -116,11 +124,21 @@ def test_a_partial_tensor_is_refused_by_name() -> None:
 def test_a_local_tensor_of_another_size_than_its_placements_say_is_refused() -> None:
     with rank_of(0, 2):
         tensor = DTensor.from_local(
-            torch.ones(3), mesh_of((2,)), [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,)
+            torch.ones(3),
+            mesh_of((2,)),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([5]),
+            stride=(1,),
         )
         assert leaf_of("x", tensor, ()).boxes == (Box((0,), (3,)),)
         tensor = DTensor.from_local(
-            torch.ones(2), mesh_of((2,)), [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,)
+            torch.ones(2),
+            mesh_of((2,)),
+            [Shard(0)],
+            run_check=False,
+            shape=torch.Size([5]),
+            stride=(1,),
         )
         with pytest.raises(UnsupportedValue, match=r"'x'.*holds \[2\] of \[5\].*LocalShards"):
             leaf_of("x", tensor, ())

@@ -1,4 +1,6 @@
-"""Objects whose ``state_dict()`` holds their own tensors, as ``torch.distributed.checkpoint`` asks for. On two ranks: tests/distributed/workers/in_layouts.py."""
+"""Objects whose ``state_dict()`` holds their own tensors, as ``torch.distributed.checkpoint``
+asks for. On two ranks: tests/distributed/workers/in_layouts.py.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_it_moves_to_another_number_of_ranks(kind: str, ranks: int, others: int)
         for inner in getattr(optimizer, "optimizers", [optimizer]):
             for number, parameter in enumerate(net.parameters()):
                 local(parameter).copy_(pattern(parameter, value + number))
-                moments = {key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")}
+                moments = {
+                    key: torch.zeros_like(parameter).detach() for key in ("exp_avg", "exp_avg_sq")
+                }
                 for each in moments.values():
                     local(each).copy_(pattern(parameter, value + number + 0.5))
                 inner.state[parameter] = {"step": torch.tensor(value), **moments}
@@ -94,7 +98,11 @@ class Queue(Stateful):
     """Tensors whose sizes change, and plain values."""
 
     def __init__(self, waiting: int, seen: int) -> None:
-        self.kept = {"waiting": torch.arange(waiting), "weights": torch.full((2,), float(seen)), "seen": seen}
+        self.kept = {
+            "waiting": torch.arange(waiting),
+            "weights": torch.full((2,), float(seen)),
+            "seen": seen,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return self.kept
@@ -154,7 +162,11 @@ def test_a_model_that_stands_in_the_state_as_well_is_stored_once() -> None:
         assert "model/net1.weight" not in names
         other = fully_shard(Net(), mesh=mesh_of((1,)))
         restored(
-            root, {"app": AppState(other, torch.optim.SGD(other.parameters(), momentum=0.9)), "model": other}
+            root,
+            {
+                "app": AppState(other, torch.optim.SGD(other.parameters(), momentum=0.9)),
+                "model": other,
+            },
         )
         assert torch.equal(local(other.net1.weight), local(net.net1.weight))
 

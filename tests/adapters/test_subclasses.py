@@ -1,4 +1,6 @@
-"""Tensor subclasses: those that share plain storage are tensors, and those whose elements are in other tensors are refused by name."""
+"""Tensor subclasses: those that share plain storage are tensors, and those whose elements are in
+other tensors are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ State = dict[str, Any]
 
 
 class Dequantised(torch.Tensor):
-    """A wrapper of integers and a scale, as quantisation libraries make them: every operation sees floats."""
+    """A wrapper of integers and a scale, as quantisation libraries make them: every operation
+    sees floats.
+    """
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Dequantised:
@@ -202,10 +206,14 @@ def test_storage_that_was_freed_since_the_last_save_is_refused_by_name(nbytes: i
 
 
 def test_a_lazy_parameter_without_a_shape_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedValue, match="'model/weight' is a parameter that is not initialized"):
+    with pytest.raises(
+        UnsupportedValue, match="'model/weight' is a parameter that is not initialized"
+    ):
         saved({"model": nn.LazyLinear(4)})
     root = saved({"model": nn.Linear(3, 4)})
-    with pytest.raises(UnsupportedValue, match="'model/weight' is a parameter that is not initialized"):
+    with pytest.raises(
+        UnsupportedValue, match="'model/weight' is a parameter that is not initialized"
+    ):
         restored(root, {"model": nn.LazyLinear(4)})
 
 
@@ -229,7 +237,9 @@ def test_a_subclass_that_shares_plain_storage_is_a_tensor(
     assert bits(memory) == bits(torch.arange(12.0))
 
 
-@pytest.mark.parametrize("wrap", [lambda tensor: tensor.as_subclass(Trivial), AsyncCollectiveTensor])
+@pytest.mark.parametrize(
+    "wrap", [lambda tensor: tensor.as_subclass(Trivial), AsyncCollectiveTensor]
+)
 def test_such_a_subclass_is_a_tensor_inside_a_dtensor_too(
     wrap: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
@@ -246,4 +256,6 @@ def test_an_empty_tensor_needs_no_storage() -> None:
     state = {"a": torch.empty(0, 3), "b": torch.empty(0)}
     assert_same(round_trip(state, {"a": torch.empty(0, 3), "b": torch.empty(0)}), state)
     with rank_of(0, 2):
-        assert DTensor.from_local(torch.empty(0), mesh_of([2]), [Shard(0)], run_check=False).shape == (0,)
+        assert DTensor.from_local(
+            torch.empty(0), mesh_of([2]), [Shard(0)], run_check=False
+        ).shape == (0,)

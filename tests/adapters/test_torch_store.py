@@ -70,11 +70,15 @@ def test_a_word_forgotten_between_two_requests_holds_nobody_up(
     store.set("x/2", "two")
     coordinator._store = Forgetful(store, f"x/{gone}")  # type: ignore[assignment]
     began = time.monotonic()
-    assert coordinator.collect("x", {1, 2}, timeout=3) == {3 - gone: b"one" if gone == 2 else b"two"}
+    assert coordinator.collect("x", {1, 2}, timeout=3) == {
+        3 - gone: b"one" if gone == 2 else b"two"
+    }
     assert time.monotonic() - began < 2
 
 
-def test_the_first_verdict_stands_and_looking_does_not_make_one(coordinator: TorchStoreCoordinator) -> None:
+def test_the_first_verdict_stands_and_looking_does_not_make_one(
+    coordinator: TorchStoreCoordinator,
+) -> None:
     assert coordinator.verdict("x", timeout=0) is None
     assert coordinator.verdict("x", timeout=0.05) is None
     assert coordinator.set_once("x", b"yes") == b"yes"

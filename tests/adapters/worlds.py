@@ -1,4 +1,6 @@
-"""A whole world in this process: what each rank would write, merged; and what each would read of it."""
+"""A whole world in this process: what each rank would write, merged; and what each would read of
+it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def restore(
     strict: bool = True,
 ) -> None:
     """What the rank reads, the way the plan says and no other."""
-    matched = match(state, manifest, rank=rank, world_size=world_size, selection=Selection(strict=strict))
+    matched = match(
+        state, manifest, rank=rank, world_size=world_size, selection=Selection(strict=strict)
+    )
     plan = plan_restore(manifest, matched.wanted)
     sink = TensorSink(matched.wanted, matched.targets)
     places = [(read.rank, read.offset) for read in plan.reads]

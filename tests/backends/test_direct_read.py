@@ -71,7 +71,9 @@ def direct_reads(monkeypatch: pytest.MonkeyPatch) -> list[Read]:
 
     def preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            seen.append(Read(tuple(map(address, parts)), tuple(part.nbytes for part in parts), offset))
+            seen.append(
+                Read(tuple(map(address, parts)), tuple(part.nbytes for part in parts), offset)
+            )
         return real(fd, parts, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
@@ -89,7 +91,9 @@ class Room:
         self.view = memoryview(self._map)[self.begin : self.end]
 
     def untouched_around(self) -> bool:
-        return bool((self._all[: self.begin] == GUARD).all() and (self._all[self.end :] == GUARD).all())
+        return bool(
+            (self._all[: self.begin] == GUARD).all() and (self._all[self.end :] == GUARD).all()
+        )
 
 
 LENGTHS = st.one_of(
@@ -100,16 +104,22 @@ LENGTHS = st.one_of(
 PLACES = st.one_of(st.integers(0, 4095), st.sampled_from([0, 64, 512]))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    offset=st.one_of(st.integers(0, SIZE + 5000), st.integers(0, SIZE // 512).map(lambda n: 512 * n)),
+    offset=st.one_of(
+        st.integers(0, SIZE + 5000), st.integers(0, SIZE // 512).map(lambda n: 512 * n)
+    ),
     parts=st.lists(st.tuples(LENGTHS, PLACES), max_size=8),
 )
 @example(offset=4096, parts=[(SIZE - 4096, 0)])
 @example(offset=4096, parts=[(SIZE, 64)])
 @example(offset=4160, parts=[(2 * BUFFER_BYTES, 64), (100, 3), (STRAIGHT_BYTES, 164)])
 @example(offset=4095, parts=[(BUFFER_BYTES + 2, 4095)])
-@example(offset=0, parts=[(BUFFER_BYTES, 64), (0, 0), (BUFFER_BYTES, 64), (STRAIGHT_BYTES, 0), (SIZE, 1)])
+@example(
+    offset=0, parts=[(BUFFER_BYTES, 64), (0, 0), (BUFFER_BYTES, 64), (STRAIGHT_BYTES, 0), (SIZE, 1)]
+)
 @example(offset=SIZE, parts=[(100_000, 0)])
 def test_any_bytes_come_to_any_memory_and_nowhere_else(
     disk: Path, offset: int, parts: list[tuple[int, int]]
@@ -135,18 +145,24 @@ def test_more_parts_than_the_kernel_takes_at_once(disk: Path, warm: bool) -> Non
     assert b"".join(outs) == DATA[5 : 5 + asked]
 
 
-def test_memory_that_fits_its_offset_is_read_into_itself(disk: Path, direct_reads: list[Read]) -> None:
+def test_memory_that_fits_its_offset_is_read_into_itself(
+    disk: Path, direct_reads: list[Read]
+) -> None:
     evict(disk)
     room = Room(BUFFER_BYTES + 700, at=100)
     assert read_at(str(disk), 8192 + 100, [room.view]) == room.view.nbytes
     [read] = direct_reads
     start = address(room.view)
-    inside = [n for place, n in zip(read.places, read.nbytes, strict=True) if start <= place < start + n]
+    inside = [
+        n for place, n in zip(read.places, read.nbytes, strict=True) if start <= place < start + n
+    ]
     assert sum(inside) > room.view.nbytes - 2 * blocks_of_file(disk)[1]
     assert room.view == DATA[8292 : 8292 + room.view.nbytes]
 
 
-def test_small_neighbours_of_memory_that_fits_come_together(disk: Path, direct_reads: list[Read]) -> None:
+def test_small_neighbours_of_memory_that_fits_come_together(
+    disk: Path, direct_reads: list[Read]
+) -> None:
     evict(disk)
     block = blocks_of_file(disk)[1]
     small = [Room(700, at=k) for k in range(10)]
@@ -211,7 +227,9 @@ def test_what_lies_in_the_page_cache_is_taken_from_there_and_stays(
     assert cached(disk)
 
 
-def test_what_lies_there_in_part_is_read_from_the_disk(disk: Path, direct_reads: list[Read]) -> None:
+def test_what_lies_there_in_part_is_read_from_the_disk(
+    disk: Path, direct_reads: list[Read]
+) -> None:
     evict(disk)
     with disk.open("rb") as file:
         file.read(BUFFER_BYTES)
@@ -287,7 +305,9 @@ def test_a_direct_read_that_is_refused_goes_on_buffered(
 def test_after_one_refusal_nothing_is_left_out(
     disk: Path, monkeypatch: pytest.MonkeyPatch, refused: int
 ) -> None:
-    """A later request may well succeed: its bytes must not take the place of those that are missing."""
+    """A later request may well succeed: its bytes must not take the place of those that are
+    missing.
+    """
     real, asked = os.preadv, []
 
     def preadv(fd: int, parts: Sequence[memoryview], offset: int) -> int:
@@ -299,7 +319,9 @@ def test_after_one_refusal_nothing_is_left_out(
 
     evict(disk)
     monkeypatch.setattr(os, "preadv", preadv)
-    rooms = [Room(nbytes, 0) for nbytes in (STRAIGHT_BYTES, 500, BUFFER_BYTES, STRAIGHT_BYTES, 4096)]
+    rooms = [
+        Room(nbytes, 0) for nbytes in (STRAIGHT_BYTES, 500, BUFFER_BYTES, STRAIGHT_BYTES, 4096)
+    ]
     outs = [room.view for room in rooms]
     assert read_at(str(disk), 0, outs) == sum(out.nbytes for out in outs)
     assert len(asked) >= min(refused + 1, 3)
@@ -358,7 +380,9 @@ def test_a_bad_sector_is_an_error_of_the_store_and_no_descriptor_stays(
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(StorageError, match="Input/output"):
-        open_posix(str(disk.parent), {"direct": direct}).read_into(disk.name, 0, Room(SIZE, at).view)
+        open_posix(str(disk.parent), {"direct": direct}).read_into(
+            disk.name, 0, Room(SIZE, at).view
+        )
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -43,7 +43,10 @@ class TestChainedUrl(BackendConformance):
 def boto_error(code: str, status: int):
     from botocore.exceptions import ClientError
 
-    response = {"Error": {"Code": code, "Message": "told"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    response = {
+        "Error": {"Code": code, "Message": "told"},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
     return ClientError(response, "PutObject")
 
 
@@ -113,13 +116,19 @@ def test_our_own_errors_and_bugs_pass():
 
 
 def test_a_missing_bucket_is_named():
-    with pytest.raises(StorageError, match="no bucket 'gone'"), foreign_errors.foreign("key", bucket="gone"):
+    with (
+        pytest.raises(StorageError, match="no bucket 'gone'"),
+        foreign_errors.foreign("key", bucket="gone"),
+    ):
         raise caused(FileNotFoundError("x"), boto_error("NoSuchBucket", 404))
 
 
 def test_no_credential_gets_into_a_message():
     told = "http://user:hunter2@host/b?X-Amz-Signature=abcdef&x=1 and s3cr3t-token"
-    with pytest.raises(StorageError) as caught, foreign_errors.foreign("key", secrets=["s3cr3t-token"]):
+    with (
+        pytest.raises(StorageError) as caught,
+        foreign_errors.foreign("key", secrets=["s3cr3t-token"]),
+    ):
         raise OSError(errno.EIO, told)
     for secret in ("hunter2", "abcdef", "s3cr3t-token"):
         assert secret not in str(caught.value)
@@ -165,7 +174,12 @@ class Recorder:
     """A writable file of an object store, whose bytes appear at ``close``."""
 
     def __init__(self, store: dict[str, bytes], path: str, broken_after: int, lost_reply: bool):
-        self.store, self.path, self.broken_after, self.lost_reply = store, path, broken_after, lost_reply
+        self.store, self.path, self.broken_after, self.lost_reply = (
+            store,
+            path,
+            broken_after,
+            lost_reply,
+        )
         self.held, self.closed, self.discarded = bytearray(), False, False
 
     def write(self, data):
@@ -194,7 +208,9 @@ class FakeStore:
         self.lost_reply = False
 
     def open(self, path, mode, block_size):
-        broken_after = self.broken_after.pop(0) if len(self.broken_after) > 1 else self.broken_after[0]
+        broken_after = (
+            self.broken_after.pop(0) if len(self.broken_after) > 1 else self.broken_after[0]
+        )
         self.files.append(Recorder(self.objects, path, broken_after, self.lost_reply))
         return self.files[-1]
 

@@ -39,7 +39,9 @@ def backend(fake_gcs):
 
 
 def test_the_endpoint_may_be_in_the_url(fake_gcs):
-    backend = open_gcs(f"gs://bucket/q-{next(_numbers)}?endpoint_url={fake_gcs.url}", {"token": "anon"})
+    backend = open_gcs(
+        f"gs://bucket/q-{next(_numbers)}?endpoint_url={fake_gcs.url}", {"token": "anon"}
+    )
     backend.put("key", [b"x"])
     assert fetch(backend, "key") == b"x"
     assert "?" not in backend.url
@@ -95,7 +97,9 @@ def test_a_part_that_has_been_sent_is_let_go(backend):
         tracemalloc.stop()
     upload.finish()
     assert peak < 24 << 20
-    assert fetch(backend, "key") == b"".join(bytes([number + 1]) * len(memory) for number in range(8))
+    assert fetch(backend, "key") == b"".join(
+        bytes([number + 1]) * len(memory) for number in range(8)
+    )
 
 
 def test_parts_in_any_order_and_one_shorter_than_was_announced(backend):
@@ -225,7 +229,9 @@ def test_without_credentials_it_fails_at_once_with_the_way_out(monkeypatch, tmp_
 
 
 def test_a_store_that_cannot_be_reached_is_told_in_seconds_and_prints_nothing(capfd):
-    backend = open_gcs("gs://bucket/x", {"token": "anon", "endpoint_url": f"http://127.0.0.1:{free_port()}"})
+    backend = open_gcs(
+        "gs://bucket/x", {"token": "anon", "endpoint_url": f"http://127.0.0.1:{free_port()}"}
+    )
     began = time.monotonic()
     with pytest.raises(TransientStorageError):
         backend.head("key")

@@ -1,4 +1,7 @@
-"""Striping on Lustre. There is none here: a table of mounts says so, and an ``lfs`` of ours writes down what it was asked."""
+"""Striping on Lustre.
+
+There is none here: a table of mounts says so, and an ``lfs`` of ours writes down what it was asked.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Asked:
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
     monkeypatch.setattr(ckpt_backends.lustre, "kind_of", lambda path: kind_of(path, str(mounts)))
-    return lambda: [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    return lambda: (
+        [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    )
 
 
 def save(tier: Tier, *steps: int) -> None:
@@ -91,7 +96,9 @@ def test_what_lfs_refuses_costs_one_warning(
     root = tmp_path / "scratch" / "runs"
     save(Tier(str(root)), 1, 2)
     assert len(folders(root)) == 2
-    told = [record.getMessage() for record in caplog.records if "no striping" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "no striping" in record.getMessage()
+    ]
     assert len(told) == 1
     assert "out of targets" in told[0]
 

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import AccessDenied, ConfigError, ObjectExists, ObjectNotFound, OutOfSpace, StorageError
+from ckpt.errors import (
+    AccessDenied,
+    ConfigError,
+    ObjectExists,
+    ObjectNotFound,
+    OutOfSpace,
+    StorageError,
+)
 from ckpt.storage.api import KeepsUnfinished
 from ckpt.storage.testing import BackendConformance
 from ckpt.storage.testing.conformance import fetch, page_aligned, payload, send, store
@@ -144,7 +151,9 @@ def test_a_network_file_system_is_shared(tmp_path, monkeypatch, kind, shared):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/vda / ext4 rw 0 0\nserver:/x /data\\040set {kind} rw 0 0\n")
     real_open = open
-    monkeypatch.setattr(mounts_module, "open", lambda path, **how: real_open(mounts, **how), raising=False)
+    monkeypatch.setattr(
+        mounts_module, "open", lambda path, **how: real_open(mounts, **how), raising=False
+    )
     assert open_posix("/data set/run", {}).capabilities.shared is shared
     assert not open_posix("/data settlers", {}).capabilities.shared
 
@@ -159,7 +168,9 @@ def test_files_and_folders_are_private(backend, tmp_path):
         store(backend, "step/sub/large", payload(PART + 1))
     finally:
         os.umask(old)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "root").rglob("*")}
+    modes = {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "root").rglob("*")
+    }
     assert modes == {"step": 0o700, "sub": 0o700, "small": 0o600, "large": 0o600}
     assert stat.S_IMODE((tmp_path / "root").stat().st_mode) == 0o700
 
@@ -249,7 +260,9 @@ def test_delete_takes_abandoned_temporary_files_along_but_no_others(backend, tmp
     assert leftovers(tmp_path / "root") == [str(tmp_path / "root/young/.y.0123456789ab.tmp")]
 
 
-@pytest.mark.parametrize("name", [".x.tmp", ".y.1.tmp", ".notes.0123456789xy.tmp", "y.0123456789ab.tmp"])
+@pytest.mark.parametrize(
+    "name", [".x.tmp", ".y.1.tmp", ".notes.0123456789xy.tmp", "y.0123456789ab.tmp"]
+)
 def test_delete_leaves_temporary_files_of_others_however_old_they_are(backend, tmp_path, name):
     backend.put("step/x", [b"x"])
     theirs = tmp_path / "root/step" / name
@@ -379,7 +392,9 @@ def test_a_direct_open_that_is_refused_goes_buffered(backend, monkeypatch):
 def test_short_writes_and_reads_are_gone_on_with(backend, monkeypatch, at_most):
     pwrite, preadv, write = os.pwrite, os.preadv, os.write
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, data[:at_most], offset))
-    monkeypatch.setattr(os, "preadv", lambda fd, outs, offset: preadv(fd, [outs[0][:at_most]], offset))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, outs, offset: preadv(fd, [outs[0][:at_most]], offset)
+    )
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: at_most // 7]))
     data = payload(PART + 4096 + 3)
     store(backend, "large", data)
@@ -426,7 +441,8 @@ def test_a_disk_that_fills_up_keeps_older_objects_whole(small_disk, monkeypatch)
     backend.put("old", [payload(100)])
     with pytest.raises(OutOfSpace):
         backend.put("small", [payload(30 << 20)])
-    monkeypatch.setattr(posix_module, "reserve", lambda fd, size: None)  # as where nothing can be reserved
+    # as where nothing can be reserved
+    monkeypatch.setattr(posix_module, "reserve", lambda fd, size: None)
     upload = backend.upload("large", 30 << 20)
     with pytest.raises(OutOfSpace):
         send(upload, page_aligned(payload(30 << 20)))
@@ -473,7 +489,7 @@ def test_a_user_without_permission_is_denied(tmp_path):
                 verb()
             except AccessDenied:
                 print("denied")
-    """
+    """  # noqa: E501
     folder = tempfile.mkdtemp(dir="/tmp", prefix="ckpt-test-")
     os.chmod(folder, 0o755)
     try:
@@ -490,7 +506,9 @@ def test_a_user_without_permission_is_denied(tmp_path):
         shutil.rmtree(folder)
 
 
-def test_a_file_system_without_any_conditional_rename_says_what_to_do(backend, tmp_path, monkeypatch):
+def test_a_file_system_without_any_conditional_rename_says_what_to_do(
+    backend, tmp_path, monkeypatch
+):
     def refuse(*_, **__):
         raise OSError(errno.EPERM, "Operation not permitted")
 

@@ -40,7 +40,8 @@ class TestMoto(BackendConformance):
     @pytest.fixture
     def open_root(self, moto_server):
         test = fresh()
-        # moto, one Python process, was seen once to leave a request of eight racing threads without an answer: ask again sooner
+        # moto, one Python process, was seen once to leave a request of eight racing threads without
+        # an answer: ask again sooner
         options = {**RIGHT, "endpoint_url": moto_server.url, "config_kwargs": {"read_timeout": 5}}
         return lambda name: open_s3(f"s3://bucket/{test}/{name}", options)
 
@@ -52,7 +53,9 @@ class TestRclone(BackendConformance):
     def open_root(self, rclone_s3):
         test = fresh()
         options = {**RIGHT, "put_if_absent": False}
-        return lambda name: open_s3(f"s3://bucket/{test}/{name}?endpoint_url={rclone_s3.url}", options)
+        return lambda name: open_s3(
+            f"s3://bucket/{test}/{name}?endpoint_url={rclone_s3.url}", options
+        )
 
     def test_an_aborted_upload_leaves_nothing(self, backend):
         """rclone makes the folder when an upload begins and leaves it there."""
@@ -62,7 +65,9 @@ class TestRclone(BackendConformance):
         assert list(backend.list("")) == []
 
     def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend):
-        """rclone writes over the file in place, which no client can help: a short answer must at least be seen as one."""
+        """rclone writes over the file in place, which no client can help: a short answer must at
+        least be seen as one.
+        """
         backend.put("flip", [payload(50_000)])
 
         def work(number: int) -> None:
@@ -85,7 +90,12 @@ class TestObstore(UploadConformance):
     @pytest.fixture
     def open_root(self, rclone_s3):
         test = fresh()
-        options = {**RIGHT, "endpoint_url": rclone_s3.url, "put_if_absent": False, "client": "obstore"}
+        options = {
+            **RIGHT,
+            "endpoint_url": rclone_s3.url,
+            "put_if_absent": False,
+            "client": "obstore",
+        }
         return lambda name: open_s3(f"s3://bucket/{test}/ü %20#{name}", options)
 
     test_an_aborted_upload_leaves_nothing = TestRclone.test_an_aborted_upload_leaves_nothing
@@ -154,7 +164,11 @@ def test_a_completion_that_never_happened_is_a_failure_even_over_an_older_object
 
 def uploads_of(backend) -> list[str]:
     reply = backend._fs.call_s3("list_multipart_uploads", Bucket="bucket")
-    return [found["Key"] for found in reply.get("Uploads", ()) if found["Key"].startswith(backend._prefix)]
+    return [
+        found["Key"]
+        for found in reply.get("Uploads", ())
+        if found["Key"].startswith(backend._prefix)
+    ]
 
 
 def test_an_abort_leaves_no_parts_to_pay_for(moto):
@@ -212,7 +226,9 @@ def test_a_bucket_that_is_not_there_is_named(moto_server):
 
 
 def test_listings_go_over_pages(moto):
-    at_once(lambda thread: [moto.put(f"many/{thread}-{number}/x", [b""]) for number in range(260)], 4)
+    at_once(
+        lambda thread: [moto.put(f"many/{thread}-{number}/x", [b""]) for number in range(260)], 4
+    )
     assert len({info.key for info in moto.list("many/")}) == 1040
     assert len(set(moto.folders("many/"))) == 1040
 
@@ -286,7 +302,12 @@ def test_a_part_is_sent_from_the_memory_it_lies_in(moto, monkeypatch):
 def test_a_request_that_moves_no_byte_is_cut_and_tried_again(rclone_s3, way):
     config = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 1}
     with Proxy(rclone_s3.port) as wire:
-        options = {**RIGHT, "endpoint_url": wire.url, "put_if_absent": False, "config_kwargs": config}
+        options = {
+            **RIGHT,
+            "endpoint_url": wire.url,
+            "put_if_absent": False,
+            "config_kwargs": config,
+        }
         backend = open_s3(f"s3://bucket/{fresh()}", options)
         data = payload(20 << 20)
         out = bytearray(len(data))
@@ -316,7 +337,12 @@ def test_a_slow_wire_is_no_stall(rclone_s3):
     """A part that takes longer than any timeout, but moves."""
     config = {"retries": {"max_attempts": 1}, "connect_timeout": 1, "read_timeout": 3}
     with Proxy(rclone_s3.port) as wire:
-        options = {**RIGHT, "endpoint_url": wire.url, "put_if_absent": False, "config_kwargs": config}
+        options = {
+            **RIGHT,
+            "endpoint_url": wire.url,
+            "put_if_absent": False,
+            "config_kwargs": config,
+        }
         backend = open_s3(f"s3://bucket/{fresh()}", options)
         data = payload(16 << 20)
         upload = backend.upload("key", len(data))
@@ -413,7 +439,13 @@ def test_a_lost_reply_to_the_last_request_of_obstore_is_no_failure(obstore):
 
 def test_a_server_that_dies_under_obstore(rclone_s3, monkeypatch):
     monkeypatch.setattr(s3_obstore, "_TRIES", 1)
-    options = {**RIGHT, **HASTY, "endpoint_url": rclone_s3.url, "put_if_absent": False, "client": "obstore"}
+    options = {
+        **RIGHT,
+        **HASTY,
+        "endpoint_url": rclone_s3.url,
+        "put_if_absent": False,
+        "client": "obstore",
+    }
     backend = open_s3(f"s3://bucket/{fresh()}", options)
     data = payload(40 << 20)
     upload = backend.upload("key", len(data))
@@ -438,7 +470,8 @@ def test_obstore_that_is_not_installed_is_named_with_its_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"client": "curl"}, {"abort_uploads_after_hours": "soon"}, {"abort_uploads_after_hours": -1}]
+    "options",
+    [{"client": "curl"}, {"abort_uploads_after_hours": "soon"}, {"abort_uploads_after_hours": -1}],
 )
 def test_an_option_that_makes_no_sense_is_named(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
@@ -508,7 +541,9 @@ def test_a_server_that_dies_under_an_upload(rclone, rclone_s3):
 
 @pytest.mark.parametrize("when", ["a part", "the end"])
 def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
-    """A server that was started anew knows its uploads no more: nothing is missing that could not be sent again."""
+    """A server that was started anew knows its uploads no more: nothing is missing that could
+    not be sent again.
+    """
     data = memoryview(payload(20 << 20))
     upload = rclone.upload("key", len(data))
     part = upload.part_bytes
@@ -516,7 +551,9 @@ def test_an_upload_that_the_server_has_forgotten_may_be_sent_anew(rclone, when):
     if when == "the end":
         send(upload, data)
     rclone.call("key", "abort_multipart_upload", UploadId=upload._id)
-    go_on = upload.finish if when == "the end" else lambda: upload.write(part, data[part : 2 * part])
+    go_on = (
+        upload.finish if when == "the end" else lambda: upload.write(part, data[part : 2 * part])
+    )
     with pytest.raises(TransientStorageError, match="sent again"):
         go_on()
     upload.abort()

@@ -1,4 +1,6 @@
-"""No credential gets into an error, a log, a URL for people, or a listing: whatever way it was given, and whoever puts it into a message."""
+"""No credential gets into an error, a log, a URL for people, or a listing: whatever way it was
+given, and whoever puts it into a message.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ def test_errors_and_our_log_tell_no_credentials(request, caplog, server, client)
     url = request.getfixturevalue(server).url if server else f"http://127.0.0.1:{free_port()}"
     host = url.removeprefix("http://")
     backend = open_backend(
-        f"s3://AKIAHUNTER2:hunter2@bucket/x?endpoint_url=http://user:hunter2@{host}", {**OPTIONS, **HASTY, "endpoint_url": url, "client": client}
-    )  # fmt: skip
+        f"s3://AKIAHUNTER2:hunter2@bucket/x?endpoint_url=http://user:hunter2@{host}",
+        {**OPTIONS, **HASTY, "endpoint_url": url, "client": client},
+    )
     told = [backend.url]
     large = memoryview(bytes(20 << 20))
 
@@ -70,7 +73,8 @@ def test_errors_and_our_log_tell_no_credentials(request, caplog, server, client)
         "https://h/b?X-Goog-Credential=hunter2&X-Goog-Signature=hunter2",
         "https://h/b?GoogleAccessId=hunter2&Signature=hunter2",
         "https://acct.blob.core.windows.net/c?sv=1&sig=hunter2%2B",
-        "Authorization: AWS4-HMAC-SHA256 Credential=hunter2/20261121/x, SignedHeaders=host, Signature=hunter2",
+        "Authorization: AWS4-HMAC-SHA256 Credential=hunter2/20261121/x, SignedHeaders=host, "
+        "Signature=hunter2",
         "'Authorization': 'Bearer hunter2.abc-def'",
         "x-amz-security-token: hunter2",
         "{'access_token': 'hunter2', 'token_type': 'Bearer'}",
@@ -93,12 +97,16 @@ def test_a_checkpoint_and_its_listing_hold_no_credentials(rclone_s3, monkeypatch
     with CheckpointManager(Tier("s3://bucket/secret", options=options)) as manager:
         manager.save({"x": torch.ones(5)}, 1)
     stored = [
-        path.read_bytes() for path in (rclone_s3.data / "bucket" / "secret").rglob("*") if path.is_file()
+        path.read_bytes()
+        for path in (rclone_s3.data / "bucket" / "secret").rglob("*")
+        if path.is_file()
     ]
     assert len(stored) >= 3
     assert not any(secret.encode() in data for data in stored for secret in (KEY, SECRET))
     table = "\n".join(f"{name} = {json.dumps(value)}" for name, value in options.items())
-    (tmp_path / "ckpt.toml").write_text(f'[[tiers]]\nurl = "s3://bucket/secret"\n[tiers.options]\n{table}\n')
+    (tmp_path / "ckpt.toml").write_text(
+        f'[[tiers]]\nurl = "s3://bucket/secret"\n[tiers.options]\n{table}\n'
+    )
     monkeypatch.chdir(tmp_path)
     for words in (["ls", "--json"], ["ls"]):
         done = CliRunner().invoke(app, words)
@@ -111,7 +119,9 @@ HUNTER = "hunter2"
 
 
 @pytest.mark.parametrize("name", ["secret", "shared", "direct", "put_if_absent", "stripe_count"])
-@pytest.mark.parametrize("url", ["runs", "file:///tmp/runs", "local:///tmp/runs", "memory://x", "shm://x"])
+@pytest.mark.parametrize(
+    "url", ["runs", "file:///tmp/runs", "local:///tmp/runs", "memory://x", "shm://x"]
+)
 def test_an_option_that_is_refused_is_told_by_its_name(url, name):
     with pytest.raises(ConfigError) as caught:
         open_backend(url, {name: HUNTER})
@@ -135,7 +145,8 @@ def test_what_is_no_tier_is_told_by_its_type(given):
 
 
 @pytest.mark.parametrize(
-    "name", ["every", "keep_last", "keep_best", "capacity", "required", "codec", "local", "url", "options"]
+    "name",
+    ["every", "keep_last", "keep_best", "capacity", "required", "codec", "local", "url", "options"],
 )
 def test_a_dict_in_the_place_of_a_setting_is_told_by_its_type(name):
     fields = {"url": "runs", "keep_last": 3, name: [{"secret": HUNTER}]}
@@ -144,7 +155,9 @@ def test_a_dict_in_the_place_of_a_setting_is_told_by_its_type(name):
     assert HUNTER not in said(caught.value)
 
 
-@pytest.mark.parametrize("url", ["file://user:hunter2@host/x", "nope://user:hunter2@host", "s3://u:hunter2@"])
+@pytest.mark.parametrize(
+    "url", ["file://user:hunter2@host/x", "nope://user:hunter2@host", "s3://u:hunter2@"]
+)
 def test_a_url_loses_its_password_in_every_message(url):
     assert HUNTER not in repr(Tier(url))
     with pytest.raises(ConfigError) as caught:

@@ -29,7 +29,9 @@ class TestShm(BackendConformance):
             for info in list(backend.list("")):
                 backend.delete(info.key)
             backend.close()
-            assert not Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{url.removeprefix('shm://')}").exists()
+            assert not Path(
+                f"/dev/shm/ckpt-memory-{os.getuid()}-{url.removeprefix('shm://')}"
+            ).exists()
 
     def test_a_file_is_taken_without_a_copy_and_keeps_its_own_name(self, backend):
         path = Path(f"/dev/shm/ckpt-test-{uuid.uuid4().hex}")

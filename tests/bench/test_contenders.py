@@ -39,25 +39,37 @@ def change(subject: Subject) -> None:
 
 
 def left_behind() -> tuple[list[str], list[str]]:
-    """Processes and shared memory of this one. The tracker of multiprocessing and torch's keeper of names live as long as it does."""
+    """Processes and shared memory of this one.
+
+    The tracker of multiprocessing and torch's keeper of names live as long as it does.
+    """
     lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    lines = [line for line in lines if "resource_tracker" not in line and "torch_shm_manager" not in line]
-    return lines, [name for name in os.listdir("/dev/shm") if str(os.getpid()) in re.split(r"\D+", name)]
+    lines = [
+        line for line in lines if "resource_tracker" not in line and "torch_shm_manager" not in line
+    ]
+    return lines, [
+        name for name in os.listdir("/dev/shm") if str(os.getpid()) in re.split(r"\D+", name)
+    ]
 
 
 @pytest.mark.parametrize("kind", SUBJECTS)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.torture if name in PROCESSES or name in VARIANTS else ())
+        pytest.param(
+            name, marks=pytest.mark.torture if name in PROCESSES or name in VARIANTS else ()
+        )
         for name in ALL
-        if name != "ckpt.device"  # the hook of an optimizer holds its step alone, and no step is made here
+        # the hook of an optimizer holds its step alone, and no step is made here
+        if name != "ckpt.device"
     ],
 )
 def test_what_was_saved_comes_back_bit_for_bit_whatever_happens_meanwhile(
     name: str, kind: str, tmp_path: Path
 ) -> None:
-    """Changed as soon as it may be, saved once more before the first is durable, and changed again."""
+    """Changed as soon as it may be, saved once more before the first is durable, and changed
+    again.
+    """
     contender = contenders.make(installed(name))
     before = left_behind()
     subject = SUBJECTS[kind]()
@@ -148,7 +160,9 @@ def test_what_is_not_installed_is_missing_with_the_reason(monkeypatch: pytest.Mo
 
 
 def test_whoever_needs_a_package_says_so() -> None:
-    """All that a contender imports is torch's, ours, or what its row names: so a missing package is told before it is run into."""
+    """All that a contender imports is torch's, ours, or what its row names: so a missing package
+    is told before it is run into.
+    """
     folder = Path(contenders.__file__).parent
     for row in ALL.values():
         source = (folder / f"{row.module}.py").read_text()

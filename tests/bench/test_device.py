@@ -1,4 +1,6 @@
-"""The bench of the device path, with whatever there is in the place of the device: the CPU if need be. Nothing here is about speed."""
+"""The bench of the device path, with whatever there is in the place of the device: the CPU if
+need be. Nothing here is about speed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from bench.scenarios import device
 
 
 @pytest.mark.slow
-def test_saves_are_measured_compared_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_are_measured_compared_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(device, "NAMES", ("ckpt.device",))
     options = replace(device.QUICK, size_mib=(2,))
     with Bench("device", str(tmp_path / "disk"), (), 120, Console(quiet=True), quick=True) as bench:

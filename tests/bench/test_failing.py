@@ -1,4 +1,6 @@
-"""A contender that fails, lies or hangs has no numbers, and the others are measured all the same."""
+"""A contender that fails, lies or hangs has no numbers, and the others are measured all the
+same.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     with Bench(
-        "raw", str(tmp_path), ["torch.save", "safetensors"], 60, Console(file=io.StringIO()), quick=True
+        "raw",
+        str(tmp_path),
+        ["torch.save", "safetensors"],
+        60,
+        Console(file=io.StringIO()),
+        quick=True,
     ) as bench:
         yield bench
     assert list(tmp_path.iterdir()) == []
@@ -33,7 +40,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 def flip_a_bit(session: Session) -> None:
     """In the middle of the largest file, far from any header."""
     _, _, made = session.kept[-1]
-    files = [path for entry in made for path in (Path(entry), *Path(entry).rglob("*")) if path.is_file()]
+    files = [
+        path for entry in made for path in (Path(entry), *Path(entry).rglob("*")) if path.is_file()
+    ]
     with max(files, key=lambda path: path.stat().st_size).open("r+b") as data:
         data.seek(os.path.getsize(data.name) // 2)
         byte = data.read(1)

@@ -11,7 +11,16 @@ import pytest
 
 from bench.floors import Floors
 from bench.machine import disk_of, evict
-from bench.measure import Block, Spread, Step, TrainedSave, footprint, host_memory_bytes, slope, tree_bytes
+from bench.measure import (
+    Block,
+    Spread,
+    Step,
+    TrainedSave,
+    footprint,
+    host_memory_bytes,
+    slope,
+    tree_bytes,
+)
 from bench.plots import spread_out
 from bench.result import Column, Failure, Line, Result
 from bench.runner import Shape, lots
@@ -106,18 +115,34 @@ def test_the_disk_is_that_of_the_folder_also_when_it_is_relative(
 
 def test_a_result_survives_its_file() -> None:
     line = Line(
-        "1 GiB", "ckpt.save", "ckpt save", {"a": Spread.of([1.0, 2.0]), "b": 3, "c": "none", "d": None}
+        "1 GiB",
+        "ckpt.save",
+        "ckpt save",
+        {"a": Spread.of([1.0, 2.0]), "b": 3, "c": "none", "d": None},
     )
     columns = [Column("a", "A", "seconds")]
     result = Result(
-        "raw", "Title", columns, ["note"], [line], [Failure("1 GiB", "nvrx", "why")], [], {"cores": 2}
+        "raw",
+        "Title",
+        columns,
+        ["note"],
+        [line],
+        [Failure("1 GiB", "nvrx", "why")],
+        [],
+        {"cores": 2},
     )
     assert Result.from_json(result.as_json()) == result
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.000456, "0.46 ms"), (0.0456, "45.6 ms"), (-0.456, "-456 ms"), (4.561, "4.56 s"), (45.61, "45.6 s")],
+    [
+        (0.000456, "0.46 ms"),
+        (0.0456, "45.6 ms"),
+        (-0.456, "-456 ms"),
+        (4.561, "4.56 s"),
+        (45.61, "45.6 s"),
+    ],
 )
 def test_times_have_three_digits(value: float, text: str) -> None:
     assert seconds(value) == text
@@ -148,12 +173,16 @@ def test_lots_fit_into_memory_keep_the_order_and_are_not_too_many() -> None:
 
 def test_ours_makes_do_with_one_image_where_two_do_not_fit() -> None:
     shape = Shape("raw", 8 << 30, 128)
-    assert shape.need_bytes("ckpt.save_async") - shape.need_bytes("ckpt.save_async", least=True) == 8 << 30
+    assert (
+        shape.need_bytes("ckpt.save_async") - shape.need_bytes("ckpt.save_async", least=True)
+        == 8 << 30
+    )
     assert shape.need_bytes("torch.save") == shape.need_bytes("torch.save", least=True)
 
 
 @pytest.mark.parametrize(
-    "verb", ["raw", "small", "train", "restore", "ranks", "growth", "soak", "every", "all", "render"]
+    "verb",
+    ["raw", "small", "train", "restore", "ranks", "growth", "soak", "every", "all", "render"],
 )
 def test_every_verb_explains_itself(verb, capsys):
     from bench.__main__ import main

@@ -87,7 +87,9 @@ def test_each_script_of_a_rank_ends_so() -> None:
     for folder in ("tests", "bench"):
         for path in (ROOT / folder).rglob("*.py"):
             calls = {
-                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
                 for node in ast.walk(ast.parse(path.read_text()))
                 if isinstance(node, ast.Call)
             }

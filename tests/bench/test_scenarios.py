@@ -1,4 +1,7 @@
-"""Every scenario runs through the command line, compares what it measures, and writes what it says. Nothing here is about speed."""
+"""Every scenario runs through the command line, compares what it measures, and writes what it says.
+
+Nothing here is about speed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,9 @@ def bench(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
-    done = bench("all", "--quick", "--contenders", *TWO, "--dir", "disk", "--out", "out", cwd=folder)
+    done = bench(
+        "all", "--quick", "--contenders", *TWO, "--dir", "disk", "--out", "out", cwd=folder
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((folder / "disk").iterdir()), "the run cleans up behind itself"
     return folder / "out"
@@ -50,8 +55,15 @@ def spread(result: Result, case: str, name: str, key: str) -> Spread:
 
 CASES = {
     "raw": [("16 MiB", TWO, "safe_seconds", 2), ("16 MiB", TWO, "durable_over_write", 2)],
-    "small": [("300 tensors", TWO, "call_seconds", 2), ("model + optimizer, 100 parameters", TWO, "safe_seconds", 2)],
-    "train": [("8 MiB", TWO, "stall_seconds", 2), ("8 MiB", TWO, "durable_seconds", 2), ("8 MiB", TWO, "idle_durable_seconds", 2)],
+    "small": [
+        ("300 tensors", TWO, "call_seconds", 2),
+        ("model + optimizer, 100 parameters", TWO, "safe_seconds", 2),
+    ],
+    "train": [
+        ("8 MiB", TWO, "stall_seconds", 2),
+        ("8 MiB", TWO, "durable_seconds", 2),
+        ("8 MiB", TWO, "idle_durable_seconds", 2),
+    ],
     "restore": [("8 MiB", TWO, "cold_seconds", 2), ("8 MiB", TWO, "warm_bytes_per_second", 2)],
     "ranks": [("2 ranks", TWO[1:], "stall_seconds", 2), ("2 ranks", TWO[1:], "durable_seconds", 2)],
     "replicas": [("2 ranks, local disk", ("read", "broadcast"), "restore_seconds", 2)],
@@ -59,10 +71,16 @@ CASES = {
     "soak": [("4 MiB", TWO[1:], "memory_bytes", 12), ("4 MiB", TWO[1:], "descriptors", 12)],
     "objects": [("rclone, 20 MiB", ("ckpt", "obstore", "s3fs.signed"), "up_bytes_per_second", 2)],
     "far": [("1 MiB", ("far.none", "far.healthy", "far.1 MB/s", "far.down"), "near_seconds", 2)],
-    "codec": [("weights, bf16", ("ckpt.zstd.1", "zstd1"), "encode_bytes_per_second", 2), ("second moments, fp32", ("ckpt.zstd.1",), "decode_cpu_seconds", 2)],
+    "codec": [
+        ("weights, bf16", ("ckpt.zstd.1", "zstd1"), "encode_bytes_per_second", 2),
+        ("second moments, fp32", ("ckpt.zstd.1",), "decode_cpu_seconds", 2),
+    ],
     "scale": [],
-    "every": [("4 MiB", TWO[1:], "clean_step_seconds", 4), ("4 MiB", TWO[1:], "saving_step_seconds", 4)],
-}  # fmt: skip
+    "every": [
+        ("4 MiB", TWO[1:], "clean_step_seconds", 4),
+        ("4 MiB", TWO[1:], "saving_step_seconds", 4),
+    ],
+}
 
 
 @pytest.mark.slow
@@ -90,7 +108,8 @@ def test_every_save_in_training_was_compared(results: Path) -> None:
     for name in TWO:
         line = result.find("8 MiB", name)
         assert line is not None
-        assert line.numbers["saves_compared_equal"] == 4  # the first, two in training, the last idle
+        # the first, two in training, the last idle
+        assert line.numbers["saves_compared_equal"] == 4
 
 
 @pytest.mark.slow
@@ -109,7 +128,9 @@ def test_the_page_has_the_main_table_and_names_the_disk_that_was_measured(result
     rows = [line for line in page.splitlines() if line.startswith("| **ckpt save_async** |")]
     assert len(rows) == 1
     assert "GB/s" in rows[0]
-    df = subprocess.run(["df", "--output=source", str(results)], capture_output=True, text=True, check=True)
+    df = subprocess.run(
+        ["df", "--output=source", str(results)], capture_output=True, text=True, check=True
+    )
     assert df.stdout.split()[-1] in page
     assert CASES.keys() == scenarios.ALL.keys() - scenarios.ALONE
     assert all(f"[{name}]({name}.md)" in page for name in CASES)
@@ -135,12 +156,22 @@ def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "folder"])
-def test_a_save_every_step_goes_where_it_is_told_and_leaves_what_lay_there(tmp_path: Path, kind: str) -> None:
+def test_a_save_every_step_goes_where_it_is_told_and_leaves_what_lay_there(
+    tmp_path: Path, kind: str
+) -> None:
     kept = tmp_path / "root" / "step-000000001.mine"
     kept.mkdir(parents=True)
     name = f"test-{os.getpid()}"
     root = f"shm://{name}" if kind == "memory" else str(tmp_path / "root")
-    words = ("--quick", "--contenders", "ckpt.save_async", "--root", root, "--dir", str(tmp_path / "disk"))
+    words = (
+        "--quick",
+        "--contenders",
+        "ckpt.save_async",
+        "--root",
+        root,
+        "--dir",
+        str(tmp_path / "disk"),
+    )
     done = bench("every", *words, "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert root in (tmp_path / "out" / "every.md").read_text()

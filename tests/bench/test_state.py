@@ -24,7 +24,9 @@ both = pytest.mark.parametrize("make", [training, raw])
 
 
 @both
-def test_a_loaded_state_is_the_saved_one_bit_for_bit(make: Callable[[], Subject], tmp_path: Path) -> None:
+def test_a_loaded_state_is_the_saved_one_bit_for_bit(
+    make: Callable[[], Subject], tmp_path: Path
+) -> None:
     subject = make()
     subject.step = 12
     reference = Reference(str(tmp_path / "reference"), subject.nbytes)

@@ -1,4 +1,6 @@
-"""A rank that holds tensors of its own, saves them with one contender after the other, together with the other rank, and compares."""
+"""A rank that holds tensors of its own, saves them with one contender after the other, together
+with the other rank, and compares.
+"""
 
 from __future__ import annotations
 

@@ -31,10 +31,14 @@ def store(*attempts: str) -> tuple[StorageBackend, dict[str, Written]]:
 
 def unreadable(backend: StorageBackend) -> StorageBackend:
     """Lists, and tells sizes."""
-    return FaultyBackend(backend, [Rule(verb="read_into", key="manifest", fault=Raise(AccessDenied))])
+    return FaultyBackend(
+        backend, [Rule(verb="read_into", key="manifest", fault=Raise(AccessDenied))]
+    )
 
 
-def test_a_store_that_fails_when_rivals_are_compared_is_told_of_not_passed_over(workers: Workers) -> None:
+def test_a_store_that_fails_when_rivals_are_compared_is_told_of_not_passed_over(
+    workers: Workers,
+) -> None:
     backend, _ = store("aaaaaa", "bbbbbb")
     with pytest.raises(AccessDenied):
         list(candidates([unreadable(backend)], None, workers=workers))
@@ -48,7 +52,12 @@ def test_what_it_held_is_had_from_the_next_store(workers: Workers) -> None:
 
 
 def test_a_store_that_fails_while_the_others_hold_nothing_leads_out(workers: Workers) -> None:
-    near, far = open_backend(f"memory://{uuid.uuid4().hex}"), open_backend(f"memory://{uuid.uuid4().hex}")
+    near, far = (
+        open_backend(f"memory://{uuid.uuid4().hex}"),
+        open_backend(f"memory://{uuid.uuid4().hex}"),
+    )
     down = FaultyBackend(far, [Rule(verb="folders", fault=Raise(AccessDenied))])
-    with pytest.raises(AccessDenied, match=r"no other tier has a step.*take that tier out to start afresh"):
+    with pytest.raises(
+        AccessDenied, match=r"no other tier has a step.*take that tier out to start afresh"
+    ):
         list(candidates([near, down], None, workers=workers))

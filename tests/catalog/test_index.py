@@ -27,7 +27,10 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule
 from tests.checkpoints import Arrays, write_checkpoint
 
-ARRAYS: Arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5, dtype=np.int64)}
+ARRAYS: Arrays = {
+    "w": np.arange(12, dtype=np.float32).reshape(4, 3),
+    "b": np.arange(5, dtype=np.int64),
+}
 
 
 @pytest.fixture
@@ -88,7 +91,9 @@ def test_a_manifest_in_a_bad_sector_hides_no_other_step(backend: StorageBackend)
     for step, attempt in ((1, "aaaaaa"), (2, "aaaaaa"), (2, "zzzzzz")):
         write_checkpoint(backend, step, ARRAYS, attempt=attempt)
     bad = Rule(
-        verb="read_into", key="zzzzzz", fault=Raise(lambda key: StorageError(key, "Input/output error"))
+        verb="read_into",
+        key="zzzzzz",
+        fault=Raise(lambda key: StorageError(key, "Input/output error")),
     )
     damaged, *others = survey(FaultyBackend(backend, [bad]))
     assert "Input/output error" in str(damaged.damage)
@@ -112,7 +117,11 @@ def test_a_store_that_stutters_is_asked_again(backend: StorageBackend) -> None:
     [
         ([], None, "empty, or does not exist"),
         (["notes.txt"], None, "no steps, but other files, such as 'notes.txt'"),
-        (["step-000000004.abc123/rank-00000.json"], None, r"1 save\(s\) were begun, none was committed"),
+        (
+            ["step-000000004.abc123/rank-00000.json"],
+            None,
+            r"1 save\(s\) were begun, none was committed",
+        ),
         (["step-000000004.abc123/rank-00000.json"], 4, "step 4 was begun, but never committed"),
         (["step-000000004.abc123/manifest.json"], 5, "step 5 is not there"),
     ],
@@ -159,7 +168,7 @@ def test_a_manifest_in_the_wrong_folder_is_refused(backend: StorageBackend) -> N
             read_manifest(backend, ref)
 
 
-# -- manifests that we would never have written -----------------------------------------------------------------------
+# -- manifests that we would never have written ----------------------------------------------------
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -174,18 +183,24 @@ def with_file(manifest: Manifest, **changes: object) -> Manifest:
 
 
 def with_fragment(manifest: Manifest, **changes: object) -> Manifest:
-    return replaced(manifest, fragments=(replaced(manifest.fragments[0], **changes), *manifest.fragments[1:]))
+    return replaced(
+        manifest, fragments=(replaced(manifest.fragments[0], **changes), *manifest.fragments[1:])
+    )
 
 
 def with_tensor(manifest: Manifest, **changes: object) -> Manifest:
-    return replaced(manifest, tensors=(replaced(manifest.tensors[0], **changes), *manifest.tensors[1:]))
+    return replaced(
+        manifest, tensors=(replaced(manifest.tensors[0], **changes), *manifest.tensors[1:])
+    )
 
 
 def with_run(manifest: Manifest, **changes: object) -> Manifest:
     index = manifest.layout_of[0]
     runs = manifest.layouts[index]
     changed = (replaced(runs[0], **changes), *runs[1:])
-    return replaced(manifest, layouts=(*manifest.layouts[:index], changed, *manifest.layouts[index + 1 :]))
+    return replaced(
+        manifest, layouts=(*manifest.layouts[:index], changed, *manifest.layouts[index + 1 :])
+    )
 
 
 NONSENSE = {
@@ -226,8 +241,12 @@ NONSENSE = {
 
 @pytest.mark.parametrize("change", list(NONSENSE.values()), ids=list(NONSENSE))
 @pytest.mark.timeout(20)
-def test_a_manifest_that_we_would_not_have_written_is_refused(backend: StorageBackend, change: Any) -> None:
-    written = write_checkpoint(backend, 1, {"b": np.arange(5, dtype=np.int64), "w": np.ones(4)}, world_size=2)
+def test_a_manifest_that_we_would_not_have_written_is_refused(
+    backend: StorageBackend, change: Any
+) -> None:
+    written = write_checkpoint(
+        backend, 1, {"b": np.arange(5, dtype=np.int64), "w": np.ones(4)}, world_size=2
+    )
     backend.put(written.ref.manifest, [pack(change(written.stored))])
     with pytest.raises(ManifestCorrupt):
         read_manifest(backend, written.ref)
@@ -255,6 +274,8 @@ def test_what_is_no_manifest_at_all_is_refused(backend: StorageBackend, data: by
 def test_a_later_format_says_that_ckpt_must_be_upgraded(backend: StorageBackend) -> None:
     body = b'{"format":9,"something":"new"}'
     ref = StepRef(1, "abc123")
-    backend.put(ref.manifest, [b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"])
+    backend.put(
+        ref.manifest, [b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"]
+    )
     with pytest.raises(FormatTooNew, match="upgrade with pip"):
         read_manifest(backend, ref)

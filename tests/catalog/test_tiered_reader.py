@@ -116,10 +116,12 @@ def test_a_file_that_is_missing_or_short_comes_from_the_next(workers: Workers, d
     near = FaultyBackend(near)
     array, origin, given_by, told = read([near, far], done, workers)
     assert np.array_equal(array, ARRAY)
-    assert len(given_by[1].reads) == (2 if damage == "cut" else 6)  # what lies before the cut is intact
+    # what lies before the cut is intact
+    assert len(given_by[1].reads) == (2 if damage == "cut" else 6)
     assert len(told) == len(origin.repairs) == 1
     if damage == "gone":
-        assert sum(call.key == key(done, 0) for call in near.calls) <= 3  # asked by each worker once at most
+        # asked by each worker once at most
+        assert sum(call.key == key(done, 0) for call in near.calls) <= 3
 
 
 def test_files_serve_where_there_is_no_manifest(workers: Workers) -> None:
@@ -185,7 +187,8 @@ def test_what_is_intact_nowhere_is_an_error_that_names_all(workers: Workers) -> 
     for store in stores:
         flip_byte(store, key(done, 0), -3)
     with pytest.raises(
-        IntegrityError, match=r"no tier has .* intact: .*/near: checksum.*/mid: checksum.*/far: checksum"
+        IntegrityError,
+        match=r"no tier has .* intact: .*/near: checksum.*/mid: checksum.*/far: checksum",
     ):
         read(stores, done, workers)
 
@@ -217,19 +220,25 @@ BAD = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 6))
 """(store, file, chunk); chunk 0 is the header, which no restore of tensors reads."""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(bad=BAD, gone=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=2))
 def test_a_step_is_whole_if_and_only_if_each_chunk_is_intact_somewhere(
     workers: Workers, bad: set[tuple[int, int, int]], gone: set[tuple[int, int]]
 ) -> None:
     stores, done = written("near", "mid", "far")
     for store, file, chunk in bad:
-        flip_byte(stores[store], key(done, file), chunk_offsets(done.manifest.files[file])[chunk] + 7)
+        flip_byte(
+            stores[store], key(done, file), chunk_offsets(done.manifest.files[file])[chunk] + 7
+        )
     for store, file in gone:
         stores[store].delete(key(done, file))
 
     def nearest(file: int, chunk: int) -> int | None:
-        return next((s for s in range(3) if (s, file) not in gone and (s, file, chunk) not in bad), None)
+        return next(
+            (s for s in range(3) if (s, file) not in gone and (s, file, chunk) not in bad), None
+        )
 
     expected = {(file, chunk): nearest(file, chunk) for file in range(2) for chunk in range(7)}
     tensors = {place: store for place, store in expected.items() if place[1] > 0}
@@ -246,22 +255,31 @@ def test_a_step_is_whole_if_and_only_if_each_chunk_is_intact_somewhere(
     there = open_backend(f"memory://{uuid.uuid4().hex}")
     if None in expected.values():
         with pytest.raises(IntegrityError):
-            fetch_step(stores[0], done.ref, there, workers=workers, retry=IMPATIENT, others=stores[1:])
+            fetch_step(
+                stores[0], done.ref, there, workers=workers, retry=IMPATIENT, others=stores[1:]
+            )
         assert not is_committed(there, done.ref)
     else:
         fetch_step(stores[0], done.ref, there, workers=workers, retry=IMPATIENT, others=stores[1:])
         assert verify_step(there, done.ref, workers=workers).intact
 
 
-def test_a_fetch_tells_once_for_each_file_and_store_what_it_took_from_elsewhere(workers: Workers) -> None:
+def test_a_fetch_tells_once_for_each_file_and_store_what_it_took_from_elsewhere(
+    workers: Workers,
+) -> None:
     (near, far), done = written("near", "far")
     flip_byte(near, key(done, 0), 4096 + 3)
     flip_byte(near, key(done, 0), 4096 + 300)
     near.delete(done.ref.key(done.manifest.fragments[1].name))
     told: list[Repair] = []
     there = open_backend(f"memory://{uuid.uuid4().hex}")
-    fetch_step(near, done.ref, there, workers=workers, retry=IMPATIENT, others=[far], on_repair=told.append)
-    assert {one.key for one in told} == {key(done, 0), done.ref.key(done.manifest.fragments[1].name)}
+    fetch_step(
+        near, done.ref, there, workers=workers, retry=IMPATIENT, others=[far], on_repair=told.append
+    )
+    assert {one.key for one in told} == {
+        key(done, 0),
+        done.ref.key(done.manifest.fragments[1].name),
+    }
     assert len(told) == 2
 
 
@@ -270,7 +288,11 @@ def test_one_source_says_what_is_wrong_as_it_always_did(workers: Workers) -> Non
     flip_byte(only, key(done, 0), 4096 + 130)
     with pytest.raises(ChecksumMismatch) as caught:
         read([only], done, workers)
-    assert (caught.value.key, caught.value.offset, caught.value.nbytes) == (key(done, 0), 4096 + 128, 128)
+    assert (caught.value.key, caught.value.offset, caught.value.nbytes) == (
+        key(done, 0),
+        4096 + 128,
+        128,
+    )
     only.put(key(done, 0), [b"short"])
     with pytest.raises(StorageError, match="ends at byte 5"):
         read([only], done, workers)

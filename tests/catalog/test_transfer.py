@@ -26,7 +26,15 @@ from ckpt.pipeline import stored
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.rebase import same_chunks
-from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, PutUpload, StorageBackend, Upload, read_object
+from ckpt.storage.api import (
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    PutUpload,
+    StorageBackend,
+    Upload,
+    read_object,
+)
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, LoseReply, Raise, Rule, flip_byte
 from tests.checkpoints import Arrays, Written, write_checkpoint
@@ -68,7 +76,9 @@ def data_key(written: Written, rank: int = 0) -> str:
 
 
 class Uploads(FaultyBackend):
-    """Any store, with uploads in small parts; counts what is begun, finished and aborted, and the parts under way."""
+    """Any store, with uploads in small parts; counts what is begun, finished and aborted, and
+    the parts under way.
+    """
 
     def __init__(
         self,
@@ -173,7 +183,9 @@ def test_from_disk_to_disk(tmp_path: Path, workers: Workers) -> None:
     fetch_step(source, written.ref, destination, workers=workers)
     for path in (tmp_path / "a").rglob("*.*"):
         if path.is_file():
-            assert (tmp_path / "b" / path.relative_to(tmp_path / "a")).read_bytes() == path.read_bytes()
+            assert (
+                tmp_path / "b" / path.relative_to(tmp_path / "a")
+            ).read_bytes() == path.read_bytes()
     assert verify_step(destination, written.ref, workers=workers).intact
 
 
@@ -193,7 +205,9 @@ def test_no_flipped_bit_is_ever_committed(source: StorageBackend, workers: Worke
         source.put(key, [whole])
 
 
-def test_no_missing_cut_or_longer_file_is_ever_committed(source: StorageBackend, workers: Workers) -> None:
+def test_no_missing_cut_or_longer_file_is_ever_committed(
+    source: StorageBackend, workers: Workers
+) -> None:
     written = write_checkpoint(source, 1, SMALL, world_size=2, chunk_bytes=64)
     for key, whole in objects(source).items():
         for damaged in (b"", whole[:1], whole[:-1], whole + b"\0", None):
@@ -208,7 +222,9 @@ def test_no_missing_cut_or_longer_file_is_ever_committed(source: StorageBackend,
         source.put(key, [whole])
 
 
-def test_a_fetch_that_was_cut_short_goes_on_where_it_was(source: StorageBackend, workers: Workers) -> None:
+def test_a_fetch_that_was_cut_short_goes_on_where_it_was(
+    source: StorageBackend, workers: Workers
+) -> None:
     written = write_checkpoint(source, 1, SMALL, world_size=3)
     store = memory()
     last = written.manifest.files[-1]
@@ -238,7 +254,9 @@ def test_a_step_is_encoded_for_its_destination_and_decoded_again(
     nbytes = floats.manifest.nbytes
     assert told[-1] == (nbytes, nbytes)
     assert report.nbytes == report.copied_bytes < nbytes * 0.95
-    assert report.nbytes == sum(len(data) for key, data in objects(destination).items() if "encoded" in key)
+    assert report.nbytes == sum(
+        len(data) for key, data in objects(destination).items() if "encoded" in key
+    )
     manifest = read_manifest(destination, floats.ref)
     assert manifest.codecs == ("zstd",)
     assert same_chunks(manifest, read_manifest(source, floats.ref))
@@ -287,7 +305,9 @@ def test_a_step_that_is_there_already_keeps_its_encoding(
 ) -> None:
     fetch_step(source, floats.ref, destination, workers=workers)
     before = objects(destination)
-    assert fetch_step(source, floats.ref, destination, workers=workers, codec="zstd").copied_bytes == 0
+    assert (
+        fetch_step(source, floats.ref, destination, workers=workers, codec="zstd").copied_bytes == 0
+    )
     assert objects(destination) == before
 
 
@@ -345,7 +365,8 @@ def test_the_manifest_is_written_last(source: StorageBackend, workers: Workers) 
 
     fetch_step(source, written.ref, Watched(memory(), part_bytes=4096), workers=workers)
     kinds = [
-        key.rpartition("/")[2].rpartition(".")[2] if "manifest" not in key else "manifest" for key in order
+        key.rpartition("/")[2].rpartition(".")[2] if "manifest" not in key else "manifest"
+        for key in order
     ]
     assert kinds == ["safetensors", "safetensors", "json", "json", "verdict", "manifest"]
 
@@ -355,7 +376,9 @@ def test_a_lost_reply_to_the_commit_is_no_failure(
 ) -> None:
     written = write_checkpoint(source, 1, SMALL)
     rules = [Rule(verb="put", key="manifest", fault=LoseReply(TransientStorageError), nth=1)]
-    fetch_step(source, written.ref, FaultyBackend(destination, rules), workers=workers, retry=IMPATIENT)
+    fetch_step(
+        source, written.ref, FaultyBackend(destination, rules), workers=workers, retry=IMPATIENT
+    )
     assert objects(destination) == objects(source)
 
 
@@ -386,7 +409,9 @@ def test_a_failing_destination_is_its_own_error_and_leaves_no_step(
     store = memory()
     rules = [Rule(verb=verb, fault=Raise(error))]  # type: ignore[arg-type]
     with pytest.raises(error):
-        fetch_step(source, written.ref, FaultyBackend(store, rules), workers=workers, retry=IMPATIENT)
+        fetch_step(
+            source, written.ref, FaultyBackend(store, rules), workers=workers, retry=IMPATIENT
+        )
     assert not is_committed(store, written.ref)
 
 
@@ -406,8 +431,12 @@ def test_an_interrupted_fetch_aborts_its_uploads(source: StorageBackend) -> None
     assert not is_committed(destination, written.ref)
 
 
-def test_memory_does_not_grow_with_the_file(source: StorageBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that takes what it is given at once lets spans and parts go: only what workers hold is alive."""
+def test_memory_does_not_grow_with_the_file(
+    source: StorageBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that takes what it is given at once lets spans and parts go: only what workers
+    hold is alive.
+    """
     alive: list[int] = [0, 0]
 
     class Memory(bytearray):

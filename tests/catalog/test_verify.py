@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from ckpt.catalog.verify import VerifyReport, verify_step
-from ckpt.errors import AccessDenied, ChecksumMismatch, IntegrityError, StorageError, TransientStorageError
+from ckpt.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    IntegrityError,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef
@@ -48,7 +54,9 @@ def check(backend: StorageBackend, ref: StepRef, workers: Workers) -> VerifyRepo
 
 def keys(written: Written) -> list[str]:
     manifest, ref = written.manifest, written.ref
-    names = [file.name for file in manifest.files] + [fragment.name for fragment in manifest.fragments]
+    names = [file.name for file in manifest.files] + [
+        fragment.name for fragment in manifest.fragments
+    ]
     return [ref.key(name) for name in names]
 
 
@@ -60,7 +68,10 @@ def test_an_intact_step_has_no_faults(backend: StorageBackend, workers: Workers)
     written = write_checkpoint(backend, 1, SMALL, world_size=3)
     told: list[tuple[int, int]] = []
     report = verify_step(
-        backend, written.ref, workers=workers, on_progress=lambda done, total: told.append((done, total))
+        backend,
+        written.ref,
+        workers=workers,
+        on_progress=lambda done, total: told.append((done, total)),
     )
     assert report.intact
     assert report.verified_bytes == written.manifest.nbytes
@@ -112,7 +123,9 @@ def test_all_faults_are_told_not_only_the_first(backend: StorageBackend, workers
     assert len(check(backend, written.ref, workers).faults) == 8
 
 
-def test_a_manifest_that_is_gone_or_damaged_is_a_fault(backend: StorageBackend, workers: Workers) -> None:
+def test_a_manifest_that_is_gone_or_damaged_is_a_fault(
+    backend: StorageBackend, workers: Workers
+) -> None:
     ref = write_checkpoint(backend, 1, SMALL, commit=False).ref
     assert [fault.what for fault in check(backend, ref, workers).faults] == ["is missing"]
     backend.put(ref.manifest, [b"{}"])
@@ -129,7 +142,9 @@ def test_a_fragment_of_another_save_is_found_even_with_the_right_checksum(
         written.manifest.fragments[0], size=len(stranger), checksum=checksum(stranger)
     )
     backend.put(written.ref.key(named.name), [stranger])
-    backend.put(written.ref.manifest, [pack(msgspec.structs.replace(written.stored, fragments=(named,)))])
+    backend.put(
+        written.ref.manifest, [pack(msgspec.structs.replace(written.stored, fragments=(named,)))]
+    )
     assert [fault.what for fault in check(backend, written.ref, workers).faults] == [
         "belongs to another save"
     ]
@@ -151,7 +166,9 @@ def test_a_fragment_that_contradicts_the_file_table_is_found(
 
 def test_a_store_that_stutters_is_asked_again(backend: StorageBackend, workers: Workers) -> None:
     written = write_checkpoint(backend, 1, SMALL)
-    rules = [Rule(verb=verb, fault=Raise(TransientStorageError), nth=1) for verb in ("read_into", "head")]
+    rules = [
+        Rule(verb=verb, fault=Raise(TransientStorageError), nth=1) for verb in ("read_into", "head")
+    ]
     assert check(FaultyBackend(backend, rules), written.ref, workers).intact
 
 
@@ -169,7 +186,9 @@ def test_a_store_that_cannot_be_asked_is_an_error_not_a_fault(
         )
 
 
-def test_a_bad_sector_is_narrowed_down_to_its_chunk(backend: StorageBackend, workers: Workers) -> None:
+def test_a_bad_sector_is_narrowed_down_to_its_chunk(
+    backend: StorageBackend, workers: Workers
+) -> None:
     class BadSector(FaultyBackend):
         def read_into(self, key: str, offset: int, out: memoryview) -> None:
             if key.endswith("safetensors") and offset <= 4169 < offset + out.nbytes:
@@ -205,4 +224,6 @@ def test_runs_cover_a_file_in_order_and_keep_to_the_limit() -> None:
     runs = runs_of(chunks_of(file, None))
     assert [chunk.nbytes for run in runs for chunk in run.reads] == lengths
     assert all(run.nbytes <= RUN_BYTES or len(run.reads) == 1 for run in runs)
-    assert [run.offset for run in runs] == [sum(run.nbytes for run in runs[:i]) for i in range(len(runs))]
+    assert [run.offset for run in runs] == [
+        sum(run.nbytes for run in runs[:i]) for i in range(len(runs))
+    ]

@@ -22,7 +22,11 @@ ARRAYS: Arrays = {
 }
 TREE = {
     "epoch": 3,
-    "optimizer": {"$": "optimizer", "groups": [{"params": ["a"], "values": {"lr": 0.01}}], "state": {}},
+    "optimizer": {
+        "$": "optimizer",
+        "groups": [{"params": ["a"], "values": {"lr": 0.01}}],
+        "state": {},
+    },
 }
 
 

@@ -54,7 +54,7 @@ def test_the_place_is_an_option_or_that_of_a_file(
 
 @pytest.mark.parametrize(
     "call",
-    ["ls", "show", "verify", "restore", "finalize", "prune --keep-last 9", "copy there", "export out.pt", "diff --step 100 --step 200", "import gpt.pt --step 400"],
+    ["ls", "show", "verify", "restore", "finalize", "prune --keep-last 9", "copy there", "export out.pt", "diff --step 100 --step 200", "import gpt.pt --step 400"],  # noqa: E501
 )  # fmt: skip
 def test_every_command_takes_the_place_as_an_argument_or_as_an_option(
     cli: Cli, steps: dict[int, Written], monkeypatch: pytest.MonkeyPatch, call: str
@@ -92,7 +92,9 @@ def test_latest_is_a_step(cli: Cli, steps: dict[int, Written], verb: str) -> Non
     assert cli(verb, "100", "200").code == 2
 
 
-def test_a_folder_that_looks_like_a_step_is_given_with_a_dot(cli: Cli, steps: dict[int, Written]) -> None:
+def test_a_folder_that_looks_like_a_step_is_given_with_a_dot(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
     os.rename("runs", "100")
     assert "step 200" in cli("show", "./100", "200").out
     assert cli("show", "100").code == 7  # step 100 of the folder that CKPT_ROOT names
@@ -105,7 +107,7 @@ def test_finalize_takes_a_folder_as_before(cli: Cli, steps: dict[int, Written]) 
 
 @pytest.mark.parametrize(
     "call",
-    ["ls", "export nothing out.pt", "copy nothing there", "diff nothing other", "show 5", "verify", "finalize nothing"],
+    ["ls", "export nothing out.pt", "copy nothing there", "diff nothing other", "show 5", "verify", "finalize nothing"],  # noqa: E501
 )  # fmt: skip
 def test_what_is_not_there_is_told_in_words_of_the_verb(cli: Cli, call: str) -> None:
     ran = cli(*call.split())
@@ -123,10 +125,12 @@ def test_diff_says_whether_it_has_read(cli: Cli) -> None:
     assert "but for --values" in cli("diff", "runs", "--step", 1, "--step", 2, "--values").out
 
 
-# -- prune beside a job -----------------------------------------------------------------------------------------------
+# -- prune beside a job ----------------------------------------------------------------------------
 
 
-def test_prune_leaves_the_root_of_a_job_alone_whose_farther_tiers_it_does_not_know(cli: Cli) -> None:
+def test_prune_leaves_the_root_of_a_job_alone_whose_farther_tiers_it_does_not_know(
+    cli: Cli,
+) -> None:
     with CheckpointManager("runs") as manager:
         for step in (1, 2, 3):
             manager.save(state(step), step)
@@ -147,7 +151,8 @@ def test_prune_keeps_what_a_farther_tier_lacks(cli: Cli, monkeypatch: pytest.Mon
             manager.save(state(step), step)
         cli("copy", "runs", "far", "--step", 2)
         found = cli("prune", "--keep-last", 1, "--json").json
-    assert sorted(one["step"] for one in found["pruned"]) == [1, 2, 3]  # far takes no odd ones, and has 2
+    # far takes no odd ones, and has 2
+    assert sorted(one["step"] for one in found["pruned"]) == [1, 2, 3]
     assert {one["step"]: one["why"] for one in found["kept"]}[4] == ["a farther tier waits for it"]
 
 

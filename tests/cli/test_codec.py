@@ -22,6 +22,10 @@ def test_the_command_line_tells_the_codec_and_what_it_takes(cli: Cli) -> None:
     both = cli("ls", "--root", "runs", "--root", "raw")
     assert both.out.count("(zstd of 1.20 MB)") == 2  # a copy is as it was
     tier = next(
-        iter(cli("ls", "--root", "runs", "--root", "raw", "--json").json["steps"][0]["tiers"].values())
+        iter(
+            cli("ls", "--root", "runs", "--root", "raw", "--json")
+            .json["steps"][0]["tiers"]
+            .values()
+        )
     )
     assert (tier["stored_bytes"], tier["codecs"]) == (shown["stored_bytes"], ["zstd"])

@@ -15,7 +15,9 @@ STATE = {"x": torch.randn(300_000) * 0.02, "y": torch.randn(300_000) * 0.02}
 
 @pytest.fixture
 def two(cli: Cli) -> Path:
-    """Steps 25 and 30 on near, raw, and on far, zstd; the folder of step 30 on far, whose data file is damaged."""
+    """Steps 25 and 30 on near, raw, and on far, zstd; the folder of step 30 on far, whose data
+    file is damaged.
+    """
     with CheckpointManager([Tier("near"), Tier("far", codec="zstd")]) as manager:
         for step in (25, 30):
             manager.save({**STATE, "step": step}, step)
@@ -25,7 +27,9 @@ def two(cli: Cli) -> Path:
 
 
 def damage(folder: Path, part: float = 0.75) -> None:
-    (file,) = (path for path in folder.iterdir() if path.name.startswith("rank") and path.suffix != ".json")
+    (file,) = (
+        path for path in folder.iterdir() if path.name.startswith("rank") and path.suffix != ".json"
+    )
     data = bytearray(file.read_bytes())
     data[int(len(data) * part)] ^= 1
     file.write_bytes(data)
@@ -41,14 +45,18 @@ def test_the_newest_step_is_had_from_the_tier_that_has_it_intact(
     place = to[1] if to else "far"
     assert cli("verify", 30, "--root", place).code == 0
     (folder,) = Path(place).glob("step-*30.*")
-    assert len([path for path in folder.iterdir() if path.suffix in (".encoded", ".safetensors")]) == 1
+    assert (
+        len([path for path in folder.iterdir() if path.suffix in (".encoded", ".safetensors")]) == 1
+    )
     x = torch.zeros_like(STATE["x"])
     with CheckpointManager(place) as manager:
         manager.restore({"x": x}, only="x")
     assert torch.equal(x, STATE["x"])
 
 
-def test_copy_check_mends_a_tier_with_a_codec_and_leaves_one_that_is_intact(cli: Cli, two: Path) -> None:
+def test_copy_check_mends_a_tier_with_a_codec_and_leaves_one_that_is_intact(
+    cli: Cli, two: Path
+) -> None:
     ran = cli("copy", "near", "far", "--step", 30, "--check")
     assert ran.code == 0, ran.err
     assert cli("verify", "--all", "--root", "far").code == 0
@@ -58,7 +66,9 @@ def test_copy_check_mends_a_tier_with_a_codec_and_leaves_one_that_is_intact(cli:
     assert {path: path.read_bytes() for path in Path("far").glob("step-*25.*/*")} == before
 
 
-def test_a_damaged_source_takes_nothing_from_a_tier_that_is_encoded_otherwise(cli: Cli, two: Path) -> None:
+def test_a_damaged_source_takes_nothing_from_a_tier_that_is_encoded_otherwise(
+    cli: Cli, two: Path
+) -> None:
     (near,) = Path("near").glob("step-*30.*")
     damage(near)
     before = {path.name: path.read_bytes() for path in two.iterdir()}

@@ -15,7 +15,9 @@ from tests.cli.conftest import ARRAYS, Cli, data_file, flip
 
 def tree(folder: str) -> dict[str, bytes]:
     return {
-        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
     }
 
 
@@ -32,12 +34,18 @@ def test_the_newest_step_is_copied_byte_for_byte(cli: Cli, steps: dict[int, Writ
     assert row.endswith("copied")
     assert total.startswith("1 step at ")
     assert list(tree("there")) != []
-    assert tree("there") == {k: v for k, v in tree("runs").items() if k.startswith("step-000000300")}
+    assert tree("there") == {
+        k: v for k, v in tree("runs").items() if k.startswith("step-000000300")
+    }
 
 
 def test_all_are_copied_and_what_is_there_is_skipped(cli: Cli, steps: dict[int, Written]) -> None:
     assert results(cli, "runs", "there", "--step", 200) == {200: "copied"}
-    assert results(cli, "runs", "there", "--all") == {300: "copied", 200: "already there", 100: "copied"}
+    assert results(cli, "runs", "there", "--all") == {
+        300: "copied",
+        200: "already there",
+        100: "copied",
+    }
     assert tree("there") == tree("runs")
     assert "0 B copied" in cli("copy", "runs", "there", "--all").out
 
@@ -68,7 +76,9 @@ def test_a_copy_that_was_cut_goes_on_where_it_was(
     assert cli("verify", "--root", "there").code == 0
 
 
-def test_check_replaces_what_is_damaged_at_the_destination(cli: Cli, steps: dict[int, Written]) -> None:
+def test_check_replaces_what_is_damaged_at_the_destination(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
     cli("copy", "runs", "there")
     flip(Path("there") / steps[300].ref.key("rank-00001.safetensors"), 4100)
     assert results(cli, "runs", "there") == {300: "already there"}
@@ -82,7 +92,11 @@ def test_a_damaged_step_does_not_stop_the_others(cli: Cli, steps: dict[int, Writ
     assert ran.code == 4
     assert ran.err.startswith("warning: step 200 was not copied: checksum mismatch in ")
     assert {path.name for path in Path("there").glob("*/manifest.json")} == {"manifest.json"}
-    assert sorted(step["step"] for step in cli("ls", "--root", "there", "--json").json["steps"] if step["state"] == "committed") == [100, 300]  # fmt: skip
+    assert sorted(
+        step["step"]
+        for step in cli("ls", "--root", "there", "--json").json["steps"]
+        if step["state"] == "committed"
+    ) == [100, 300]
 
 
 def test_another_checkpoint_of_that_name_is_not_overwritten(
@@ -117,7 +131,9 @@ def test_a_wrong_call_says_what_is_wrong(
     assert not Path("there").exists()
 
 
-def test_a_name_that_only_begins_alike_is_another_place(cli: Cli, steps: dict[int, Written]) -> None:
+def test_a_name_that_only_begins_alike_is_another_place(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
     assert cli("copy", "runs", "runs2").code == 0
 
 

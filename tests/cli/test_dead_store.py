@@ -35,7 +35,9 @@ GIVEN_UP = f"'{DEAD}' (no answer within 0.5 s (--timeout)"
 
 
 @pytest.fixture(params=["silent", "refused"])
-def dead(request: pytest.FixtureRequest, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def dead(
+    request: pytest.FixtureRequest, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
     """A ``ckpt.toml`` whose second tier takes connections and says nothing, or takes none."""
     monkeypatch.setattr("ckpt.cli.watched.SILENT_SECONDS", 0.1)
     with contextlib.ExitStack() as stack:
@@ -49,7 +51,7 @@ def dead(request: pytest.FixtureRequest, cli: Cli, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "call",
-    ["ls", "show", "verify", "restore", f"copy {DEAD} there", "copy runs " + DEAD, "diff runs", "finalize", "prune --keep-last 1", f"export {DEAD} x.pt", "import gpt.pt --step 400"],
+    ["ls", "show", "verify", "restore", f"copy {DEAD} there", "copy runs " + DEAD, "diff runs", "finalize", "prune --keep-last 1", f"export {DEAD} x.pt", "import gpt.pt --step 400"],  # noqa: E501
 )  # fmt: skip
 def test_a_dead_store_is_told_and_then_given_up(
     cli: Cli, steps: dict[int, Written], dead: str, call: str
@@ -143,7 +145,9 @@ def test_data_that_does_not_come_is_told_and_waited_for(
             super().read_into(key, offset, out)
 
     for module in ("ckpt.storage.tiers", "ckpt.cli.watched"):
-        monkeypatch.setattr(f"{module}.open_backend", lambda url, options: Slow(open_backend(url, options)))
+        monkeypatch.setattr(
+            f"{module}.open_backend", lambda url, options: Slow(open_backend(url, options))
+        )
     ran = cli(*call.split(), "--timeout", "60")
     assert ran.code == 0, ran.err
     assert f"{Path('runs').absolute()} has not answered for 0 s" in ran.err
@@ -155,7 +159,9 @@ def test_an_answer_after_a_while_starts_the_time_again(cli: Cli, steps: dict[int
 
     store = watch(open_backend("runs"), 10.0)
     assert store.silent_seconds == 0
-    assert {info.key for info in store.list("")} == {info.key for info in open_backend("runs").list("")}
+    assert {info.key for info in store.list("")} == {
+        info.key for info in open_backend("runs").list("")
+    }
     assert store.silent_seconds == 0
     assert isinstance(store.head(f"{steps[100].ref.manifest}"), ObjectInfo)
 

@@ -21,20 +21,28 @@ def test_the_same_is_the_same_without_reading(cli: Cli, steps: dict[int, Written
     ran = cli("diff", "runs", "--step", 200, "--step", 300)
     assert ran.code == 0
     assert ran.out.endswith(
-        "4 tensors equal: the checkpoints are the same\ncompared by checksum alone: no data was read\n"
+        "4 tensors equal: the checkpoints are the same\ncompared by checksum alone: no data was "
+        "read\n"
     )
     assert cli("diff", "runs", "--step", 200, "--step", 300, "--json").json["read"] == 0
 
 
 def test_what_differs_is_told(cli: Cli, backend: StorageBackend) -> None:
-    other = {**ARRAYS, "model/bias": np.arange(6), "new": np.ones(2), "model/embed": ARRAYS["model/embed"].copy()}  # fmt: skip
+    other = {
+        **ARRAYS,
+        "model/bias": np.arange(6),
+        "new": np.ones(2),
+        "model/embed": ARRAYS["model/embed"].copy(),
+    }
     other["model/embed"][3, 3] += 0.5
     del other["count"]
     write_checkpoint(backend, 1, ARRAYS, tree={"epoch": 1, "lr": 0.1})
     write_checkpoint(backend, 2, other, tree={"epoch": 2, "name": "x"})
     ran = cli("diff", "runs", "--step", 1, "--step", 2, "--values")
     assert ran.code == 1
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in ran.out.splitlines()[4:] if line}
+    rows = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in ran.out.splitlines()[4:] if line
+    }
     assert rows["count"] == "only in A float64 []"
     assert rows["new"] == "only in B float64 [2]"
     assert rows["model/bias"] == "another kind int64 [5] in A, int64 [6] in B"
@@ -57,8 +65,12 @@ def test_other_layouts_are_compared_by_reading(cli: Cli) -> None:
     assert found.json["read"] == 2  # 'count' is one chunk in both
     embed = ARRAYS["model/embed"].copy()
     embed[11, 7] = -1
-    write_checkpoint(open_backend("d"), 1, {**ARRAYS, "model/embed": embed}, world_size=3, chunk_bytes=96)
-    assert [item["name"] for item in cli("diff", "c", "d", "--json").json["values"]] == ["model/embed"]
+    write_checkpoint(
+        open_backend("d"), 1, {**ARRAYS, "model/embed": embed}, world_size=3, chunk_bytes=96
+    )
+    assert [item["name"] for item in cli("diff", "c", "d", "--json").json["values"]] == [
+        "model/embed"
+    ]
 
 
 VALUES: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
@@ -76,11 +88,19 @@ def test_values_of_any_dtype_are_compared(cli: Cli) -> None:
     two = {name: make() for name, (make, _) in VALUES.items()}
     for name, (_, by) in VALUES.items():
         last = two[name][1]
-        two[name][1] = True if name == "flag" else (last if name == "complex" else last.float()) + by
+        two[name][1] = (
+            True if name == "flag" else (last if name == "complex" else last.float()) + by
+        )
     one["inf"], two["inf"] = torch.tensor([0.0]), torch.tensor([math.inf])
     for folder, state in (("a", one), ("b", two)):
         with CheckpointManager(folder) as manager:
-            manager.save({**state, "lost": torch.tensor([math.nan]) if folder == "a" else torch.tensor([1.0])}, step=1)  # fmt: skip
+            manager.save(
+                {
+                    **state,
+                    "lost": torch.tensor([math.nan]) if folder == "a" else torch.tensor([1.0]),
+                },
+                step=1,
+            )
     ran = cli("diff", "a", "b", "--values", "--json")
     assert ran.code == 1
     found = {item["name"]: item["max_difference"] for item in ran.json["values"]}
@@ -114,7 +134,9 @@ def test_a_wrong_call_says_what_is_wrong(
     assert not Path("nowhere").exists()
 
 
-def test_values_of_one_rank_and_the_end_of_long_ones_count(cli: Cli, backend: StorageBackend) -> None:
+def test_values_of_one_rank_and_the_end_of_long_ones_count(
+    cli: Cli, backend: StorageBackend
+) -> None:
     for step, (seed, text) in enumerate([(1, "x" * 500), (2, "x" * 499 + "y")]):
         write_checkpoint(backend, step, ARRAYS, tree={"text": text}, per_rank={0: {"rng": seed}})
     found = cli("diff", "runs", "--step", 0, "--step", 1, "--json")

@@ -40,7 +40,7 @@ def notes(found: Any, kind: str) -> dict[str, str]:
     return {note["name"]: note["why"] for note in found[kind]}
 
 
-# -- safetensors ------------------------------------------------------------------------------------------------------
+# -- safetensors -----------------------------------------------------------------------------------
 
 
 def test_safetensors_loads_what_was_saved(cli: Cli, saved: Path) -> None:
@@ -56,7 +56,9 @@ def test_safetensors_loads_what_was_saved(cli: Cli, saved: Path) -> None:
         assert same(loaded[key], torch.view_as_real(value) if name == "c128" else value), name
     assert same(loaded["array"], torch.from_numpy(ODD["array"]))
     assert same(loaded["listed/1"], ODD["listed"][1])
-    assert notes(ran.json, "changed") == {"tensors/c128": "complex128: F64 with one more dimension now"}
+    assert notes(ran.json, "changed") == {
+        "tensors/c128": "complex128: F64 with one more dimension now"
+    }
     left = notes(ran.json, "left_out")
     assert {"epoch", "flags/a", "optimizer/param_groups", "model/head.weight"} <= left.keys()
 
@@ -77,7 +79,9 @@ def test_shards_have_an_index_as_hugging_face_has_it(cli: Cli, saved: Path) -> N
     assert ran.code == 0
     index = json.loads(Path("hf/model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert files == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
     assert sorted(os.listdir("hf")) == [*files, "model.safetensors.index.json"]
     shards = {name: load_file(f"hf/{name}") for name in files}
     cli("export", saved, "one.safetensors")
@@ -105,7 +109,9 @@ def test_tensors_of_several_ranks_are_whole(cli: Cli, backend: StorageBackend) -
 
 def test_a_large_tensor_is_read_in_parts(backend: StorageBackend) -> None:
     array = np.arange(40_000, dtype=np.float32).reshape(100, 400)
-    written = write_checkpoint(backend, 1, {"x": array, "y": array[:1], "z": array[:1]}, world_size=2)
+    written = write_checkpoint(
+        backend, 1, {"x": array, "y": array[:1], "z": array[:1]}, world_size=2
+    )
     with Workers("test", 2) as workers:
         reader = StepReader(backend, written.ref, written.manifest, workers)
         pieces = [
@@ -119,7 +125,7 @@ def test_a_large_tensor_is_read_in_parts(backend: StorageBackend) -> None:
     assert offsets == list(np.cumsum([0, *(len(d) for n, _, d in pieces if n == "x")])[:-1])
 
 
-# -- torch ------------------------------------------------------------------------------------------------------------
+# -- torch -----------------------------------------------------------------------------------------
 
 
 def test_torch_loads_the_nested_state_without_pickle(cli: Cli, saved: Path) -> None:
@@ -154,10 +160,12 @@ def test_each_tensor_has_a_storage_of_its_own(cli: Cli, saved: Path) -> None:
     cli("export", saved, "out.pt", "--name", "tensors/*")
     loaded = torch.load("out.pt", weights_only=True)
     assert set(loaded) == {"tensors"}
-    assert all(value.untyped_storage().nbytes() == value.nbytes for value in loaded["tensors"].values())
+    assert all(
+        value.untyped_storage().nbytes() == value.nbytes for value in loaded["tensors"].values()
+    )
 
 
-# -- dcp --------------------------------------------------------------------------------------------------------------
+# -- dcp -------------------------------------------------------------------------------------------
 
 
 def test_dcp_loads_into_a_model_and_optimizer(cli: Cli, saved: Path) -> None:
@@ -167,10 +175,18 @@ def test_dcp_loads_into_a_model_and_optimizer(cli: Cli, saved: Path) -> None:
     model_state, optimizer_state = get_state_dict(net, optimizer)
     zeros = {name: torch.zeros_like(value) for name, value in ODD["tensors"].items()}
     state = {
-        "model": model_state, "optimizer": optimizer_state, "epoch": 0, "note": "", "pair": (), "tensors": zeros, "listed": [torch.zeros(2), torch.ones(3)],
-    }  # fmt: skip
+        "model": model_state,
+        "optimizer": optimizer_state,
+        "epoch": 0,
+        "note": "",
+        "pair": (),
+        "tensors": zeros,
+        "listed": [torch.zeros(2), torch.ones(3)],
+    }
     dcp.load(state, checkpoint_id="out")
-    set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
     source, source_optimizer = trained()
     assert same(dict(net.state_dict()), dict(source.state_dict()))
     assert same(optimizer.state_dict()["state"], source_optimizer.state_dict()["state"])
@@ -205,7 +221,9 @@ def test_dcp_tells_of_empty_dicts_wherever_they_are(cli: Cli) -> None:
     )
     dcp_to_torch_save("out", "out.pt")
     loaded = torch.load("out.pt", weights_only=True)
-    assert same(loaded, {"list": [None, {"c": None}, torch.ones(1)], "bare": [None, 1], "kept": ({}, [{}])})
+    assert same(
+        loaded, {"list": [None, {"c": None}, torch.ones(1)], "bare": [None, 1], "kept": ({}, [{}])}
+    )
 
 
 def test_dcp_does_not_take_two_values_of_one_name(cli: Cli) -> None:
@@ -219,13 +237,15 @@ def test_dcp_does_not_take_two_values_of_one_name(cli: Cli) -> None:
 
 def test_per_rank_values_become_a_list(cli: Cli, backend: StorageBackend) -> None:
     tree = {"rng": {"$": "per_rank"}, "count": {"$": "array", "n": "count", "d": "<f8"}}
-    write_checkpoint(backend, 1, ARRAYS, world_size=2, tree=tree, per_rank={0: {"rng": 10}, 1: {"rng": 11}})
+    write_checkpoint(
+        backend, 1, ARRAYS, world_size=2, tree=tree, per_rank={0: {"rng": 10}, 1: {"rng": 11}}
+    )
     ran = cli("export", "runs", "out.pt", "--json")
     assert torch.load("out.pt", weights_only=True)["rng"] == [10, 11]
     assert notes(ran.json, "changed")["rng"] == "a value of each of 2 ranks: a list now"
 
 
-# -- bad input --------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -257,7 +277,9 @@ def test_a_wrong_call_says_what_is_wrong(
     assert Path("there.pt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")])
+@pytest.mark.parametrize(
+    ("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")]
+)
 def test_damage_leaves_nothing_behind(cli: Cli, saved: Path, out: str, kind: str) -> None:
     assert cli("copy", saved, "runs").code == 0
     file = next(Path("runs").glob("*/*.safetensors"))
@@ -267,7 +289,9 @@ def test_damage_leaves_nothing_behind(cli: Cli, saved: Path, out: str, kind: str
     assert os.listdir() == ["runs"]
 
 
-@pytest.mark.parametrize(("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")])
+@pytest.mark.parametrize(
+    ("out", "kind"), [("x.safetensors", "safetensors"), ("x.pt", "torch"), ("x", "dcp")]
+)
 def test_an_export_that_was_cut_runs_again(cli: Cli, saved: Path, out: str, kind: str) -> None:
     """What it has left under the name that older releases built in, or its own, is not touched."""
     for left in (Path(f".{out}.ckpt-partial"), Path(f".{out}.ckpt-partial-cut")):
@@ -282,8 +306,12 @@ KINDS = [("x.safetensors", "safetensors"), ("y", "safetensors"), ("x.pt", "torch
 
 
 @pytest.mark.parametrize(("out", "kind"), KINDS)
-def test_an_export_follows_no_link_that_was_planted(cli: Cli, saved: Path, out: str, kind: str) -> None:
-    """Another user of a shared folder knows the name of the output, and overwrote files behind a link."""
+def test_an_export_follows_no_link_that_was_planted(
+    cli: Cli, saved: Path, out: str, kind: str
+) -> None:
+    """Another user of a shared folder knows the name of the output, and overwrote files behind a
+    link.
+    """
     victim = Path("victim")
     victim.mkdir()
     for name in ("__0_0.distcp", ".metadata", "model.safetensors"):

@@ -52,8 +52,15 @@ def test_what_is_whole_becomes_the_checkpoint_it_would_have_been(cli: Cli, left:
 def test_json_says_what_was_finished(cli: Cli, left: Written) -> None:
     ran = cli("finalize", "runs", "--json")
     assert ran.json["steps"] == [
-        {"step": 400, "attempt": "abc123", "finished": True, "bytes": left.manifest.nbytes, "world_size": 2, "reason": None}
-    ]  # fmt: skip
+        {
+            "step": 400,
+            "attempt": "abc123",
+            "finished": True,
+            "bytes": left.manifest.nbytes,
+            "world_size": 2,
+            "reason": None,
+        }
+    ]
 
 
 def refused(cli: Cli, left: Written, *args: object, code: int = 5) -> str:
@@ -93,7 +100,9 @@ def test_a_fragment_of_another_save_is_told(cli: Cli, left: Written) -> None:
     assert "belongs to another save" in refused(cli, left, code=4)
 
 
-def test_a_job_that_lives_commits_by_itself(cli: Cli, left: Written, backend: StorageBackend) -> None:
+def test_a_job_that_lives_commits_by_itself(
+    cli: Cli, left: Written, backend: StorageBackend
+) -> None:
     own(backend, Owner.here("abc123"))
     assert f"process {os.getpid()}" in refused(cli, left)
 
@@ -108,7 +117,9 @@ def test_a_job_of_another_machine_must_be_known_to_be_dead(
     assert cli("finalize", "runs", "--job-is-dead").code == 0
 
 
-def test_a_manager_that_was_closed_had_its_verdict(cli: Cli, left: Written, backend: StorageBackend) -> None:
+def test_a_manager_that_was_closed_had_its_verdict(
+    cli: Cli, left: Written, backend: StorageBackend
+) -> None:
     backend.delete(OWNER)
     assert "the leader had decided" in refused(cli, left)
 
@@ -122,7 +133,9 @@ def test_a_root_that_was_taken_over_has_another_history(
     assert "attempt abc12 has taken the root over" in refused(cli, left)
 
 
-def test_a_leader_that_went_on_had_refused_it(cli: Cli, left: Written, backend: StorageBackend) -> None:
+def test_a_leader_that_went_on_had_refused_it(
+    cli: Cli, left: Written, backend: StorageBackend
+) -> None:
     write_checkpoint(backend, 500, ARRAYS, world_size=2, commit=False)
     ran = cli("finalize", "runs", "--step", 400)
     assert ran.code == 5
@@ -137,12 +150,19 @@ def test_a_save_that_was_tried_again_had_been_refused(
     cli: Cli, left: Written, backend: StorageBackend
 ) -> None:
     write_checkpoint(backend, 400, ARRAYS, world_size=2, attempt="abc123t1", commit=False)
-    found = {step["attempt"]: step["finished"] for step in cli("finalize", "runs", "--json").json["steps"]}
+    found = {
+        step["attempt"]: step["finished"]
+        for step in cli("finalize", "runs", "--json").json["steps"]
+    }
     assert found == {"abc123": False, "abc123t1": True}
 
 
-def test_ranks_that_diverged_are_refused_here_too(cli: Cli, left: Written, backend: StorageBackend) -> None:
-    other = write_checkpoint(backend, 400, ARRAYS, world_size=2, attempt="abc124", tree={"epoch": 4}, commit=False)  # fmt: skip
+def test_ranks_that_diverged_are_refused_here_too(
+    cli: Cli, left: Written, backend: StorageBackend
+) -> None:
+    other = write_checkpoint(
+        backend, 400, ARRAYS, world_size=2, attempt="abc124", tree={"epoch": 4}, commit=False
+    )
     path = Path("runs") / other.ref.key("rank-00001.json")
     fragment = replace(unpack(path.read_bytes(), Packed, key="x"), attempt="abc123")
     (Path("runs") / left.ref.key("rank-00001.json")).write_bytes(pack(fragment))

@@ -1,4 +1,6 @@
-"""Names and values in a checkpoint are somebody else's text: no verb prints what a terminal would obey."""
+"""Names and values in a checkpoint are somebody else's text: no verb prints what a terminal
+would obey.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def hostile(backend: StorageBackend) -> None:
             {NAME: np.arange(step, step + 4)},
             tree={
                 EVIL: {EVIL: EVIL, "n": step},
-                "o": {"$": "optimizer", "groups": [{"params": [EVIL], "values": {EVIL: EVIL}}], "state": {}},
+                "o": {
+                    "$": "optimizer",
+                    "groups": [{"params": [EVIL], "values": {EVIL: EVIL}}],
+                    "state": {},
+                },
                 "t": {"$": "tensor", "n": NAME},
             },
             metadata={EVIL: EVIL},
@@ -42,10 +48,25 @@ def hostile(backend: StorageBackend) -> None:
 
 
 VERBS = (
-    "ls", "ls --root runs --root memory://none", "show", "show --files", "show --json", "verify", "verify --all", "restore", "restore --to there",
-    "copy runs elsewhere --all", "prune --keep-last 1 --dry-run", "finalize", "diff runs --step 1 --step 2 --values", "diff runs --step 1 --step 2 --json",
-    "export runs out.pt", "export runs out.safetensors", "export runs dcp --format dcp", "export runs x.pt --name nothing",
-)  # fmt: skip
+    "ls",
+    "ls --root runs --root memory://none",
+    "show",
+    "show --files",
+    "show --json",
+    "verify",
+    "verify --all",
+    "restore",
+    "restore --to there",
+    "copy runs elsewhere --all",
+    "prune --keep-last 1 --dry-run",
+    "finalize",
+    "diff runs --step 1 --step 2 --values",
+    "diff runs --step 1 --step 2 --json",
+    "export runs out.pt",
+    "export runs out.safetensors",
+    "export runs dcp --format dcp",
+    "export runs x.pt --name nothing",
+)
 
 
 @pytest.mark.parametrize("words", VERBS)

@@ -64,7 +64,9 @@ def test_torch_save_is_restored_into_a_model_and_optimizer(cli: Cli) -> None:
     torch.save(saved(epoch=3), "c.pt")
     ran = cli("import", "c.pt", "runs", "--step", 7, "--json")
     assert ran.code == 0, ran.err
-    assert ran.json["names"]["optimizer"] == "optimizer of 5 parameters of 'model', by order and shape"
+    assert (
+        ran.json["names"]["optimizer"] == "optimizer of 5 parameters of 'model', by order and shape"
+    )
     net, optimizer, state = restored(7, epoch=0)
     check(net, optimizer)
     assert state["epoch"] == 3
@@ -74,7 +76,9 @@ def test_torch_save_is_restored_into_a_model_and_optimizer(cli: Cli) -> None:
 
 def test_names_as_tutorials_have_them(cli: Cli) -> None:
     found = saved()
-    torch.save({"model_state_dict": found["model"], "optimizer_state_dict": found["optimizer"]}, "c.pt")
+    torch.save(
+        {"model_state_dict": found["model"], "optimizer_state_dict": found["optimizer"]}, "c.pt"
+    )
     ran = cli("import", "c.pt", "runs", "--step", 7)
     assert ran.code == 0
     assert "'model_state_dict' is 'model' now" in ran.err
@@ -114,8 +118,15 @@ def test_what_was_exported_comes_back(cli: Cli, out: str, kind: str) -> None:
     expected = {**odd, "frozen": {1}, "np": 0.5, "array": torch.from_numpy(odd["array"])}
     if kind == "dcp":  # its names are strings, its dicts plain, and an empty one is nothing
         del expected["empty"]
-        expected |= {"flags": {"a": True, "none": None, "3": "three"}, "ordered": {"b": 1, "a": 2}, "count": {"x": 2}}  # fmt: skip
-    blank = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None for name, value in expected.items()}  # fmt: skip
+        expected |= {
+            "flags": {"a": True, "none": None, "3": "three"},
+            "ordered": {"b": 1, "a": 2},
+            "count": {"x": 2},
+        }
+    blank = {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+        for name, value in expected.items()
+    }
     blank["tensors"] = {name: torch.zeros_like(value) for name, value in odd["tensors"].items()}
     blank["listed"] = [torch.zeros(2), torch.ones(3)]
     again, its_optimizer, state = restored(5, **blank)
@@ -130,7 +141,12 @@ def test_values_of_each_rank_come_back_to_it(cli: Cli, out: str, kind: str) -> N
     net, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     scheduler.last_epoch = 7
-    others = {"scheduler": scheduler, "rng": PerRank(RngState()), "position": PerRank(41), "plain": [3]}
+    others = {
+        "scheduler": scheduler,
+        "rng": PerRank(RngState()),
+        "position": PerRank(41),
+        "plain": [3],
+    }
     with CheckpointManager("first") as manager:
         manager.save({"model": net, "optimizer": optimizer, **others}, step=5)
     drawn = random.random(), float(np.random.rand()), float(torch.rand(()))
@@ -196,7 +212,9 @@ def test_safetensors_become_a_model(cli: Cli, sharded: bool) -> None:
         os.mkdir("c")
         state = {name: value.clone() for name, value in net.state_dict().items()}
         names = sorted(state)
-        files = {name: f"model-{1 + (i > 3):05d}-of-00002.safetensors" for i, name in enumerate(names)}
+        files = {
+            name: f"model-{1 + (i > 3):05d}-of-00002.safetensors" for i, name in enumerate(names)
+        }
         for file in set(files.values()):
             save_file({name: state[name] for name in names if files[name] == file}, f"c/{file}")
         Path("c/model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
@@ -212,7 +230,9 @@ def test_safetensors_become_a_model(cli: Cli, sharded: bool) -> None:
 def test_safetensors_need_no_package(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointManager("first") as manager:
         manager.save({"model": torch.nn.Linear(2, 2)}, step=1)
-    assert cli("export", "first", "x.safetensors", "--name", "model/*", "--strip", "model/").code == 0
+    assert (
+        cli("export", "first", "x.safetensors", "--name", "model/*", "--strip", "model/").code == 0
+    )
     monkeypatch.setitem(sys.modules, "safetensors", None)
     ran = cli("import", "x.safetensors", "runs", "--step", 1)
     assert ran.code == 0, ran.err
@@ -252,14 +272,21 @@ def test_names_can_be_given(cli: Cli) -> None:
     )  # a bias has not the shape of a weight
     Path("names.txt").write_text("\n".join(name for name, _ in named))
     ran = cli("import", "c.pt", "runs", "--step", 2, "--param-names", "names.txt", "--json")
-    assert ran.json["names"]["optimizer"] == "optimizer of 2 parameters of 'model', by the names given"
+    assert (
+        ran.json["names"]["optimizer"] == "optimizer of 2 parameters of 'model', by the names given"
+    )
     other = nn.Linear(4, 4)
     its = torch.optim.SGD(other.parameters(), lr=0.5, momentum=0.9)
     with CheckpointManager("runs") as manager:
         manager.restore({"model": other, "optimizer": its}, step=2)
-    assert same(its.state[other.bias]["momentum_buffer"], optimizer.state[net.bias]["momentum_buffer"])
+    assert same(
+        its.state[other.bias]["momentum_buffer"], optimizer.state[net.bias]["momentum_buffer"]
+    )
     Path("names.txt").write_text("weight")
-    assert "has 1 names, the optimizer has 2" in cli("import", "c.pt", "runs", "--step", 3, "--param-names", "names.txt").err  # fmt: skip
+    assert (
+        "has 1 names, the optimizer has 2"
+        in cli("import", "c.pt", "runs", "--step", 3, "--param-names", "names.txt").err
+    )
 
 
 class Evil:
@@ -321,7 +348,9 @@ def test_a_table_cannot_name_files_outside(cli: Cli) -> None:
         (["set.pt", "runs", "--step", 101, "--format", "dcp"], 2, "give --format torch"),
     ],
 )
-def test_a_wrong_call_says_what_is_wrong(cli: Cli, args: list[object], code: int, told: str) -> None:
+def test_a_wrong_call_says_what_is_wrong(
+    cli: Cli, args: list[object], code: int, told: str
+) -> None:
     torch.save(saved(), "c.pt")
     torch.save({"a": 1}, "set.pt")
     os.mkdir("empty")
@@ -385,10 +414,10 @@ def test_an_archive_of_numpy_is_called_so_and_a_torn_torch_file_torn(cli: Cli) -
         (["ours", "new", "--step", 1], 2, "copy them with ckpt copy ours ROOT"),
         (["STEP", "new", "--step", 1], 2, "ours ROOT --step 100"),
         (["c.pt", "ours", "--step", 5], 5, "step 5 is out of order"),
-        (["c.pt", "new", "--step", 1, "--format", "dcp"], 2, "c.pt is a file of torch.save: give --format torch"),
+        (["c.pt", "new", "--step", 1, "--format", "dcp"], 2, "c.pt is a file of torch.save: give --format torch"),  # noqa: E501
         (["a.txt", "new", "--step", 1, "--format", "dcp"], 2, "a.txt is text"),
         (["c.pt", "new", "--step", 1, "--format", "safetensors"], 2, "give --format torch"),
-        (["empty", "new", "--step", 1, "--format", "safetensors"], 2, "empty holds no .safetensors file"),
+        (["empty", "new", "--step", 1, "--format", "safetensors"], 2, "empty holds no .safetensors file"),  # noqa: E501
         (["empty", "new", "--step", 1, "--format", "dcp"], 2, "empty holds no .metadata file"),
         (["a.txt", "new/deep", "--step", 1], 2, "but text"),
         (["c.pt", "new/deep", "--step", 1, "--plain", "nope"], 2, "--plain nope"),

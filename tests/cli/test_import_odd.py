@@ -1,4 +1,6 @@
-"""Files that are odd, or lie about what is in them: taken as what they are, or refused in one sentence. Nothing is an internal error."""
+"""Files that are odd, or lie about what is in them: taken as what they are, or refused in one
+sentence. Nothing is an internal error.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def test_two_files_of_one_stem_are_both_there(cli: Cli) -> None:
         (optimizer([{"params": [0]}]) | {"model": {"w": torch.eye(2).to_sparse()}}, "sparse"),
     ],
 )
-def test_what_a_checkpoint_does_not_hold_is_named(cli: Cli, state: dict[Any, Any], told: str) -> None:
+def test_what_a_checkpoint_does_not_hold_is_named(
+    cli: Cli, state: dict[Any, Any], told: str
+) -> None:
     torch.save(state, "c.pt")
     ran = cli("import", "c.pt", "runs", "--step", 1)
     assert ran.code == 8, ran.err
@@ -95,7 +99,7 @@ def test_an_index_that_cannot_be_read_is_told(cli: Cli) -> None:
     assert "pytorch_model.bin.index.json cannot be read" in ran.err
 
 
-# -- tables of torch.distributed.checkpoint that lie --------------------------------------------------------------------
+# -- tables of torch.distributed.checkpoint that lie -----------------------------------------------
 
 
 def sized(size: Any) -> Callable[[Any], None]:
@@ -165,9 +169,13 @@ def test_a_disk_without_room_for_the_tensors_is_told(cli: Cli, tmp_path: Path) -
         pytest.skip("no mount here")
     dcp.save({"m": {"w": torch.ones(1 << 19)}}, checkpoint_id="c", no_dist=True)
     os.mkdir("small")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "t", "small"], check=False, capture_output=True)  # fmt: skip
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "t", "small"], check=False, capture_output=True
+    )
     if done.returncode:
-        pytest.skip(f"NOT TESTED, mounting a tmpfs is not permitted here: {done.stderr.decode().strip()}")
+        pytest.skip(
+            f"NOT TESTED, mounting a tmpfs is not permitted here: {done.stderr.decode().strip()}"
+        )
     try:
         ran = cli("import", "c", "small/runs", "--step", 1)
         assert ran.code == 3, ran.err

@@ -34,7 +34,9 @@ def test_steps_are_listed_newest_first(cli: Cli, steps: dict[int, Written]) -> N
         "metadata",
     ]
     assert [row.split()[0] for row in rows] == ["100", "200", "300"]
-    assert all("committed" in row and "8.62 kB" in row and row.endswith("team=speech") for row in rows)
+    assert all(
+        "committed" in row and "8.62 kB" in row and row.endswith("team=speech") for row in rows
+    )
     assert ran.err == ""
 
 
@@ -128,7 +130,9 @@ def test_json_of_several_tiers(cli: Cli, tiers: str) -> None:
     assert found["steps"][0]["metadata"] == {"team": "speech"}
 
 
-def test_a_tier_that_cannot_be_reached_beside_an_empty_one_is_no_sign_that_there_is_nothing(cli: Cli) -> None:
+def test_a_tier_that_cannot_be_reached_beside_an_empty_one_is_no_sign_that_there_is_nothing(
+    cli: Cli,
+) -> None:
     Path("file.txt").write_text("")
     alone = cli("ls", "--root", "file.txt").code
     assert alone not in (0, 7)
@@ -137,7 +141,9 @@ def test_a_tier_that_cannot_be_reached_beside_an_empty_one_is_no_sign_that_there
 
 
 @pytest.mark.parametrize("bad", ["nope://x", "file.txt"])
-def test_a_tier_that_cannot_be_reached_does_not_hide_the_others(cli: Cli, tiers: str, bad: str) -> None:
+def test_a_tier_that_cannot_be_reached_does_not_hide_the_others(
+    cli: Cli, tiers: str, bad: str
+) -> None:
     Path("file.txt").write_text("")
     ran = cli("ls", "--root", "runs", "--root", bad)
     assert ran.code == 0
@@ -179,12 +185,15 @@ def test_numbers_in_the_metadata_are_short(cli: Cli, backend: StorageBackend) ->
     assert cli("ls").out.splitlines()[1].endswith("loss=0.123457, n=3, team=speech")
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def memory(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """Steps 1 and 2 in memory, 1 also in 'disk'; both are in ckpt.toml. Nobody else's memory is seen."""
+    """Steps 1 and 2 in memory, 1 also in 'disk'; both are in ckpt.toml.
+
+    Nobody else's memory is seen.
+    """
     monkeypatch.delenv("CKPT_ROOT")
     Path("ckpt.toml").write_text('[[tiers]]\nurl = "memory"\n[[tiers]]\nurl = "disk"\n')
     (url, _) = urls_of(load_config().tiers)
@@ -219,7 +228,8 @@ def test_memory_shows_all_that_lies_in_this_machines_with_its_url(cli: Cli, memo
         {"root": memory, "error": None},
         {"root": str(Path("disk").absolute()), "error": None},
     ]
-    assert "--root memory" in cli("show", "--root", "memory").err  # who takes one place says how to find it
+    # who takes one place says how to find it
+    assert "--root memory" in cli("show", "--root", "memory").err
     assert cli("show", "--root", memory).code == 0
 
 

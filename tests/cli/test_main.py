@@ -22,7 +22,11 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A shell command in which ``ckpt`` is the real thing."""
     path = os.pathsep.join([str(REPO), str(REPO / "backends")])
     return subprocess.run(
-        ["bash", "-c", f'ckpt() {{ "{sys.executable}" -X importtime -m ckpt.cli.main "$@"; }}; {command}'],
+        [
+            "bash",
+            "-c",
+            f'ckpt() {{ "{sys.executable}" -X importtime -m ckpt.cli.main "$@"; }}; {command}',
+        ],
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
@@ -33,13 +37,15 @@ def run(command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "args",
-    ["--help", "ls", "show 100", "verify", "restore", "restore --to there", "copy runs there", "finalize runs", "prune --keep-last 1 --dry-run", "diff runs --step 100 --step 200"],
+    ["--help", "ls", "show 100", "verify", "restore", "restore --to there", "copy runs there", "finalize runs", "prune --keep-last 1 --dry-run", "diff runs --step 100 --step 200"],  # noqa: E501
 )  # fmt: skip
 def test_no_verb_imports_torch(steps: dict[int, Written], args: str) -> None:
     done = run(f"ckpt {args}")
     assert done.returncode == 0, done.stderr
     imported = {
-        line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")
+        line.rpartition("|")[2].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time")
     }
     assert "ckpt.cli.main" in imported or "ckpt.cli.ls" in imported
     assert "torch" not in imported
@@ -88,7 +94,10 @@ def test_a_wrong_call_tells_no_secret_of_a_url(cli: Cli) -> None:
         (["finalize", "²", "--root", "runs"], "² and --root runs are two places"),
         (["prune", "--keep-best", "loss:min:²"], "--keep-best loss:min:²: write METRIC:MODE or"),
         (["prune", "--keep-best", "loss"], "such as loss:min, or accuracy:max:3"),
-        (["export", "runs", "x", "--format", "safetensors", "--max-shard-size", "9" * 400], "such as 5GB"),
+        (
+            ["export", "runs", "x", "--format", "safetensors", "--max-shard-size", "9" * 400],
+            "such as 5GB",
+        ),
     ],
 )
 def test_a_number_that_is_none_is_told(
@@ -102,7 +111,8 @@ def test_a_number_that_is_none_is_told(
 def test_what_an_output_has_no_letters_for_is_escaped(cli: Cli, backend: StorageBackend) -> None:
     write_checkpoint(backend, 1, {"größe": ARRAYS["count"]}, tree={"who": "naïve"})
     done = run(
-        "ckpt show 2>err; ckpt show --json 2>>err; grep -v 'import time' err", PYTHONIOENCODING="ascii"
+        "ckpt show 2>err; ckpt show --json 2>>err; grep -v 'import time' err",
+        PYTHONIOENCODING="ascii",
     )
     table, _, rest = done.stdout.partition("\n{")
     assert r"gr\xf6\xdfe  float64" in table
@@ -199,7 +209,8 @@ def test_a_bug_of_ours_is_one_line_and_a_traceback_on_demand(
     ran = cli("ls")
     assert ran.code == 1
     assert ran.err == (
-        "error: internal error: ZeroDivisionError: oops\\nand more (run with CKPT_DEBUG=1 for the traceback)\n"
+        "error: internal error: ZeroDivisionError: oops\\nand more (run with CKPT_DEBUG=1 for the "
+        "traceback)\n"
     )
     monkeypatch.setenv("CKPT_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
@@ -208,7 +219,8 @@ def test_a_bug_of_ours_is_one_line_and_a_traceback_on_demand(
 
 def test_a_reader_that_has_enough_is_no_error(steps: dict[int, Written]) -> None:
     done = run(
-        "for n in 1 2 3; do ckpt show 100 --json 2>err | head -c 1; echo ${PIPESTATUS[0]}; grep -v 'import time' err; done"
+        "for n in 1 2 3; do ckpt show 100 --json 2>err | head -c 1; echo ${PIPESTATUS[0]}; grep "
+        "-v 'import time' err; done"
     )
     assert done.stdout == "{0\n" * 3
     assert "Traceback" not in done.stderr
@@ -216,7 +228,7 @@ def test_a_reader_that_has_enough_is_no_error(steps: dict[int, Written]) -> None
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_999, "10.0 kB"), (99_990, "100 kB"), (999_600, "1.00 MB"), (1_234_567_890, "1.23 GB"), (5 * 10**18, "5.00 EB"), (5 * 10**21, "5000 EB")],
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9_999, "10.0 kB"), (99_990, "100 kB"), (999_600, "1.00 MB"), (1_234_567_890, "1.23 GB"), (5 * 10**18, "5.00 EB"), (5 * 10**21, "5000 EB")],  # noqa: E501
 )  # fmt: skip
 def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
     assert output.size(nbytes) == text
@@ -242,7 +254,9 @@ def test_the_version_is_printed(cli: Cli) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_commands_and_options_are_completed(shell: str) -> None:
     words = {"COMP_WORDS": "ckpt ver", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "ckpt ver"}
-    done = run("ckpt", _CKPT_COMPLETE=f"complete_{shell}", _TYPER_COMPLETE_FISH_ACTION="get-args", **words)
+    done = run(
+        "ckpt", _CKPT_COMPLETE=f"complete_{shell}", _TYPER_COMPLETE_FISH_ACTION="get-args", **words
+    )
     assert "verify" in done.stdout
     assert "restore" not in done.stdout
     script = run("ckpt", _CKPT_COMPLETE=f"source_{shell}")
@@ -255,7 +269,9 @@ def test_a_slow_or_small_copy_has_figures_that_say_something() -> None:
     assert output.duration(12.3) == "12.30 s"
 
 
-def test_a_reader_that_leaves_in_the_midst_of_a_long_table_is_no_error(backend: StorageBackend) -> None:
+def test_a_reader_that_leaves_in_the_midst_of_a_long_table_is_no_error(
+    backend: StorageBackend,
+) -> None:
     write_checkpoint(backend, 1, {f"layer.{n}.weight": ARRAYS["count"] for n in range(3_000)})
     done = run("ckpt show runs 1 2>err | head -1; echo ${PIPESTATUS[0]}; grep -v 'import time' err")
     assert done.stdout == "step 1\n0\n"
@@ -286,8 +302,21 @@ def test_diff_takes_steps_as_arguments(cli: Cli, steps: dict[int, Written]) -> N
     assert cli("diff", "runs", 100, "latest").out == cli("diff", "--step", 100, "--step", 300).out
 
 
-@pytest.mark.parametrize("call", ["ls runs", "show runs --json", "--help", "ls --help", "--version", "ls nope --json", "ls --nope --json"])  # fmt: skip
-def test_a_full_disk_below_the_output_is_told_in_one_line(steps: dict[int, Written], call: str) -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ls runs",
+        "show runs --json",
+        "--help",
+        "ls --help",
+        "--version",
+        "ls nope --json",
+        "ls --nope --json",
+    ],
+)
+def test_a_full_disk_below_the_output_is_told_in_one_line(
+    steps: dict[int, Written], call: str
+) -> None:
     done = run(f"ckpt {call} >/dev/full 2>err; echo $?; grep -v 'import time' err")
     code, *told = done.stdout.splitlines()
     assert code == "3"
@@ -310,13 +339,17 @@ def test_an_option_that_takes_one_value_is_given_once(cli: Cli, verb: str) -> No
     from ckpt.cli.main import app
 
     command = get_command(app).commands[verb]  # type: ignore[attr-defined]
-    options = [each for each in command.params if each.param_type_name == "option" and not each.is_flag]
+    options = [
+        each for each in command.params if each.param_type_name == "option" and not each.is_flag
+    ]
     assert options
     for option in options:
         value = "safetensors" if "--format" in option.opts else "5"
         name = option.opts[-1]
         ran = cli(verb, "a", "b", name, value, name, value)
-        assert (f"{name} is given 2 times: give it once" in ran.err) == (not option.multiple), ran.err
+        assert (f"{name} is given 2 times: give it once" in ran.err) == (not option.multiple), (
+            ran.err
+        )
         assert option.multiple or ran.code == 2
 
 
@@ -355,13 +388,20 @@ def test_tables_fit_a_terminal_of_80_columns(cli: Cli, tmp_path: Path) -> None:
     one = on_terminal(80, "ls", places[0])
     assert len(one) == 3  # a row is a line
     several = on_terminal(80, "ls", *places)
-    assert several[:4] == [f"  tier {n + 1}  {Path(place).absolute()}" for n, place in enumerate(places)]
+    assert several[:4] == [
+        f"  tier {n + 1}  {Path(place).absolute()}" for n, place in enumerate(places)
+    ]
     assert several[4] == ""
-    assert " ".join(several[5].split()) == "step attempt committed at ranks tier 1 tier 2 tier 3 tier 4"
+    assert (
+        " ".join(several[5].split())
+        == "step attempt committed at ranks tier 1 tier 2 tier 3 tier 4"
+    )
     assert [row.split()[0] for row in several[6:]] == ["100", "123456"]
     assert all(len(line) <= 80 for line in [*one, *several[5:]])
     verified = on_terminal(80, "verify", *places)
-    assert [row.split()[:3] for row in verified[-4:]] == [["tier", str(n), "123456"] for n in range(1, 5)]
+    assert [row.split()[:3] for row in verified[-4:]] == [
+        ["tier", str(n), "123456"] for n in range(1, 5)
+    ]
     wide = on_terminal(200, "ls", places[0])
     assert "note=a note of the user a note" in wide[1]
     narrow = on_terminal(90, "ls", places[0])

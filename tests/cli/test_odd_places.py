@@ -1,4 +1,6 @@
-"""Each command, given a place that holds no checkpoints: one sentence, and the exit code that docs/cli.md names."""
+"""Each command, given a place that holds no checkpoints: one sentence, and the exit code that
+docs/cli.md names.
+"""
 
 from __future__ import annotations
 
@@ -83,14 +85,16 @@ def test_a_place_without_checkpoints_is_told_in_one_sentence(
     assert "Errno" not in ran.err
     assert ran.out == ""
     folder = "folder" in kind
-    assert ran.code in ((7,) if folder and "import PLACE" not in call and "runs" not in call else (2,)), (
-        ran.err
-    )
+    assert ran.code in (
+        (7,) if folder and "import PLACE" not in call and "runs" not in call else (2,)
+    ), ran.err
     assert {path: path.is_dir() for path in Path().rglob("*")} == before
 
 
 def ran_as(user: int, words: list[str]) -> tuple[int, str, str]:
-    """The exit code and both outputs of ``ckpt`` when ``user`` runs it, whose group has the same number."""
+    """The exit code and both outputs of ``ckpt`` when ``user`` runs it, whose group has the same
+    number.
+    """
 
     def work() -> tuple[int, str, str]:
         sys.argv = ["ckpt", *words]
@@ -114,8 +118,12 @@ def shared(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @only_root
-@pytest.mark.parametrize("call", [call for call in CALLS if not call.startswith(("export runs", "import"))])  # fmt: skip
-def test_a_folder_without_permission_is_told_in_one_sentence(cli: Cli, shared: Path, call: str) -> None:
+@pytest.mark.parametrize(
+    "call", [call for call in CALLS if not call.startswith(("export runs", "import"))]
+)
+def test_a_folder_without_permission_is_told_in_one_sentence(
+    cli: Cli, shared: Path, call: str
+) -> None:
     locked = shared / "locked"
     locked.mkdir(mode=0o700)
     subprocess.run(["chmod", "-R", "a+rX", "runs"], check=True)
@@ -123,7 +131,9 @@ def test_a_folder_without_permission_is_told_in_one_sentence(cli: Cli, shared: P
     cli(
         *("empty" if word == "PLACE" else word for word in call.split())
     )  # imports what the other user may not be able to read
-    code, out, err = ran_as(fresh_user(), [str(locked) if word == "PLACE" else word for word in call.split()])
+    code, out, err = ran_as(
+        fresh_user(), [str(locked) if word == "PLACE" else word for word in call.split()]
+    )
     assert (code, out) == (3, ""), err
     assert err.startswith("error: access denied: ")
     assert err.count("\n") == 1
@@ -144,8 +154,12 @@ def test_a_group_reads_a_root_after_chmod_and_not_before(cli: Cli, shared: Path)
         assert ran_as(user, words)[::2] == (0, "")
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if "runs" not in call and "import" not in call])
-def test_the_folder_of_a_run_is_named_where_its_parent_is_given(cli: Cli, steps: object, call: str) -> None:
+@pytest.mark.parametrize(
+    "call", [call for call in CALLS if "runs" not in call and "import" not in call]
+)
+def test_the_folder_of_a_run_is_named_where_its_parent_is_given(
+    cli: Cli, steps: object, call: str
+) -> None:
     Path("experiments").mkdir()
     os.rename("runs", "experiments/gpt")
     ran = cli(*call.replace("PLACE", "experiments").split())

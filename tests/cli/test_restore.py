@@ -16,7 +16,9 @@ from tests.cli.conftest import ARRAYS, Cli, data_file, flip
 
 def tree(folder: str) -> dict[str, bytes]:
     return {
-        str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
     }
 
 
@@ -60,7 +62,8 @@ def test_a_damaged_step_is_passed_over_with_a_warning(
     assert ran.code == 0
     assert ran.json["step"] == 200
     assert ran.err.startswith(
-        "warning: step 300 is damaged: checksum mismatch in 'step-000000300.abc123/rank-00000.safetensors'"
+        "warning: step 300 is damaged: checksum mismatch in "
+        "'step-000000300.abc123/rank-00000.safetensors'"
     )
     assert "bytes 4096 to 4104" in ran.err
     assert ran.err.endswith("trying step 200, the one before\n")
@@ -105,7 +108,7 @@ def test_latest_and_step_exclude_each_other(cli: Cli, steps: dict[int, Written])
     assert cli("restore", "--latest", "--step", 100).code == 2
 
 
-# -- several tiers ----------------------------------------------------------------------------------------------------
+# -- several tiers ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -131,7 +134,11 @@ def test_the_nearest_folder_is_filled_and_verified_in_place_ever_after(
     assert (ran.json["copied"], ran.json["copied_bytes"]) == (True, steps[300].manifest.nbytes)
     assert tree("near/step-000000300.abc123") == tree("runs/step-000000300.abc123")
     again = cli("restore", "--latest", "--json", *flags)
-    assert (again.json["copied"], again.json["copied_bytes"], again.json["repaired"]) == (False, 0, [])
+    assert (again.json["copied"], again.json["copied_bytes"], again.json["repaired"]) == (
+        False,
+        0,
+        [],
+    )
     assert cli("restore", *flags).out.startswith("step 300 is intact, verified in place")
 
 
@@ -222,7 +229,9 @@ def test_nothing_on_any_tier_is_told_with_all_their_names(cli: Cli, tmp_path: Pa
     assert str(tmp_path / "two") in ran.err
 
 
-@pytest.mark.parametrize("name", ["step-{}", "step-{}/rank-00000.safetensors", "step-{}/manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["step-{}", "step-{}/rank-00000.safetensors", "step-{}/manifest.json"]
+)
 def test_no_link_that_was_planted_at_the_destination_is_followed(
     cli: Cli, steps: dict[int, Written], name: str
 ) -> None:
@@ -240,7 +249,9 @@ def test_no_link_that_was_planted_at_the_destination_is_followed(
     assert Path("outside/victim").read_text() == "mine"
 
 
-def test_a_url_is_no_place_to_restore_to_and_copy_is_named(cli: Cli, steps: dict[int, Written]) -> None:
+def test_a_url_is_no_place_to_restore_to_and_copy_is_named(
+    cli: Cli, steps: dict[int, Written]
+) -> None:
     ran = cli("restore", "runs", "--to", "s3://user:hunter2@bucket/run")
     assert ran.code == 2
     assert "is a URL, and restore fetches into a local folder" in ran.err

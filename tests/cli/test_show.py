@@ -7,7 +7,9 @@ from tests.cli.conftest import Cli
 def test_a_step_shows_tensors_values_and_metadata(cli: Cli, steps: dict[int, Written]) -> None:
     ran = cli("show", 200)
     assert ran.code == 0
-    lines = {line.split()[0]: " ".join(line.split()) for line in ran.out.splitlines() if line.strip()}
+    lines = {
+        line.split()[0]: " ".join(line.split()) for line in ran.out.splitlines() if line.strip()
+    }
     assert lines["model/embed"] == "model/embed float32 12 x 8 384 B 2 0-1"
     assert lines["count"] == "count float64 scalar 8 B 1 0"
     assert lines["model/head"] == "model/head model/embed"

@@ -36,7 +36,11 @@ def test_all_steps_are_verified_though_one_is_damaged(cli: Cli, steps: dict[int,
     ran = cli("verify", "--all", "--json")
     assert ran.code == 4
     assert ran.json["intact"] is False
-    assert {step["step"]: step["intact"] for step in ran.json["steps"]} == {300: True, 200: False, 100: True}
+    assert {step["step"]: step["intact"] for step in ran.json["steps"]} == {
+        300: True,
+        200: False,
+        100: True,
+    }
     assert ran.json["steps"][1]["faults"][0]["offset"] == 0
 
 
@@ -66,13 +70,18 @@ def test_all_tiers_are_verified(cli: Cli, far: str) -> None:
     assert len(rows(cli("verify", "--all", "--root", "runs", "--root", "far"))) == 7
 
 
-def test_damage_says_which_tier_has_it_intact(cli: Cli, far: str, steps: dict[int, Written]) -> None:
+def test_damage_says_which_tier_has_it_intact(
+    cli: Cli, far: str, steps: dict[int, Written]
+) -> None:
     flip(data_file(steps[300]), 4100)
     ran = cli("verify", "--all-tiers", "--config", "ckpt.toml")
     assert ran.code == 4
     assert "damaged: 1 fault" in ran.out
     told = rows(ran)[-1]
-    assert told[:2] == [str(Path("runs").absolute()), "step-000000300.abc123/rank-00000.safetensors"]
+    assert told[:2] == [
+        str(Path("runs").absolute()),
+        "step-000000300.abc123/rank-00000.safetensors",
+    ]
     assert told[-1] == far
 
 
@@ -82,7 +91,10 @@ def test_damage_on_both_tiers_at_the_same_place_is_intact_on_none(
     flip(data_file(steps[300]), 4100)
     flip(Path("far") / steps[300].ref.key("rank-00000.safetensors"), 4101)
     flip(data_file(steps[300]), 4200)
-    found = {tier["root"]: tier["steps"][0]["faults"] for tier in cli("verify", "--all-tiers", "--json").json["tiers"]}  # fmt: skip
+    found = {
+        tier["root"]: tier["steps"][0]["faults"]
+        for tier in cli("verify", "--all-tiers", "--json").json["tiers"]
+    }
     near, other = found[str(Path("runs").absolute())], found[far]
     assert [fault["intact_on"] for fault in near] == [[], [far]]
     assert [fault["intact_on"] for fault in other] == [[]]

@@ -72,13 +72,17 @@ def test_one_value_everywhere_is_nearly_nothing(width: int) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 15, 31, 33, 63, 65, 1000, 65537, 262144, 262145])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_every_length_comes_back(count: int, width: int) -> None:
-    there_and_back(np.resize(NORMAL.astype(f"f{width}" if width > 1 else "i1"), count).tobytes(), width)
+    there_and_back(
+        np.resize(NORMAL.astype(f"f{width}" if width > 1 else "i1"), count).tobytes(), width
+    )
 
 
 @pytest.mark.parametrize("spread", [1e0, 1e10, 1e19, 1e38])
 def test_exponents_may_lie_anywhere(spread: float) -> None:
     """The shift is two bits, one, or none."""
-    values = np.concatenate([NORMAL, NORMAL / np.float32(spread), [np.float32(0)] * (spread > 1e30)])
+    values = np.concatenate(
+        [NORMAL, NORMAL / np.float32(spread), [np.float32(0)] * (spread > 1e30)]
+    )
     there_and_back(values.astype(np.float32).tobytes(), 4)
     there_and_back(bf16(values), 2)
 
@@ -93,7 +97,9 @@ def test_exponents_may_lie_anywhere(spread: float) -> None:
 )
 def test_any_bits_come_back(width: int, seed: int, count: int, bits: int, offset: int) -> None:
     """nan, infinities and subnormal numbers included: runs of values of any range."""
-    words = np.random.default_rng(seed).integers(0, 2 ** min(bits, 63), count, dtype=np.uint64, endpoint=True)
+    words = np.random.default_rng(seed).integers(
+        0, 2 ** min(bits, 63), count, dtype=np.uint64, endpoint=True
+    )
     there_and_back((words + np.uint64(offset)).astype(f"<u{width}").tobytes(), width)
 
 
@@ -130,12 +136,18 @@ def test_nonsense_gives_our_error(data: bytes, nbytes: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.integers(0, 255), st.binary(max_size=64), st.data()
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(0, 3),
+    st.integers(0, 255),
+    st.binary(max_size=64),
+    st.data(),
 )
 def test_nonsense_behind_a_good_head_gives_our_error(
     width: int, shift: int, base: int, body: bytes, more: st.DataObject
 ) -> None:
-    cuts = sorted(more.draw(st.lists(st.integers(0, len(body)), min_size=width - 1, max_size=width - 1)))
+    cuts = sorted(
+        more.draw(st.lists(st.integers(0, len(body)), min_size=width - 1, max_size=width - 1))
+    )
     edges = [0, *cuts, len(body)]
     lengths = b"".join((b - a).to_bytes(4, "little") for a, b in itertools.pairwise(edges))
     head = bytes([width, shift, base, 0])
@@ -168,7 +180,10 @@ def by_the_book(data: bytes, nbytes: int, packed: list[int]) -> bytes:
         elif k == 0 and shift and length == (8 // shift - 1) * 8 * r:
             g, mask = 8 // shift, (1 << shift) - 1
             runs = [piece[i * 8 * r : (i + 1) * 8 * r] for i in range(g - 1)]
-            last = [sum((runs[i - 1][j] & mask) << (shift * i) for i in range(1, g)) for j in range(8 * r)]
+            last = [
+                sum((runs[i - 1][j] & mask) << (shift * i) for i in range(1, g))
+                for j in range(8 * r)
+            ]
             planes.append(bytes([byte & ~mask for byte in b"".join(runs)] + last)[:size])
             packed.append(shift)
         else:
@@ -186,7 +201,10 @@ def by_the_book(data: bytes, nbytes: int, packed: list[int]) -> bytes:
 def test_the_page_about_the_format_is_enough_to_read_it() -> None:
     packed: list[int] = []
     small = NORMAL[:5003]
-    for values in (small, small * np.where(np.arange(5003) % 2, np.float32(1), np.float32(2.0**-60))):
+    for values in (
+        small,
+        small * np.where(np.arange(5003) % 2, np.float32(1), np.float32(2.0**-60)),
+    ):
         for raw, width in (
             (values.tobytes(), 4),
             (bf16(values), 2),

@@ -1,7 +1,9 @@
-"""The protocol's real code, on stores, a clock and a scheduler that are not: threads that run one at a time, from one request to the next.
+"""The protocol's real code, on stores, a clock and a scheduler that are not: threads that run one
+at a time, from one request to the next.
 
-Every request to the job's store or to a tier is a gate. Who goes through next, what becomes of the request, and when time passes is the test's to say; whoever is not let through is
-stopped, whoever is killed there is dead, and what it has sent may arrive all the same.
+Every request to the job's store or to a tier is a gate. Who goes through next, what becomes of the
+request, and when time passes is the test's to say; whoever is not let through is stopped, whoever
+is killed there is dead, and what it has sent may arrive all the same.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Simulation:
         self._back = threading.Semaphore(0)
         self._current: Task | None = None
 
-    # -- the scheduler ----------------------------------------------------------------------------------------------
+    # -- the scheduler -----------------------------------------------------------------------------
 
     def start(self, name: str, work: Callable[[], None]) -> Task:
         task = Task(name, work)
@@ -102,7 +104,11 @@ class Simulation:
         self._back.release()
 
     def runnable(self) -> list[Task]:
-        return [t for t in self.tasks if not t.ended and (t.killed or t.ready() or self.clock >= t.deadline)]
+        return [
+            t
+            for t in self.tasks
+            if not t.ended and (t.killed or t.ready() or self.clock >= t.deadline)
+        ]
 
     def let(self, task: Task) -> None:
         """One request of it, and up to the next."""
@@ -122,7 +128,9 @@ class Simulation:
 
     def pass_time(self) -> bool:
         """To the next end of a wait."""
-        waiting = [t for t in self.tasks if not t.ended and not t.ready() and t.deadline > self.clock]
+        waiting = [
+            t for t in self.tasks if not t.ended and not t.ready() and t.deadline > self.clock
+        ]
         if waiting:
             end = min(task.deadline for task in waiting)
             for task in waiting:
@@ -130,7 +138,7 @@ class Simulation:
             self.clock = end
         return bool(waiting)
 
-    # -- what runs in a task ----------------------------------------------------------------------------------------
+    # -- what runs in a task -----------------------------------------------------------------------
 
     def gate(
         self, doing: str, ready: Callable[[], bool] = lambda: True, deadline: float = float("inf")
@@ -189,7 +197,9 @@ class Store:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self.sim.gate(f"list {prefix}")
         yield from [
-            ObjectInfo(key=k, size=len(v)) for k, v in list(self.objects.items()) if k.startswith(prefix)
+            ObjectInfo(key=k, size=len(v))
+            for k, v in list(self.objects.items())
+            if k.startswith(prefix)
         ]
 
     def folders(self, prefix: str) -> Iterator[str]:
@@ -245,7 +255,9 @@ class SimCoordinator:
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
         def come() -> dict[int, bytes]:
-            return {r: self.store.votes[subject, r] for r in ranks if (subject, r) in self.store.votes}
+            return {
+                r: self.store.votes[subject, r] for r in ranks if (subject, r) in self.store.votes
+            }
 
         self.store.ask(f"hear {subject}", lambda: bool(come()), self.store.sim.clock + timeout)
         return come()
@@ -256,7 +268,9 @@ class SimCoordinator:
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
         self.store.ask(
-            f"verdict {subject}", lambda: subject in self.store.verdicts, self.store.sim.clock + timeout
+            f"verdict {subject}",
+            lambda: subject in self.store.verdicts,
+            self.store.sim.clock + timeout,
         )
         return self.store.verdicts.get(subject)
 
@@ -339,7 +353,9 @@ def start_finisher(sim: Simulation, attempt: Attempt, index: int) -> Task:
     def finish() -> None:
         sim.finishers.add((attempt.name, index))
         with suppress(CkptError):
-            finalize(sim.tiers[index], attempt.ref, workers=Inline(), job_is_dead=True, read_data=False)  # type: ignore[arg-type]
+            finalize(
+                sim.tiers[index], attempt.ref, workers=Inline(), job_is_dead=True, read_data=False
+            )  # type: ignore[arg-type]
 
     return sim.start(f"finisher {attempt.name}", finish)
 
@@ -356,7 +372,9 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
     return sim.start(f"pruner {attempt.name}", clear)
 
 
-def check_tiers(sim: Simulation, attempts: list[Attempt], seen: dict[tuple[int, str], bytes]) -> None:
+def check_tiers(
+    sim: Simulation, attempts: list[Attempt], seen: dict[tuple[int, str], bytes]
+) -> None:
     """What is listed is whole, of one attempt, and always the same; what is not ours is there."""
     for index, tier in enumerate(sim.tiers):
         assert tier.objects["notes.txt"] == b"a stranger's"
@@ -369,7 +387,9 @@ def check_tiers(sim: Simulation, attempts: list[Attempt], seen: dict[tuple[int, 
             assert seen.setdefault((index, ref.manifest), data) == data
             manifest = unpack(data, Manifest, key=ref.manifest)
             assert (manifest.attempt, len(manifest.files)) == (attempt.name, RANKS)
-            for name in [part.name for part in manifest.fragments] + [file.name for file in manifest.files]:
+            for name in [part.name for part in manifest.fragments] + [
+                file.name for file in manifest.files
+            ]:
                 assert ref.key(name) in tier.objects, f"{ref.key(name)} is gone from {tier.url}"
         for who, key in tier.deleted:
             owner = who.split("/")[0].split()[-1]

@@ -9,7 +9,12 @@ from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import verify_step
-from ckpt.coordination.claim_marker import claim_for_finish, claim_for_removal, clear_away, release_marker
+from ckpt.coordination.claim_marker import (
+    claim_for_finish,
+    claim_for_removal,
+    clear_away,
+    release_marker,
+)
 from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import CkptError, CommitError, OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef, data_name, fragment_name

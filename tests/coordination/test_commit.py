@@ -56,7 +56,9 @@ def machine(rank: int, size: int = 3) -> CommitMachine:
 def test_the_leader_commits_what_all_have_told():
     leader = machine(0)
     assert leader.begin(0.0) == Gather(frozenset({0, 1, 2}), 100.0)
-    assert leader.handle(VotesArrived({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(frozenset({1}), 100.0)
+    assert leader.handle(VotesArrived({0: WORDS[0], 2: WORDS[2]}), 1.0) == Gather(
+        frozenset({1}), 100.0
+    )
     assert leader.handle(VotesArrived({1: WORDS[1]}), 2.0) == Merge((part(0), part(1), part(2)))
     go = Go(0, "c")
     assert leader.handle(Merged("c"), 3.0) == Propose(go)
@@ -140,14 +142,16 @@ def test_few_ranks_take_over_at_once_and_none_waits_long(rank):
     assert sum(BOUNDS.stagger(other) == BOUNDS.stagger(rank) for other in range(rank)) <= rank // 2
 
 
-# -- on the wire ------------------------------------------------------------------------------------------------------
+# -- on the wire -----------------------------------------------------------------------------------
 
 texts = st.text(st.characters(exclude_categories=("Cs",)))
 
 
 @given(
     st.builds(Failed, texts)
-    | st.builds(Durable, st.builds(FragmentRef, texts, st.integers(0, 9), st.integers(0, 2**60), texts))
+    | st.builds(
+        Durable, st.builds(FragmentRef, texts, st.integers(0, 9), st.integers(0, 2**60), texts)
+    )
 )
 def test_words_come_as_they_were_sent(vote):
     assert decode_vote(encode(vote)) == vote

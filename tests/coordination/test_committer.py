@@ -45,7 +45,9 @@ TIMEOUT = 0.3
 
 
 def checksum_of(verdict):
-    """The manifest's checksum, or the error that a refusal carries: what a saver makes of a verdict."""
+    """The manifest's checksum, or the error that a refusal carries: what a saver makes of a
+    verdict.
+    """
     if isinstance(verdict, Aborted):
         raise rebuild(verdict, REF.step)
     assert isinstance(verdict, Committed), verdict
@@ -80,7 +82,9 @@ def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.
 def commit_all(world: World, store, votes, *, ranks=None, abort: CkptError | None = None):
     def work(coordinator):
         mine = abort if coordinator.rank == 0 else None
-        return checksum_of(committer(coordinator, store).commit(REF, votes[coordinator.rank], abort=mine))
+        return checksum_of(
+            committer(coordinator, store).commit(REF, votes[coordinator.rank], abort=mine)
+        )
 
     return world.run(work, ranks)
 
@@ -107,7 +111,9 @@ def test_a_world_of_one_commits_alone(store):
 
 @pytest.mark.parametrize("failed", [0, 1, 2])
 def test_when_one_has_failed_all_hear_which_and_why(store, failed):
-    votes = {rank: make_durable(store, rank, 3) for rank in range(3)} | {failed: Failed("disk full")}
+    votes = {rank: make_durable(store, rank, 3) for rank in range(3)} | {
+        failed: Failed("disk full")
+    }
     heard = commit_all(World(3), store, votes)
     for error in heard.values():
         assert isinstance(error, PeerFailed)
@@ -156,7 +162,8 @@ def test_a_verdict_given_by_another_survivor_stands(store):
 
 
 @pytest.mark.parametrize(
-    "abort", [StepExists(5, "memory://x"), RootInUse("memory://x", "somebody"), OutOfSpace("k", "full")]
+    "abort",
+    [StepExists(5, "memory://x"), RootInUse("memory://x", "somebody"), OutOfSpace("k", "full")],
 )
 def test_a_abort_of_the_leader_reaches_all_and_nothing_is_put(store, abort):
     votes = {rank: make_durable(store, rank, 2) for rank in range(2)}
@@ -169,7 +176,10 @@ def test_a_abort_of_the_leader_reaches_all_and_nothing_is_put(store, abort):
 
 def test_replicas_that_differ_are_refused_everywhere_by_name(store):
     boxes = (Box.whole(ARRAY.shape),)
-    votes = {rank: make_durable(store, rank, 3, boxes=boxes, array=ARRAY + (rank == 2)) for rank in range(3)}
+    votes = {
+        rank: make_durable(store, rank, 3, boxes=boxes, array=ARRAY + (rank == 2))
+        for rank in range(3)
+    }
     for error in commit_all(World(3), store, votes).values():
         assert isinstance(error, ReplicasDiverged)
         assert (error.name, error.ranks) == ("x", (0, 2))
@@ -177,7 +187,9 @@ def test_replicas_that_differ_are_refused_everywhere_by_name(store):
 
 
 def test_a_hole_is_refused_everywhere_by_name(store):
-    votes = {rank: make_durable(store, rank, 2, boxes=(Box((6 * rank, 0), (5, 2)),)) for rank in range(2)}
+    votes = {
+        rank: make_durable(store, rank, 2, boxes=(Box((6 * rank, 0), (5, 2)),)) for rank in range(2)
+    }
     for error in commit_all(World(2), store, votes).values():
         assert isinstance(error, TensorIncomplete)
         assert error.name == "x"
@@ -209,7 +221,7 @@ def test_a_word_that_is_nonsense_is_a_verdict_too(store):
     assert "rank 1: its vote cannot be read" in str(heard[0])
 
 
-# -- put_once ---------------------------------------------------------------------------------------------------------
+# -- put_once --------------------------------------------------------------------------------------
 
 
 def test_the_first_put_stands():
@@ -247,12 +259,15 @@ def test_a_put_that_did_not_happen_is_its_own_error(store):
 
 def test_when_nobody_can_tell_what_is_there_the_first_error_is_told(store):
     store.put("m", [b"mine"])
-    rules = [Rule(verb="put", fault=Raise(OutOfSpace)), Rule(verb="head", fault=Raise(TransientStorageError))]
+    rules = [
+        Rule(verb="put", fault=Raise(OutOfSpace)),
+        Rule(verb="head", fault=Raise(TransientStorageError)),
+    ]
     with pytest.raises(OutOfSpace):
         put_once(FaultyBackend(store, rules), "m", b"mine")
 
 
-# -- errors on the wire -----------------------------------------------------------------------------------------------
+# -- errors on the wire ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,7 +299,10 @@ def test_any_other_error_becomes_a_commit_error_with_its_name():
 
 
 class Partitioned:
-    """A store of which the first manifest gets no answer, and the next try what ``then`` says. Requests are tried twice."""
+    """A store of which the first manifest gets no answer, and the next try what ``then`` says.
+
+    Requests are tried twice.
+    """
 
     def __init__(self, store, then: Exception, *, arrives: bool) -> None:
         self.inner, self.then, self.arrives, self.puts = store, then, arrives, 0
@@ -315,7 +333,9 @@ def test_a_try_without_an_answer_is_not_forgotten_when_the_next_is_refused(store
     """The first may arrive yet: nobody may clear the files away."""
     vote = make_durable(store, 0, 1)
     place = OneTier(Partitioned(store, OutOfSpace(REF.manifest), arrives=False), twice)
-    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(REF, vote)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(
+        REF, vote
+    )
     assert isinstance(verdict, Unknown)
     assert "no answer; then no space left" in verdict.reason
 
@@ -329,7 +349,9 @@ def test_whose_the_root_is_is_asked_with_each_try_to_put_the_manifest(store):
             raise RootInUse(store.url, "another job")
 
     place = OneTier(partitioned, twice, confirm=confirm)
-    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(REF, vote)
+    verdict = Committer(SingleCoordinator(), place, name="tier0", bounds=Bounds(5)).commit(
+        REF, vote
+    )
     assert isinstance(verdict, Unknown)
     assert "another job" in verdict.reason
     assert (partitioned.puts, is_committed(store)) == (1, False)

@@ -1,4 +1,6 @@
-"""A commit where no rank sees all: three ranks on two nodes, of which each has a store of its own."""
+"""A commit where no rank sees all: three ranks on two nodes, of which each has a store of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ import pytest
 import ckpt.coordination.nodes
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown, Verdict, Vote, encode
+from ckpt.coordination.commit import (
+    Bounds,
+    Committed,
+    Durable,
+    Failed,
+    Unknown,
+    Verdict,
+    Vote,
+    encode,
+)
 from ckpt.coordination.committer import Committer, OneTier
 from ckpt.coordination.nodes import ManyNodes
 from ckpt.errors import OutOfSpace, RootInUse
@@ -65,7 +76,9 @@ def manifests(stores: Stores) -> list[bytes]:
     return [read_object(store, REF.manifest, limit=1 << 20) for store in found]
 
 
-def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store(stores: Stores) -> None:
+def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store(
+    stores: Stores,
+) -> None:
     world = World(3, patience=5)
     heard = commit(world, stores, all_durable(stores))
     one, two = manifests(stores)
@@ -78,17 +91,24 @@ def test_every_node_has_the_same_manifest_and_nothing_is_left_in_the_job_s_store
     assert max(map(len, world.verdicts.values())) < 200  # verdicts stay
 
 
-def test_a_rank_that_has_failed_is_heard_of_on_all_nodes_and_no_node_has_a_manifest(stores: Stores) -> None:
+def test_a_rank_that_has_failed_is_heard_of_on_all_nodes_and_no_node_has_a_manifest(
+    stores: Stores,
+) -> None:
     heard = commit(World(3, patience=5), stores, {**all_durable(stores), 2: Failed("disk full")})
     assert all(
-        isinstance(verdict, Aborted) and verdict.failures == {2: "disk full"} for verdict in heard.values()
+        isinstance(verdict, Aborted) and verdict.failures == {2: "disk full"}
+        for verdict in heard.values()
     )
     assert manifests(stores) == []
 
 
-def test_a_node_that_cannot_put_it_fails_the_save_and_nothing_may_be_removed(stores: Stores) -> None:
+def test_a_node_that_cannot_put_it_fails_the_save_and_nothing_may_be_removed(
+    stores: Stores,
+) -> None:
     messages = all_durable(stores)
-    stores[1] = FaultyBackend(stores[1], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))])
+    stores[1] = FaultyBackend(
+        stores[1], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))]
+    )
     heard = commit(World(3, patience=5), stores, messages)
     for verdict in heard.values():
         assert isinstance(verdict, Unknown), verdict
@@ -105,14 +125,17 @@ def test_a_node_whose_root_was_taken_over_puts_nothing(stores: Stores) -> None:
     world.checks = {2: taken}  # type: ignore[attr-defined]
     heard = commit(world, stores, all_durable(stores))
     assert all(
-        isinstance(verdict, Unknown) and "written by another" in verdict.reason for verdict in heard.values()
+        isinstance(verdict, Unknown) and "written by another" in verdict.reason
+        for verdict in heard.values()
     )
     assert len(manifests(stores)) == 1
 
 
 def test_if_the_committer_s_own_node_cannot_put_it_no_node_does(stores: Stores) -> None:
     messages = all_durable(stores)
-    stores[0] = FaultyBackend(stores[0], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))])
+    stores[0] = FaultyBackend(
+        stores[0], [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))]
+    )
     heard = commit(World(3, patience=5), stores, messages)
     assert all(isinstance(verdict, Aborted) for verdict in heard.values()), heard
     assert manifests(stores) == []
@@ -148,7 +171,9 @@ def test_a_fragment_that_is_not_what_was_told_is_no_part_of_a_checkpoint(stores:
 def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole node dies, its disk does not; the other node's rank learns that it need not put anything there."""
+    """The whole node dies, its disk does not; the other node's rank learns that it need not put
+    anything there.
+    """
 
     class Dies(WorldCoordinator):
         def set_once(self, subject: str, verdict: bytes) -> bytes:
@@ -158,7 +183,9 @@ def test_what_a_leader_has_put_on_its_node_counts_when_it_dies_after_that(
 
     monkeypatch.setattr(ckpt.coordination.nodes, "_PUT_SECONDS", 1.0)
     messages, world = all_durable(stores), World(3, patience=5)
-    places = [ManyNodes(OneTier(stores[0]), Dies(world, rank), NODES, name="tier0") for rank in range(2)]
+    places = [
+        ManyNodes(OneTier(stores[0]), Dies(world, rank), NODES, name="tier0") for rank in range(2)
+    ]
     committers = [
         Committer(Dies(world, rank), place, name="tier0", bounds=Bounds(5, 0.3))
         for rank, place in enumerate(places)

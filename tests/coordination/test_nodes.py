@@ -38,13 +38,17 @@ def test_ranks_that_see_the_same_root_share_a_node_however_they_spell_it(tmp_pat
 
 def test_one_node_and_one_rank_are_told_nothing_of_nodes(tmp_path: Path) -> None:
     tier = Tier(str(tmp_path), local=True)
-    assert World(3).run(lambda it: agree(open_tiers([tier]), it)[0].nodes) == dict.fromkeys(range(3))
+    assert World(3).run(lambda it: agree(open_tiers([tier]), it)[0].nodes) == dict.fromkeys(
+        range(3)
+    )
     assert agree(open_tiers([tier]), SingleCoordinator())[0].nodes is None
 
 
 def test_ranks_with_other_tiers_are_an_error(tmp_path: Path) -> None:
     def nodes(coordinator: Coordinator) -> None:
-        tiers = [Tier(str(tmp_path / str(index)), local=True) for index in range(coordinator.rank + 1)]
+        tiers = [
+            Tier(str(tmp_path / str(index)), local=True) for index in range(coordinator.rank + 1)
+        ]
         agree(open_tiers(tiers), coordinator)
 
     assert "rank 1 was given other tiers" in str(World(2).run(nodes)[0])
@@ -64,7 +68,12 @@ def test_the_ranks_of_a_node_talk_among_themselves() -> None:
         heard: dict[int, bytes] = {}
         while len(heard) < 2:
             heard |= mine.collect("x", {0, 1} - heard.keys(), timeout=5)
-        return mine.rank, mine.world_size, heard, mine.set_once("y", str(nodes.of[coordinator.rank]).encode())
+        return (
+            mine.rank,
+            mine.world_size,
+            heard,
+            mine.set_once("y", str(nodes.of[coordinator.rank]).encode()),
+        )
 
     found = World(4).run(talk)
     assert found[2] == (1, 2, {0: b"0", 1: b"2"}, b"0")
@@ -78,7 +87,8 @@ def test_a_parcel_arrives_and_leaves_nothing(nbytes: int) -> None:
     sender, receiver = world.coordinator(1), world.coordinator(0)
     pieces = send(sender, "s", data)
     assert pieces == len(world.messages)
-    assert max(map(len, world.messages.values())) <= (4 << 20) + 10  # torch's store takes 8 MiB at once
+    # torch's store takes 8 MiB at once
+    assert max(map(len, world.messages.values())) <= (4 << 20) + 10
     assert receive(receiver, "s", 1, limit=nbytes, timeout=1) == data
     with pytest.raises(CommitError, match="more than"):
         receive(receiver, "s", 1, limit=nbytes - 1, timeout=1)

@@ -36,7 +36,9 @@ class Neighbour:
 @pytest.fixture
 def neighbour():
     """Another process of this machine, and what it would write as owner."""
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
     with open(f"/proc/{process.pid}/stat") as file:
         started = int(file.read().rpartition(")")[2].split()[19])
     yield Neighbour(process, replace(ME, attempt="other0", pid=process.pid, started=started))
@@ -79,7 +81,8 @@ def test_a_dead_owner_is_taken_over_even_if_nobody_has_reaped_it(store, neighbou
 
 
 @pytest.mark.parametrize(
-    "change", [{"started": 1}, {"machine": "another boot"}, {"pid": 2**22 + 1}, {"pid": -1}, {"machine": ""}]
+    "change",
+    [{"started": 1}, {"machine": "another boot"}, {"pid": 2**22 + 1}, {"pid": -1}, {"machine": ""}],
 )
 def test_who_cannot_be_known_to_live_is_taken_over(store, change):
     other = replace(ME, attempt="other0", **change)
@@ -115,7 +118,8 @@ def test_a_root_without_owner_is_confirmed(store):
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"garbage", b"\xff\xfe", b"[]", b'{"attempt":1}', b"[" * 60_000, b'{"attempt":"x"}']
+    "data",
+    [b"", b"garbage", b"\xff\xfe", b"[]", b'{"attempt":1}', b"[" * 60_000, b'{"attempt":"x"}'],
 )
 def test_nonsense_guards_nothing(store, data):
     store.put(OWNER, [data])
@@ -131,7 +135,9 @@ def test_a_later_ckpt_may_say_more_of_itself(store):
 
 def test_a_store_that_does_not_answer_is_not_taken_for_free(store):
     claim(store, ME)
-    faulty = FaultyBackend(store, [Rule(verb="head", fault=Raise(lambda key: StorageError(key, "down")))])
+    faulty = FaultyBackend(
+        store, [Rule(verb="head", fault=Raise(lambda key: StorageError(key, "down")))]
+    )
     for verb in (claim, confirm, release):
         with pytest.raises(StorageError, match="down"):
             verb(faulty, replace(ME, attempt="other0"))

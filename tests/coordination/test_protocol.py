@@ -1,4 +1,6 @@
-"""Three ranks, two attempts, two tiers, and whoever finishes or clears away: kills, stops, delays, lost replies and duplicates at every request. See `simulation`."""
+"""Three ranks, two attempts, two tiers, and whoever finishes or clears away: kills, stops,
+delays, lost replies and duplicates at every request. See `simulation`.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ class Protocol(RuleBasedStateMachine):
                 self.come_to("/verdict", first, second)
                 if begun == "finished too":
                     self.come_to("/verdict", start_finisher(self.sim, self.attempts[0], 0))
-            case "late":  # the leader is about to refuse; the word that it waited for has come, and another wants to commit
+            case "late":  # the leader is about to refuse; the word that it waited for has come, and another wants to commit  # noqa: E501
                 self.come_to("tell", last)
                 self.come_to("verdict", second)
                 self.come_to("/intent", first)
@@ -66,7 +68,9 @@ class Protocol(RuleBasedStateMachine):
 
     def come_to(self, what: str, *tasks: Task) -> None:
         """Those go on until they are about to do ``what``; who is there waits."""
-        while going := [task for task in tasks if not any(word in task.doing for word in what.split())]:
+        while going := [
+            task for task in tasks if not any(word in task.doing for word in what.split())
+        ]:
             able = [task for task in going if task in self.sim.runnable()]
             for task in able:
                 self.sim.let(task)

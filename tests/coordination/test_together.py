@@ -1,4 +1,6 @@
-"""What all ranks do together in a restore: what fails on one is heard by all, soon, and with its cause."""
+"""What all ranks do together in a restore: what fails on one is heard by all, soon, and with its
+cause.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from ckpt.errors import ChecksumMismatch, RestoreError
 from tests.coordination.world import World
 
 
-def outcome(works: dict[int, Any], *, seconds: dict[int, float] | None = None, patience: float = 60) -> Any:
-    """What each rank gets if the ranks of ``works`` do that, after so many seconds; others are dead."""
+def outcome(
+    works: dict[int, Any], *, seconds: dict[int, float] | None = None, patience: float = 60
+) -> Any:
+    """What each rank gets if the ranks of ``works`` do that, after so many seconds; others are
+    dead.
+    """
 
     def run(coordinator: Coordinator) -> object:
         time.sleep((seconds or {}).get(coordinator.rank, 0))
@@ -43,14 +49,16 @@ def test_who_was_left_waits_for_the_one_who_knows_why() -> None:
 
 
 @pytest.mark.parametrize("first", [RestoreError("no memory"), Parted("connection closed")])
-def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(first: Exception, monkeypatch: Any) -> None:
+def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(
+    first: Exception, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(together, "_PARTED_SECONDS", 0.5)
     began = time.monotonic()
     found = outcome({0: "a", 1: first})
     assert time.monotonic() - began < 10
-    assert all(isinstance(error, RestoreError) and str(first) in str(error) for error in found.values()), (
-        found
-    )
+    assert all(
+        isinstance(error, RestoreError) and str(first) in str(error) for error in found.values()
+    ), found
     if isinstance(first, Parted):
         assert all("rank(s) 2 are gone" in str(error) for error in found.values())
 
@@ -59,7 +67,8 @@ def test_nobody_waits_long_for_a_dead_rank_once_one_has_failed(first: Exception,
     ("one", "two", "both"),
     [
         ("a b/c", "b/c d", "b/c"),
-        ("o", "o/m/x o/m/y p", "o/m/x o/m/y"),  # one rank has no place for any of it, the other for a part
+        # one rank has no place for any of it, the other for a part
+        ("o", "o/m/x o/m/y p", "o/m/x o/m/y"),
         ("o/m/x", "o", "o/m/x"),
         ("o", "", ""),
         ("o", "o2/x", ""),

@@ -12,7 +12,10 @@ from ckpt.coordination.api import Coordinator
 
 
 class World:
-    """What a store keeps for ``size`` ranks. ``patience`` shortens every wait, so that nobody waits for the dead."""
+    """What a store keeps for ``size`` ranks.
+
+    ``patience`` shortens every wait, so that nobody waits for the dead.
+    """
 
     def __init__(self, size: int, *, patience: float = 0.3) -> None:
         self.size, self.patience = size, patience
@@ -23,7 +26,9 @@ class World:
     def coordinator(self, rank: int) -> WorldCoordinator:
         return WorldCoordinator(self, rank)
 
-    def run(self, work: Callable[[Coordinator], Any], ranks: Iterable[int] | None = None) -> dict[int, Any]:
+    def run(
+        self, work: Callable[[Coordinator], Any], ranks: Iterable[int] | None = None
+    ) -> dict[int, Any]:
         """``work`` on every rank at once; its result or its error, by rank."""
         chosen = list(range(self.size)) if ranks is None else list(ranks)
 
@@ -65,7 +70,9 @@ class WorldCoordinator:
             return standing
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        return self._wait(lambda: self.world.verdicts.get(subject), min(timeout, 10 * self.world.patience))
+        return self._wait(
+            lambda: self.world.verdicts.get(subject), min(timeout, 10 * self.world.patience)
+        )
 
     def forget(self, subject: str) -> None:
         with self.world.changed:

@@ -1,7 +1,10 @@
-"""Forks savers, has them killed, and looks at what they leave. Run as a script: importing torch once is what makes many deaths affordable.
+"""Forks savers, has them killed, and looks at what they leave.
 
-random ROOT TIMES NUMBERS SEED: kill a saver TIMES times at random moments, its state has so many NUMBERS.
-steps ROOT NUMBERS: kill savers before and after every single call to the store, from the first to the last of one save.
+Run as a script: importing torch once is what makes many deaths affordable.
+
+random ROOT TIMES NUMBERS SEED: kill a saver TIMES times at random moments, its state has so many
+NUMBERS. steps ROOT NUMBERS: kill savers before and after every single call to the store, from the
+first to the last of one save.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ def content(step: int, numbers: int) -> Content:
 
 
 class Killer:
-    """A store in which the process dies of its own hand at the n-th call, before or after it did its work."""
+    """A store in which the process dies of its own hand at the n-th call, before or after it did
+    its work.
+    """
 
     def __init__(self, inner: Any, die: Callable[[str], None]) -> None:
         self._inner, self._die = inner, die
@@ -120,7 +125,10 @@ def noted(log: Path) -> set[int]:
 
 
 def check(root: Path, known: set[int], numbers: int) -> int:
-    """All that was committed is there and whole, nothing that is there is torn, and life goes on. Returns the newest step."""
+    """All that was committed is there and whole, nothing that is there is torn, and life goes on.
+
+    Returns the newest step.
+    """
     backend = open_backend(str(root))
     with Workers("check", 2) as workers:
         refs = committed(backend)
@@ -223,7 +231,9 @@ def at_every_step(root: Path, numbers: int) -> None:
 
 
 def warm_up() -> None:
-    """Before the first fork: torch imports its compiler with the first optimizer, and a saver that does so is killed before it has saved anything."""
+    """Before the first fork: torch imports its compiler with the first optimizer, and a saver
+    that does so is killed before it has saved anything.
+    """
     torch.set_num_threads(1)
     torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
 

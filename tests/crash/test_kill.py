@@ -1,4 +1,6 @@
-"""A process that is killed at any moment leaves every listed checkpoint whole, loses none, and the next one goes on."""
+"""A process that is killed at any moment leaves every listed checkpoint whole, loses none, and
+the next one goes on.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def test_a_saver_killed_at_a_random_moment_leaves_only_whole_checkpoints(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("numbers", "times"),
-    [pytest.param(TINY, 10, id="tiny"), pytest.param(LARGE, 25, id="64 MiB", marks=pytest.mark.torture)],
+    [
+        pytest.param(TINY, 10, id="tiny"),
+        pytest.param(LARGE, 25, id="64 MiB", marks=pytest.mark.torture),
+    ],
 )
 def test_a_saver_killed_again_and_again_leaves_only_whole_checkpoints(
     tmp_path: Path, numbers: int, times: int

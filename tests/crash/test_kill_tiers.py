@@ -1,4 +1,6 @@
-"""A trainer that saves into memory, a disk and a far folder may die at any moment: what was told to be committed is there, whole, and the next one goes on from it."""
+"""A trainer that saves into memory, a disk and a far folder may die at any moment: what was told
+to be committed is there, whole, and the next one goes on from it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def deaths(told: str) -> int:
     return int(found[1]) + int(found[2])
 
 
-def test_a_trainer_with_three_tiers_may_die_at_a_random_moment(tmp_path: Path, tally: Count) -> None:
+def test_a_trainer_with_three_tiers_may_die_at_a_random_moment(
+    tmp_path: Path, tally: Count
+) -> None:
     assert "4 deaths" in three_tiers("random", tmp_path / "run", 4, TINY, 1)
     tally("killed-random", 4)
 
@@ -37,7 +41,9 @@ def test_a_trainer_with_three_tiers_may_die_around_some_calls(tmp_path: Path, ta
 def test_a_trainer_with_three_tiers_may_die_at_any_moment(
     tmp_path: Path, tally: Count, numbers: int, times: int
 ) -> None:
-    assert f"{times} deaths" in three_tiers("random", tmp_path / "run", times, numbers, 3, timeout=1700)
+    assert f"{times} deaths" in three_tiers(
+        "random", tmp_path / "run", times, numbers, 3, timeout=1700
+    )
     tally("killed-random", times)
 
 

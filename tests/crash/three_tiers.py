@@ -1,7 +1,8 @@
 """As nursery.py, for trainers that save into memory, a disk and a far folder. Run as a script.
 
-random ROOT TIMES NUMBERS SEED: kill a trainer TIMES times at random moments, each resumes from what the one before has left.
-steps ROOT NUMBERS STRIDE: kill trainers before and after every STRIDE-th call to any of the three stores.
+random ROOT TIMES NUMBERS SEED: kill a trainer TIMES times at random moments, each resumes from what
+the one before has left. steps ROOT NUMBERS STRIDE: kill trainers before and after every STRIDE-th
+call to any of the three stores.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,10 @@ def kind(url: str) -> str:
 
 
 def trainer(root: Path, log: Path, numbers: int, last: int) -> None:
-    """Train and save from where it stands up to ``last``. What is told to be committed is noted in a file that outlives us."""
+    """Train and save from where it stands up to ``last``.
+
+    What is told to be committed is noted in a file that outlives us.
+    """
     state = content(-1, numbers)
     parameter = nn.Parameter(torch.zeros(1000))
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
@@ -70,7 +74,9 @@ def trainer(root: Path, log: Path, numbers: int, last: int) -> None:
         manager.restore(state)
         for step in range(state["step"] + 1, last):
             for key, value in content(step, numbers).items():
-                state[key].copy_(value) if isinstance(value, torch.Tensor) else state.update(step=value)
+                state[key].copy_(value) if isinstance(value, torch.Tensor) else state.update(
+                    step=value
+                )
             manager.save_async(state)
             parameter.grad = torch.ones(1000)
             optimizer.step()
@@ -90,7 +96,9 @@ def assert_is(state: dict[str, Any], step: int, numbers: int) -> None:
 
 
 def check(root: Path, known: Noted, numbers: int) -> int:
-    """Nothing torn is listed, nothing that was told is gone but what a rule gave up, and life goes on. Returns the newest step."""
+    """Nothing torn is listed, nothing that was told is gone but what a rule gave up, and life
+    goes on. Returns the newest step.
+    """
     listed: dict[str, set[int]] = {}
     with Workers("check", 2) as workers:
         for name, url in {
@@ -109,7 +117,8 @@ def check(root: Path, known: Noted, numbers: int) -> int:
     assert set(told["disk"][-3:]) <= listed["disk"] | listed["far"], (told, listed)
     somewhere = set[int]().union(*listed.values())
     newest = max((step for steps in told.values() for step in steps), default=-1)
-    assert newest == -1 or newest in somewhere, (told, listed)  # in memory: only that one stays for sure
+    # in memory: only that one stays for sure
+    assert newest == -1 or newest in somewhere, (told, listed)
     state = content(-1, numbers)
     with CheckpointManager(tiers(root), chunk_bytes=CHUNK_BYTES) as manager:
         for step in [*sorted(somewhere), None]:
@@ -146,7 +155,9 @@ def at_random(root: Path, times: int, numbers: int, seed: int) -> None:
         child = fork(lambda: trainer(root, log, numbers, 10**6))
         time.sleep(chance.uniform(0.0, 0.3 + numbers * 4e-8))
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, "it ended by itself"
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, (
+            "it ended by itself"
+        )
         known = noted(log)
         during += len(known) > before
         on_disk = {step for name, step in known if name != "memory"}
@@ -157,7 +168,10 @@ def at_random(root: Path, times: int, numbers: int, seed: int) -> None:
             if int(folder.name[5:14]) < newest - 4:
                 shutil.rmtree(folder)
         log.write_text(f"disk {newest}\n")
-    print(f"{times} deaths, {during} after commits, {from_memory} with the newest step in memory alone")
+    print(
+        f"{times} deaths, {during} after commits, {from_memory} with the newest step in memory "
+        "alone"
+    )
 
 
 def doomed(root: Path, log: Path, numbers: int, nth: int, when: str) -> None:
@@ -185,7 +199,7 @@ def at_every_step(root: Path, numbers: int, stride: int) -> None:
         for nth in range(1, 10_000, stride):
             with contextlib.suppress(FileNotFoundError):
                 log.unlink()
-            work: Callable[[], None] = lambda nth=nth, when=when: doomed(place, log, numbers, nth, when)  # noqa: E731
+            work = partial(doomed, place, log, numbers, nth, when)
             child = fork(work)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             assert code in (0, -signal.SIGKILL), code

@@ -1,6 +1,7 @@
 """The accelerator of this run, and work that keeps its streams busy for a while.
 
-``CKPT_TEST_DEVICE_MODULE`` names a Python module that is imported first and registers an accelerator.
+``CKPT_TEST_DEVICE_MODULE`` names a Python module that is imported first and registers an
+accelerator.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ if _module := os.environ.get("CKPT_TEST_DEVICE_MODULE"):
     importlib.import_module(_module)
 
 SECONDS = (0.4, 1.6, 6.4)
-"""For how long a stream is kept busy: far longer than a call takes that waits for nothing. A simulated accelerator on a busy
-machine has no pace of its own, so what is to be seen may need a longer try."""
+"""For how long a stream is kept busy: far longer than a call takes that waits for nothing.
+
+A simulated accelerator on a busy machine has no pace of its own, so what is to be seen may need a
+longer try.
+"""
 
 _TRIED = 16
 _LARGEST = {"cuda": 8192, "xpu": 8192}
@@ -42,7 +46,9 @@ def why_not() -> str:
 
 
 class Delay:
-    """Products of matrices, as large as it takes for one of them to last for some milliseconds: a queue of launches is short."""
+    """Products of matrices, as large as it takes for one of them to last for some milliseconds:
+    a queue of launches is short.
+    """
 
     def __init__(self, place: torch.device) -> None:
         size = 256
@@ -108,7 +114,9 @@ def backward(state: dict[str, Any]) -> None:
 
 def content(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """What a checkpoint of it holds once all that is queued is done."""
-    found = {name: parameter.detach().cpu() for name, parameter in state["model"].named_parameters()}
+    found = {
+        name: parameter.detach().cpu() for name, parameter in state["model"].named_parameters()
+    }
     for name, parameter in state["model"].named_parameters():
         for key, value in state["optimizer"].state[parameter].items():
             found[f"{name}.{key}"] = value.detach().cpu().clone()

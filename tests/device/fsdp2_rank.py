@@ -1,4 +1,6 @@
-"""One rank of ``test_sharded``: slow copies, a step at once, then another seed is restored to what was saved."""
+"""One rank of ``test_sharded``: slow copies, a step at once, then another seed is restored to
+what was saved.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def main(folder: str) -> None:
             manager.restore(loaded, 1)
         torch.accelerator.synchronize(place)
         found = content(loaded)
-        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+        assert [
+            name for name, value in expected.items() if not torch.equal(found[name], value)
+        ] == []
     print("restored", flush=True)
     exit_rank()
 

@@ -1,4 +1,6 @@
-"""Graph captures, which CUDA has (and XPU, where it says so): a save neither goes into one nor breaks it."""
+"""Graph captures, which CUDA has (and XPU, where it says so): a save neither goes into one nor
+breaks it.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,9 @@ def test_a_capture_while_a_save_is_under_way_is_not_invalidated(root: str) -> No
         torch.cuda.synchronize()
         loaded = trained(device(), seed=9)
         manager.restore(loaded, 1)
-    assert [name for name, value in content(loaded).items() if not torch.equal(expected[name], value)] == []
+    assert [
+        name for name, value in content(loaded).items() if not torch.equal(expected[name], value)
+    ] == []
 
 
 def test_the_capture_of_a_step_waits_for_a_save_of_its_state(root: str) -> None:

@@ -1,4 +1,7 @@
-"""What a checkpoint holds where the streams are slow. Each scenario is run once more with the one mistake in the engine that it is there to find."""
+"""What a checkpoint holds where the streams are slow.
+
+Each scenario is run once more with the one mistake in the engine that it is there to find.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,19 @@ def differences(root: str, expected: Mapping[str, torch.Tensor], step: int = 1) 
 
 
 class Writes(torch.optim.SGD):
-    """Its later steps only queue a write to each tensor, and move no version counter: nothing but the fence stands between them and a copy."""
+    """Its later steps only queue a write to each tensor, and move no version counter: nothing
+    but the fence stands between them and a copy.
+    """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         if not self.state:
             super().step()
             return
-        for tensor in [*self.state, *(value for held in self.state.values() for value in held.values())]:
+        for tensor in [
+            *self.state,
+            *(value for held in self.state.values() for value in held.values()),
+        ]:
             tensor.data.fill_(7)
 
 
@@ -54,7 +62,9 @@ def step(state: dict[str, Any]) -> None:
 
 
 def of_queued_work(root: str, seconds: float) -> None:
-    """The state is as the queue will have made it: late copies come after what the call found queued."""
+    """The state is as the queue will have made it: late copies come after what the call found
+    queued.
+    """
     state = trained(device())
     keep_busy(seconds)
     step(state)
@@ -126,7 +136,9 @@ def over_queued_work(root: str, seconds: float) -> None:
 
 
 def beside_a_save(root: str, seconds: float) -> None:
-    """A restore on a stream of the user's own waits for the copies of a save under way, which hold the state from before it."""
+    """A restore on a stream of the user's own waits for the copies of a save under way, which
+    hold the state from before it.
+    """
     place = device()
     state = trained(place)
     with CheckpointManager(root, check="off") as manager:
@@ -143,7 +155,14 @@ def beside_a_save(root: str, seconds: float) -> None:
     assert differences(root, expected, 2) == []
 
 
-SCENARIOS = [of_queued_work, before_the_next_step, when_it_has_landed, of_what_no_optimizer_owns, over_queued_work, beside_a_save]  # fmt: skip
+SCENARIOS = [
+    of_queued_work,
+    before_the_next_step,
+    when_it_has_landed,
+    of_what_no_optimizer_owns,
+    over_queued_work,
+    beside_a_save,
+]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
@@ -164,12 +183,18 @@ def nowhere(_: object) -> AbstractContextManager[None]:
 
 MISTAKES: dict[str, tuple[Scenario, Sequence[tuple[object, str, object]]]] = {
     "no wait for compute": (of_queued_work, [(Late, "begin", nothing)]),
-    "no hold on the current stream": (before_the_next_step, [(Late, "hold_current_streams", nothing)]),
+    "no hold on the current stream": (
+        before_the_next_step,
+        [(Late, "hold_current_streams", nothing)],
+    ),
     "the fence is skipped": (before_the_next_step, [(Fence, "wait", nothing)]),
     "no event before landing": (when_it_has_landed, [(Late, "events", no_events)]),
     "no wait after eager copies": (of_what_no_optimizer_owns, [(copies, "_wait", nothing)]),
     "no draining before a restore": (over_queued_work, [(sink, "drain", nothing)]),
-    "readers on streams of their own": (beside_a_save, [(sink, "drain", nothing), (sink, "on", nowhere)]),
+    "readers on streams of their own": (
+        beside_a_save,
+        [(sink, "drain", nothing), (sink, "on", nowhere)],
+    ),
 }
 
 

@@ -37,7 +37,9 @@ def cuda() -> torch.device:
     return device()
 
 
-def restored(root: str, step: int = 1, place: torch.device | None = None) -> dict[str, torch.Tensor]:
+def restored(
+    root: str, step: int = 1, place: torch.device | None = None
+) -> dict[str, torch.Tensor]:
     state = trained(place or device(), seed=9)
     with CheckpointManager(root) as manager:
         manager.restore(state, step)
@@ -49,7 +51,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
 
 
-# -- how long a call takes --------------------------------------------------------------------------------------------
+# -- how long a call takes -------------------------------------------------------------------------
 
 
 def test_a_call_that_copies_nothing_from_the_device_does_not_wait_for_what_is_queued(
@@ -88,7 +90,7 @@ def test_a_step_does_not_wait_on_the_cpu_for_copies_that_are_only_launched(
     pytest.fail("the fence returned when the copies were done")
 
 
-# -- streams ----------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 def test_a_device_has_one_side_stream(place: torch.device) -> None:
@@ -146,9 +148,13 @@ LAZY: dict[str, Callable[[torch.device], torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", LAZY)
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_lazy_is_resolved_before_it_is_copied(place: torch.device, kind: str, late: bool) -> None:
+def test_what_is_lazy_is_resolved_before_it_is_copied(
+    place: torch.device, kind: str, late: bool
+) -> None:
     if place.type == torch._C._get_privateuse1_backend_name():
-        pytest.skip("an accelerator outside of torch need not know lazy views: a simulated one crashes")
+        pytest.skip(
+            "an accelerator outside of torch need not know lazy views: a simulated one crashes"
+        )
     lazy = LAZY[kind](place)
     assert lazy.is_conj() or lazy.is_neg()
     expected = lazy.resolve_conj().resolve_neg().cpu()
@@ -171,7 +177,9 @@ def test_parts_and_odd_strides_come_over(root: str, place: torch.device) -> None
     whole = torch.arange(4096.0, device=place).reshape(64, 64)
     state = {"t": whole.t(), "part": whole[3:9, 5:11], "one": whole[0, 0], "none": whole[:0]}
     into = {name: torch.zeros_like(value.cpu()) for name, value in state.items()}
-    on_device = {name: torch.zeros(value.shape[::-1], device=place).t() for name, value in state.items()}
+    on_device = {
+        name: torch.zeros(value.shape[::-1], device=place).t() for name, value in state.items()
+    }
     with CheckpointManager(root) as manager:
         manager.save(dict(state), 1)
         manager.restore(into, 1)
@@ -181,7 +189,9 @@ def test_parts_and_odd_strides_come_over(root: str, place: torch.device) -> None
         assert torch.equal(on_device[name].cpu(), value.cpu())
 
 
-def test_what_is_restored_on_a_stream_of_the_users_own_is_seen_there(root: str, place: torch.device) -> None:
+def test_what_is_restored_on_a_stream_of_the_users_own_is_seen_there(
+    root: str, place: torch.device
+) -> None:
     state = {"x": torch.arange(4096.0, device=place).reshape(64, 64)}
     with CheckpointManager(root) as manager:
         manager.save(dict(state), 1)
@@ -192,7 +202,9 @@ def test_what_is_restored_on_a_stream_of_the_users_own_is_seen_there(root: str, 
     assert torch.equal(found, torch.arange(4096.0).reshape(64, 64) + 1)
 
 
-def test_a_state_too_large_for_its_buffer_passes_through_in_waves(root: str, place: torch.device) -> None:
+def test_a_state_too_large_for_its_buffer_passes_through_in_waves(
+    root: str, place: torch.device
+) -> None:
     state: dict[str, Any] = trained(place, width=4096)
     expected = content(state)
     with CheckpointManager(root, staging_bytes=192 << 20, slots=1) as manager:
@@ -215,12 +227,18 @@ def test_the_generators_of_the_devices_come_back(root: str, place: torch.device)
         assert torch.equal(torch.randn(8, device=place).cpu(), expected)
 
 
-# -- devices ----------------------------------------------------------------------------------------------------------
+# -- devices ---------------------------------------------------------------------------------------
 
 
-def test_a_state_on_several_devices_is_as_it_was_at_the_call(root: str, place: torch.device) -> None:
+def test_a_state_on_several_devices_is_as_it_was_at_the_call(
+    root: str, place: torch.device
+) -> None:
     second = other()
-    states = {"a": trained(place), "b": trained(second, seed=1), "c": trained(torch.device("cpu"), seed=2)}
+    states = {
+        "a": trained(place),
+        "b": trained(second, seed=1),
+        "c": trained(torch.device("cpu"), seed=2),
+    }
     expected = {name: content(state) for name, state in states.items()}
     for at in (place, second):
         side = side_stream(at)
@@ -266,7 +284,7 @@ def test_the_device_of_a_thread_is_its_own_again(place: torch.device) -> None:
     assert torch.accelerator.current_device_index() == 0
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_a_slot_is_pinned_for_the_device_and_again_when_it_was_cut(place: torch.device) -> None:
@@ -321,7 +339,13 @@ assert active.value == 0, "a context was made"
 
 def test_a_state_in_host_memory_makes_no_context() -> None:
     cuda()
-    done = subprocess.run([sys.executable, "-c", HOST_STATE], capture_output=True, text=True, timeout=120, env=os.environ)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", HOST_STATE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ,
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -53,7 +53,9 @@ def test_what_stays_is_confirmed_and_what_changes_is_named(
 
 
 def test_a_write_by_data_while_copies_wait_is_found(root: str, place: torch.device) -> None:
-    """A machine may be so busy that the copies are made before the write: then a longer try shows it."""
+    """A machine may be so busy that the copies are made before the write: then a longer try
+    shows it.
+    """
     state = trained(place)
     side = side_stream(place)
     assert side is not None

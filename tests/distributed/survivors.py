@@ -1,4 +1,6 @@
-"""Ranks that are killed and stopped: worlds that go on without them, which torchrun's agent would end at once."""
+"""Ranks that are killed and stopped: worlds that go on without them, which torchrun's agent
+would end at once.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,18 @@ from tests.distributed.launch import ROOT, WORKERS
 from tests.servers import free_port
 
 
-def run_world(ranks: int, worker: str, *args: object, store_here: bool, timeout: float = 100) -> list[str]:
-    """What each rank printed. ``store_here``: the job's store outlives every rank, as torchrun's does; else it lives in rank 0."""
+def run_world(
+    ranks: int, worker: str, *args: object, store_here: bool, timeout: float = 100
+) -> list[str]:
+    """What each rank printed.
+
+    ``store_here``: the job's store outlives every rank, as torchrun's does; else it lives in rank
+    0.
+    """
     port = free_port()
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if store_here else None
+    store = (
+        TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if store_here else None
+    )
     base = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -31,7 +41,15 @@ def run_world(ranks: int, worker: str, *args: object, store_here: bool, timeout:
     if store_here:
         base["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         base["TORCHELASTIC_RESTART_COUNT"] = "0"
-    words = [sys.executable, "-X", "faulthandler", "-W", "ignore", str(WORKERS / worker), *map(str, args)]
+    words = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-W",
+        "ignore",
+        str(WORKERS / worker),
+        *map(str, args),
+    ]
     with ExitStack() as running:
         processes = [
             running.enter_context(
@@ -48,7 +66,9 @@ def run_world(ranks: int, worker: str, *args: object, store_here: bool, timeout:
         try:
             return [process.communicate(timeout=timeout)[0] for process in processes]
         except subprocess.TimeoutExpired:
-            pytest.fail(f"not at their end after {timeout} s\n\n" + where_they_are(processes), pytrace=False)
+            pytest.fail(
+                f"not at their end after {timeout} s\n\n" + where_they_are(processes), pytrace=False
+            )
         finally:
             for process in processes:
                 process.kill()
@@ -56,12 +76,16 @@ def run_world(ranks: int, worker: str, *args: object, store_here: bool, timeout:
 
 
 def where_they_are(processes: list[subprocess.Popen[str]]) -> str:
-    """What each has printed and, by ``-X faulthandler``, the stacks of those that live. Ends them."""
+    """What each has printed and, by ``-X faulthandler``, the stacks of those that live.
+
+    Ends them.
+    """
     for process in processes:
         process.send_signal(signal.SIGABRT)
         process.send_signal(signal.SIGCONT)
     return "\n\n".join(
-        f"rank {rank}:\n{process.communicate()[0][-10_000:]}" for rank, process in enumerate(processes)
+        f"rank {rank}:\n{process.communicate()[0][-10_000:]}"
+        for rank, process in enumerate(processes)
     )
 
 
@@ -75,7 +99,9 @@ def told(outputs: list[str], *ranks: int) -> str:
 
 
 def merged_again(root: Path, step: int, tmp_path: Path) -> tuple[bytes, bytes]:
-    """The manifest that lies there, and the one that ``ckpt finalize`` makes of the same fragments."""
+    """The manifest that lies there, and the one that ``ckpt finalize`` makes of the same
+    fragments.
+    """
     import shutil
 
     from ckpt.catalog.finalize import finalize

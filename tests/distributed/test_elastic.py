@@ -1,4 +1,6 @@
-"""A job that loses ranks, gets signals, and changes its size: torchrun brings it back, and it goes on by itself from the newest whole step."""
+"""A job that loses ranks, gets signals, and changes its size: torchrun brings it back, and it
+goes on by itself from the newest whole step.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / str(steps) / "run").symlink_to(made / "run")
         runs += [*(["--"] if runs else []), "--standalone", f"--nproc-per-node={world}"]
         plan = ["--max-restarts=5", json.dumps(LIVES), "reference"] if steps == STEPS[0] else []
-        runs += [*plan[:1], str(WORKERS / "elastic.py"), str(made / str(steps)), str(steps), *plan[1:]]
+        runs += [
+            *plan[:1],
+            str(WORKERS / "elastic.py"),
+            str(made / str(steps)),
+            str(steps),
+            *plan[1:],
+        ]
     (made / "run").mkdir()
     done = run(
         [
@@ -65,40 +73,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stderr=None,
         timeout=240,
     )
-    assert done.stdout.split("\n")[:-1] == [f"ended {n} 0" for n in range(4)], (made / "log").read_text()[
-        -8000:
-    ]
+    assert done.stdout.split("\n")[:-1] == [f"ended {n} 0" for n in range(4)], (
+        made / "log"
+    ).read_text()[-8000:]
     return made
 
 
 def notes(folder: Path, rank: int, steps: int = STEPS[0]) -> list[Note]:
     return [
-        json.loads(line) for line in (folder / str(steps) / f"notes-{rank}.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (folder / str(steps) / f"notes-{rank}.jsonl").read_text().splitlines()
     ]
 
 
-def test_a_rank_killed_in_the_midst_of_a_save_a_restore_or_a_step_costs_the_steps_since_the_last_save(
+def test_a_rank_killed_in_the_midst_of_a_save_a_restore_or_a_step_costs_the_steps_since_the_last_save(  # noqa: E501
     folder: Path,
 ) -> None:
     for rank in range(4):
-        restored = {note["life"]: note["restored"] for note in notes(folder, rank) if "restored" in note}
+        restored = {
+            note["life"]: note["restored"] for note in notes(folder, rank) if "restored" in note
+        }
         assert {0: 0, 2: 2, 3: 4}.items() <= restored.items(), restored
         assert restored.get(1, 2) == 2
         assert all(note.get("skipped", []) == [] for note in notes(folder, rank))
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_loses_nothing(folder: Path) -> None:
-    stops = [[note["stops"] for note in notes(folder, rank) if "stops" in note] for rank in range(4)]
+    stops = [
+        [note["stops"] for note in notes(folder, rank) if "stops" in note] for rank in range(4)
+    ]
     assert stops == [stops[0]] * 4
     (step,) = stops[0]
     assert step >= 7
-    assert [note["restored"] for note in notes(folder, 2) if note["life"] == 4 and "restored" in note] == [
-        step
-    ]
+    assert [
+        note["restored"] for note in notes(folder, 2) if note["life"] == 4 and "restored" in note
+    ] == [step]
 
 
 def test_a_stopped_rank_fails_one_save_by_its_name_and_holds_up_nobody(folder: Path) -> None:
-    told = [note["stopped"] for rank in range(4) for note in notes(folder, rank) if "stopped" in note]
+    told = [
+        note["stopped"] for rank in range(4) for note in notes(folder, rank) if "stopped" in note
+    ]
     assert len(told) == 4
     assert all("rank(s) 3" in words for words in told), told
 

@@ -1,4 +1,7 @@
-"""One rank of two does something wrong. Nobody hangs, all are told the name of what is wrong and of whom, and the next save works."""
+"""One rank of two does something wrong.
+
+Nobody hangs, all are told the name of what is wrong and of whom, and the next save works.
+"""
 
 from __future__ import annotations
 

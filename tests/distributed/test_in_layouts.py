@@ -1,4 +1,6 @@
-"""What one torchrun world shows of layouts: each test is one case of the worker, which ran them all."""
+"""What one torchrun world shows of layouts: each test is one case of the worker, which ran them
+all.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,12 @@ def test_manifests_by_reference_restore_onto_every_layout_and_another_world(tmp_
     assert "ALL WELL" in torchrun(2, "large.py", tmp_path)
     for mode in ("fsdp", "tp", "ddp"):
         net: nn.Module = Net()
-        state: dict[str, Any] = {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=1e-2), "step": 0, "own": PerRank({"rank": -1}, on_resize="first")}  # fmt: skip
+        state: dict[str, Any] = {
+            "model": net,
+            "optimizer": torch.optim.AdamW(net.parameters(), lr=1e-2),
+            "step": 0,
+            "own": PerRank({"rank": -1}, on_resize="first"),
+        }
         net(torch.randn(6, 18)).backward()
         state["optimizer"].step()
         with CheckpointManager(tmp_path / mode) as manager:
@@ -30,7 +35,11 @@ def test_manifests_by_reference_restore_onto_every_layout_and_another_world(tmp_
         assert (report.step, report.saved_world_size, state["own"].value) == (3, 2, {"rank": 0})
         kept = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
         found = [*net.parameters()]
-        found += [state["optimizer"].state[p][key] for p in found for key in ("exp_avg", "exp_avg_sq")]
+        found += [
+            state["optimizer"].state[p][key] for p in found for key in ("exp_avg", "exp_avg_sq")
+        ]
         assert all(torch.equal(a, b) for a, b in zip(kept, found, strict=True))
         with ckpt.open(tmp_path / mode) as opened:
-            assert torch.equal(opened.tensor("model/big")[100:200, 3], net.get_parameter("big")[100:200, 3])
+            assert torch.equal(
+                opened.tensor("model/big")[100:200, 3], net.get_parameter("big")[100:200, 3]
+            )

@@ -1,4 +1,6 @@
-"""Saved by so many ranks in this layout, restored by so many in that one: every element is where it belongs."""
+"""Saved by so many ranks in this layout, restored by so many in that one: every element is where
+it belongs.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,50 @@ FOUR = ["fsdp+tp", "hsdp"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks have saved under fsdp, ddp, tp, FSDP1 and a ZeroRedundancyOptimizer, and four under fsdp with tp and as hsdp."""
+    """What two ranks have saved under fsdp, ddp, tp, FSDP1 and a ZeroRedundancyOptimizer, and
+    four under fsdp with tp and as hsdp.
+    """
     made = tmp_path_factory.mktemp("layouts")
     assert "ALL WELL" in torchrun(
-        2, "layouts.py", made, *TWO, "fsdp:fsdp", "ddp:ddp", "tp:tp", "fsdp1:fsdp1", "fsdp1-flat:fsdp1-flat", "zero:zero"
-    )  # fmt: skip
+        2,
+        "layouts.py",
+        made,
+        *TWO,
+        "fsdp:fsdp",
+        "ddp:ddp",
+        "tp:tp",
+        "fsdp1:fsdp1",
+        "fsdp1-flat:fsdp1-flat",
+        "zero:zero",
+    )
     assert "ALL WELL" in torchrun(
-        4, "layouts.py", made, *FOUR, "fsdp:fsdp", "ddp:fsdp+tp", "tp:fsdp", "fsdp:hsdp", "fsdp1:ddp", "fsdp+tp:fsdp+tp", "zero:fsdp1-copies"
-    )  # fmt: skip
+        4,
+        "layouts.py",
+        made,
+        *FOUR,
+        "fsdp:fsdp",
+        "ddp:fsdp+tp",
+        "tp:fsdp",
+        "fsdp:hsdp",
+        "fsdp1:ddp",
+        "fsdp+tp:fsdp+tp",
+        "zero:fsdp1-copies",
+    )
     return made
 
 
 def test_three_ranks_read_what_two_have_saved(folder: Path) -> None:
     assert "ALL WELL" in torchrun(
-        3, "layouts.py", folder, "fsdp:fsdp1-flat", "ddp:zero", "tp:ddp", "fsdp:tp", "zero:fsdp", "fsdp1-flat:fsdp1"
-    )  # fmt: skip
+        3,
+        "layouts.py",
+        folder,
+        "fsdp:fsdp1-flat",
+        "ddp:zero",
+        "tp:ddp",
+        "fsdp:tp",
+        "zero:fsdp",
+        "fsdp1-flat:fsdp1",
+    )
 
 
 def test_two_ranks_read_what_four_have_saved(folder: Path) -> None:
@@ -67,7 +98,9 @@ def test_one_process_reads_what_many_have_saved(
 
 
 @pytest.mark.parametrize("mode", ["fsdp", "ddp", "tp", "fsdp+tp", "hsdp"])
-def test_every_byte_is_written_once_and_large_tensors_are_shared_evenly(folder: Path, mode: str) -> None:
+def test_every_byte_is_written_once_and_large_tensors_are_shared_evenly(
+    folder: Path, mode: str
+) -> None:
     sizes = [path.stat().st_size for path in sorted((folder / mode).rglob("*.safetensors"))]
     assert len(sizes) == (4 if "+" in mode or mode == "hsdp" else 2)
     kept = torch.load(folder / f"{mode}.pt")["expected"]
@@ -100,7 +133,9 @@ def test_every_layout_is_read_by_every_other(tmp_path: Path) -> None:
     """All pairs of layouts, and all pairs of world sizes."""
     tasks: dict[int, list[str]] = {world_size: [] for world_size in LAYOUTS}
     modes = dict.fromkeys(mode for layouts in LAYOUTS.values() for mode in layouts)
-    worlds = {mode: [size for size, layouts in LAYOUTS.items() if mode in layouts] for mode in modes}
+    worlds = {
+        mode: [size for size, layouts in LAYOUTS.items() if mode in layouts] for mode in modes
+    }
     met: set[tuple[int, int]] = set()
     for i, saved in enumerate(modes):
         for j, mode in enumerate(modes):

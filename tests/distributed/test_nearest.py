@@ -1,4 +1,6 @@
-"""A restore on two ranks: each mends what is damaged for it, what is missing near is fetched once, and the next restore is local."""
+"""A restore on two ranks: each mends what is damaged for it, what is missing near is fetched
+once, and the next restore is local.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two nodes of two ranks, each with a tier of its own, under torchrun: separate roots stand for separate disks, network namespaces for separate machines."""
+"""Two nodes of two ranks, each with a tier of its own, under torchrun: separate roots stand for
+separate disks, network namespaces for separate machines.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,27 @@ def test_two_machines_that_share_one_wire(tmp_path: Path) -> None:
         pytest.skip("no network namespaces here (unshare --user --net, ip)")
     script = Path(__file__).with_name("two_namespaces.sh")
     done = run(
-        [*own, "bash", script, tmp_path, sys.executable, WORKERS / "nodes.py"], env=ENVIRONMENT, timeout=200
+        [*own, "bash", script, tmp_path, sys.executable, WORKERS / "nodes.py"],
+        env=ENVIRONMENT,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout[-8000:]
     assert done.stdout.count("ALL WELL") == 4
 
 
-def run_and_kill(folder: Path, mapping: str, far: int, log: Path, seconds: float) -> tuple[int, int]:
-    """The step that all ranks restored, and the last that was committed before all were killed at once."""
+def run_and_kill(
+    folder: Path, mapping: str, far: int, log: Path, seconds: float
+) -> tuple[int, int]:
+    """The step that all ranks restored, and the last that was committed before all were killed
+    at once.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far)]
     with (
         log.open("w") as out,
-        ended(subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)) as job,
+        ended(
+            subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)
+        ) as job,
     ):
         wait_for(lambda: log.read_text().count("COMMITTED") > 0, job, log)
         time.sleep(seconds)
@@ -75,16 +85,25 @@ def wait_for(come: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) 
 @pytest.mark.torture
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_again_and_again_while_nodes_are_swapped_and_lost(tmp_path: Path, seed: int) -> None:
-    """All bytes on a node that is left: the newest committed step. A node lost: the newest on the shared tier or, for what was fetched before, later. Never a mixture, which the worker looks for."""
+    """All bytes on a node that is left: the newest committed step.
+
+    A node lost: the newest on the shared tier or, for what was fetched before, later. Never a
+    mixture, which the worker looks for.
+    """
     rng = random.Random(seed)
     folder, committed, shared = tmp_path / "tiers", 0, 0
     for turn in range(5):
         lost = turn > 0 and rng.random() < 0.4
         if lost:
-            steps = [int(path.parent.name[5:14]) for path in (folder / "shared").glob("step-*/manifest.json")]
+            steps = [
+                int(path.parent.name[5:14])
+                for path in (folder / "shared").glob("step-*/manifest.json")
+            ]
             shared = max(steps, default=0)
             shutil.rmtree(folder / f"node{rng.randrange(2)}")
         mapping = rng.choice(["0011", "1100", "0101"])
-        restored, newest = run_and_kill(folder, mapping, 3, tmp_path / f"{turn}.log", rng.uniform(0.2, 2.0))
+        restored, newest = run_and_kill(
+            folder, mapping, 3, tmp_path / f"{turn}.log", rng.uniform(0.2, 2.0)
+        )
         assert restored >= (shared if lost else committed), (turn, mapping, lost)
         committed = newest

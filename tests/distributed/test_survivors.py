@@ -1,4 +1,6 @@
-"""Any rank may be stopped or killed, and storage may be slow: the others train on, hear a verdict within a bound, and whatever was durable on all becomes a checkpoint."""
+"""Any rank may be stopped or killed, and storage may be slow: the others train on, hear a
+verdict within a bound, and whatever was durable on all becomes a checkpoint.
+"""
 
 from __future__ import annotations
 

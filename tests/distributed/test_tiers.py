@@ -1,4 +1,6 @@
-"""Several tiers under torchrun: what waits for a far tier is taken in one order by all ranks, whichever of them is slow."""
+"""Several tiers under torchrun: what waits for a far tier is taken in one order by all ranks,
+whichever of them is slow.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ def test_memory_near_and_far_on_two_ranks(tmp_path: Path) -> None:
         told = torchrun(2, "tiers.py", tmp_path)
     finally:  # the near tier is removed meanwhile, so the last step stays in memory
         shutil.rmtree(
-            f"/dev/shm/ckpt-memory-{os.getuid()}-{memory.removeprefix('shm://')}", ignore_errors=True
+            f"/dev/shm/ckpt-memory-{os.getuid()}-{memory.removeprefix('shm://')}",
+            ignore_errors=True,
         )
     assert "ALL WELL" in told
     assert 10 in whole(tmp_path / "far")

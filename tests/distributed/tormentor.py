@@ -1,7 +1,10 @@
-"""FOLDER TIMES SEED: four ranks under torchrun train; TIMES times, some of them are killed, stopped, or lose their agent, at random moments.
+"""FOLDER TIMES SEED: four ranks under torchrun train; TIMES times, some of them are killed,
+stopped, or lose their agent, at random moments.
 
-After each the job must be training again within BOUND_SECONDS, by itself (after the death of the agent: with a new one), from the newest step that any rank knew to be
-committed or a later one, with the values of that step on all ranks; and all that is listed must be whole. Prints what it did, and ``ALL WELL``.
+After each the job must be training again within BOUND_SECONDS, by itself (after the death of the
+agent: with a new one), from the newest step that any rank knew to be committed or a later one, with
+the values of that step on all ranks; and all that is listed must be whole. Prints what it did, and
+``ALL WELL``.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from tests.processes import kill_all
 RANKS = 4
 AGENT_SECONDS, START_SECONDS = 30, 60
 BOUND_SECONDS = AGENT_SECONDS + START_SECONDS
-"""torchrun's patience with survivors that do not end, and what a start may take on a machine that does other things too."""
+"""torchrun's patience with survivors that do not end, and what a start may take on a machine
+that does other things too.
+"""
 SUSPICIOUS_SECONDS = 15
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -79,7 +84,9 @@ class Job:
                 "OMP_NUM_THREADS": "1",
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
                 "TORMENT": str(self.starts),
-                "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "backends", HERE / "workers"])),
+                "PYTHONPATH": os.pathsep.join(
+                    map(str, [ROOT, ROOT / "backends", HERE / "workers"])
+                ),
             },
             stdout=subprocess.DEVNULL,
         )
@@ -118,7 +125,9 @@ class Job:
         self._agent.wait()
 
     def end(self) -> None:
-        """As Slurm would; what is left after that is killed, the workers of an agent that hangs too."""
+        """As Slurm would; what is left after that is killed, the workers of an agent that hangs
+        too.
+        """
         if self._agent is None:
             return
         self._agent.terminate()
@@ -152,17 +161,22 @@ class Tormentor:
             self.recoveries.append(time.monotonic() - began)
             self.verify()
             self.seen[kind] += 1
-            print(f"{number + 1:3d} {kind}: training again after {self.recoveries[-1]:.1f} s", flush=True)
+            print(
+                f"{number + 1:3d} {kind}: training again after {self.recoveries[-1]:.1f} s",
+                flush=True,
+            )
         self.job.end()
         self.job.read()
         self.verify()
 
-    # -- what is done ---------------------------------------------------------------------------------------------------
+    # -- what is done ------------------------------------------------------------------------------
 
     def torment(self, kind: str) -> None:
         """One of KINDS, at a random moment; returns when all ranks train again."""
         pids = self.pids()
-        victims = self.chance.sample(range(RANKS), 4 if "all" in kind else 2 if "two" in kind else 1)
+        victims = self.chance.sample(
+            range(RANKS), 4 if "all" in kind else 2 if "two" in kind else 1
+        )
         self.moment(victims[0])
         known = self.newest_known()
         after = time.time()
@@ -194,7 +208,9 @@ class Tormentor:
         """While a save of the victim streams, or whenever."""
         if self.chance.random() < 0.6:
             count = len(self.of_life("saving", victim))
-            self.job.wait(lambda: len(self.of_life("saving", victim)) > count, BOUND_SECONDS, "a save")
+            self.job.wait(
+                lambda: len(self.of_life("saving", victim)) > count, BOUND_SECONDS, "a save"
+            )
             time.sleep(self.chance.uniform(0, 0.05))
         else:
             time.sleep(self.chance.uniform(0, 2.5))
@@ -217,7 +233,7 @@ class Tormentor:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[rank], signum)
 
-    # -- what is asked --------------------------------------------------------------------------------------------------
+    # -- what is asked -----------------------------------------------------------------------------
 
     def next_life(self) -> None:
         """Wait until all ranks of a later life are up."""
@@ -229,17 +245,23 @@ class Tormentor:
             self.job.wait(self.newer, BOUND_SECONDS, "new workers")
 
     def newer(self) -> bool:
-        """Whether all ranks of a later life are up. From then on it is the life that is asked about."""
+        """Whether all ranks of a later life are up.
+
+        From then on it is the life that is asked about.
+        """
         lives = Counter(self.life_of(note) for note in self.job.notes if "up" in note)
         newest = max((life for life, ranks in lives.items() if ranks == RANKS), default=self.life)
         found, self.life = newest > self.life, max(newest, self.life)
         return found
 
     def resumed(self, known: int, after: float, *, planned: bool) -> None:
-        """All ranks restore one step, none older than what was known, with its values, and train on from there."""
+        """All ranks restore one step, none older than what was known, with its values, and train
+        on from there.
+        """
 
         def training() -> bool:
-            self.unasked += self.newer()  # this life ended by itself, and torchrun has made the next
+            # this life ended by itself, and torchrun has made the next
+            self.unasked += self.newer()
             return {note["rank"] for note in self.of_life("step")} == set(range(RANKS))
 
         try:
@@ -255,12 +277,16 @@ class Tormentor:
         (step,) = steps
         assert step >= known, (step, known)
         if planned:
-            stops = [note["stops"] for note in self.job.notes if "stops" in note and note["at"] > after]
+            stops = [
+                note["stops"] for note in self.job.notes if "stops" in note and note["at"] > after
+            ]
             assert stops == [step] * RANKS, (step, stops)
         self.right_values()
 
     def explain(self) -> None:
-        """Print what each rank noted last, and the end of the log with the stacks of all threads."""
+        """Print what each rank noted last, and the end of the log with the stacks of all
+        threads.
+        """
         pids = self.pids()
         self.send(pids, pids, signal.SIGUSR2)
         time.sleep(2)
@@ -269,7 +295,9 @@ class Tormentor:
         print((self.job.folder / "log").read_text()[-30_000:], flush=True)
 
     def go_on(self, after: float) -> None:
-        """After SIGCONT: the same life trains on, and one of its next saves is committed; or torchrun has made a new one."""
+        """After SIGCONT: the same life trains on, and one of its next saves is committed; or
+        torchrun has made a new one.
+        """
 
         def saved() -> bool:
             began = {note["saving"] for note in self.of_life("saving") if note["at"] > after + 1e-9}
@@ -279,18 +307,24 @@ class Tormentor:
         self.right_values()
 
     def right_values(self) -> None:
-        """What was restored is what was saved: on each rank, the values are a function of the step."""
+        """What was restored is what was saved: on each rank, the values are a function of the
+        step.
+        """
         saved: dict[tuple[int, int], set[str]] = {}
         for note in self.job.notes:
             if "saving" in note:
                 saved.setdefault((note["rank"], note["saving"]), set()).add(note["digest"])
-        assert all(len(digests) == 1 for digests in saved.values()), "a step was lived twice, differently"
+        assert all(len(digests) == 1 for digests in saved.values()), (
+            "a step was lived twice, differently"
+        )
         for note in self.job.notes:
             if note.get("restored"):
                 assert saved[note["rank"], note["restored"]] == {note["digest"]}, note
 
     def verify(self) -> None:
-        """Every step that is listed, and still is after it was looked at: old ones are pruned meanwhile."""
+        """Every step that is listed, and still is after it was looked at: old ones are pruned
+        meanwhile.
+        """
         with Workers("check", 2) as workers:
             for ref in committed(self.backend):
                 try:
@@ -337,11 +371,18 @@ def main() -> None:
     failed = Counter(note["error"] for note in tormentor.job.notes if "failed" in note)
     seconds = tormentor.recoveries
     print(
-        f"{times} runs in {time.monotonic() - began:.0f} s, {tormentor.job.starts} agents: {dict(tormentor.seen)}"
+        f"{times} runs in {time.monotonic() - began:.0f} s, {tormentor.job.starts} agents: "
+        f"{dict(tormentor.seen)}"
     )
     print(f"it was hit {dict(tormentor.midst)}, and {tormentor.unasked} lives ended by themselves")
-    print(f"training again after {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s at most")
-    print(f"{tormentor.verified} checkpoints verified; {sum(failed.values())} saves failed on some rank:")
+    print(
+        f"training again after {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s "
+        "at most"
+    )
+    print(
+        f"{tormentor.verified} checkpoints verified; {sum(failed.values())} saves failed on some "
+        "rank:"
+    )
     for error, count in failed.most_common(12):
         print(f"  {count:4d} {error[:150]}")
     print("ALL WELL")

@@ -1,4 +1,7 @@
-"""torchrun, several times in a row: LOG ARGUMENT ... [-- ARGUMENT ...]. Its agent has imported what workers import, and forks them: a restart costs tenths of a second, not four times the import of torch.
+"""torchrun, several times in a row: LOG ARGUMENT ...
+
+[-- ARGUMENT ...]. Its agent has imported what workers import, and forks them: a restart costs
+tenths of a second, not four times the import of torch.
 
 Prints a line ``ended N STATUS`` after each; all else goes to LOG.
 """
@@ -32,6 +35,10 @@ if __name__ == "__main__":
     log = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    runs = [list(run) for end, run in itertools.groupby(sys.argv[2:], lambda word: word == "--") if not end]
+    runs = [
+        list(run)
+        for end, run in itertools.groupby(sys.argv[2:], lambda word: word == "--")
+        if not end
+    ]
     for number, arguments in enumerate(runs):
         print(f"ended {number} {launch(arguments)}", file=told)

@@ -1,4 +1,6 @@
-"""Wherever the ranks are when one of them is asked to stop, all stop after the same step, and none has passed it."""
+"""Wherever the ranks are when one of them is asked to stop, all stop after the same step, and
+none has passed it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,13 @@ from ckpt.errors import CommitTimeout
 from tests.coordination.world import World
 
 
-def train(coordinator: Coordinator, seed: int, stride: int, callers: set[int], end: int = 400) -> int:
-    """A rank that trains at its own pace until it is told to stop; returns its last step. Callers are asked to stop at a random moment."""
+def train(
+    coordinator: Coordinator, seed: int, stride: int, callers: set[int], end: int = 400
+) -> int:
+    """A rank that trains at its own pace until it is told to stop; returns its last step.
+
+    Callers are asked to stop at a random moment.
+    """
     chance = random.Random(seed * 100 + coordinator.rank)
     last = LastStep(coordinator, patience=5)
 
@@ -52,7 +59,9 @@ def train(coordinator: Coordinator, seed: int, stride: int, callers: set[int], e
     stride=st.integers(1, 3),
     callers=st.sets(st.integers(0, 4)),
 )
-def test_all_ranks_stop_after_the_same_step(size: int, seed: int, stride: int, callers: set[int]) -> None:
+def test_all_ranks_stop_after_the_same_step(
+    size: int, seed: int, stride: int, callers: set[int]
+) -> None:
     steps = World(size).run(lambda coordinator: train(coordinator, seed, stride, callers))
     assert len(set(steps.values())) == 1, steps
     assert all(isinstance(step, int) for step in steps.values()), steps

@@ -1,4 +1,7 @@
-"""A trainer gets a signal: it saves once more, and ends as the signal would have ended it. Each case of tests/stopping.py is a process of its own."""
+"""A trainer gets a signal: it saves once more, and ends as the signal would have ended it.
+
+Each case of tests/stopping.py is a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
             str(ROOT / "tests" / "stopping.py"),
             str(tmp_path_factory.mktemp("stop")),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}",
+        },
         capture_output=True,
         text=True,
         timeout=200,

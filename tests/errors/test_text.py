@@ -1,4 +1,6 @@
-"""What comes from a store is cleaned where it leaves: no terminal obeys it, and no credential is in it."""
+"""What comes from a store is cleaned where it leaves: no terminal obeys it, and no credential is
+in it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,20 @@ from ckpt.errors.base import CkptError
 from ckpt.errors.text import clean, redact
 
 ESCAPES = (
-    "\x1b]52;c;ZXZpbA==\x07", "\x1b]8;;http://evil\x1b\\here\x1b]8;;\x1b\\", "\x1b[2J\x1b[31mred", "\x9b31m", "\x9d52;c;x\x9c",
-    "\u202efdp.exe", "\u2066\u2069", "a\rb", "a\nerror: forged", "\b\b\b", "\x00", "\u200b", "\ud800",
-)  # fmt: skip
+    "\x1b]52;c;ZXZpbA==\x07",
+    "\x1b]8;;http://evil\x1b\\here\x1b]8;;\x1b\\",
+    "\x1b[2J\x1b[31mred",
+    "\x9b31m",
+    "\x9d52;c;x\x9c",
+    "\u202efdp.exe",
+    "\u2066\u2069",
+    "a\rb",
+    "a\nerror: forged",
+    "\b\b\b",
+    "\x00",
+    "\u200b",
+    "\ud800",
+)
 
 
 @pytest.mark.parametrize("text", ESCAPES)

@@ -1,4 +1,6 @@
-"""The examples are run as a user runs them: in processes of their own, killed with SIGKILL, and resumed."""
+"""The examples are run as a user runs them: in processes of their own, killed with SIGKILL, and
+resumed.
+"""
 
 import json
 import os
@@ -16,7 +18,8 @@ import pytest
 from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
-# the two source roots first, as in pytest's own pythonpath: this checkout is what is tested, installed or not
+# the two source roots first, as in pytest's own pythonpath: this checkout is what is tested,
+# installed or not
 SOURCES = [str(ROOT), str(ROOT / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(SOURCES)}
 

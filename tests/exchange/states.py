@@ -90,7 +90,11 @@ def same(one: Any, two: Any) -> bool:
             .equal(two.contiguous().reshape(-1).view(torch.uint8))
         )
     if isinstance(one, dict):
-        return type(one) is type(two) and one.keys() == two.keys() and all(same(one[k], two[k]) for k in one)
+        return (
+            type(one) is type(two)
+            and one.keys() == two.keys()
+            and all(same(one[k], two[k]) for k in one)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(two) and len(one) == len(two) and all(map(same, one, two))
     return type(one) is type(two) and bool(one == two)

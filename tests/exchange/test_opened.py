@@ -63,7 +63,7 @@ def test_a_whole_tensor_is_what_was_saved(root: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        slice(100, 200), slice(None), 3, -1, slice(-5, None), slice(0, 640, 7), slice(9, 3), (slice(2, 4), 3), (..., 2), (5, ...),
+        slice(100, 200), slice(None), 3, -1, slice(-5, None), slice(0, 640, 7), slice(9, 3), (slice(2, 4), 3), (..., 2), (5, ...),  # noqa: E501
         (slice(630, 900), slice(1, 7, 2)), (-640, -8), (slice(3, 90), ..., slice(-2, None)),
     ],
 )  # fmt: skip
@@ -86,9 +86,11 @@ def test_an_older_step_can_be_opened(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("index", "error"),
-    [(640, IndexError), ((0, 0, 0), IndexError), ((..., ...), IndexError), (None, TypeError), (True, TypeError), (slice(None, None, -1), ConfigError)],
+    [(640, IndexError), ((0, 0, 0), IndexError), ((..., ...), IndexError), (None, TypeError), (True, TypeError), (slice(None, None, -1), ConfigError)],  # noqa: E501
 )  # fmt: skip
-def test_an_index_that_cannot_be_read_is_refused(root: Path, index: Index, error: type[Exception]) -> None:
+def test_an_index_that_cannot_be_read_is_refused(
+    root: Path, index: Index, error: type[Exception]
+) -> None:
     with ckpt.open(root) as opened, pytest.raises(error):
         opened.tensor("embed")[index]
 

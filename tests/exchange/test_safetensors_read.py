@@ -11,7 +11,14 @@ from ckpt.errors import IntegrityError, UnsupportedValue
 from ckpt.exchange.safetensors_read import read_file
 from tests.exchange.states import same
 
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 INTEGERS = (
     torch.int64,
     torch.int32,
@@ -32,7 +39,9 @@ def written(path: Path, header: object, data: bytes = b"", length: int | None = 
 
 def test_it_reads_what_the_library_writes(tmp_path: Path) -> None:
     path = str(tmp_path / "x.safetensors")
-    tensors = {str(dtype): (torch.arange(15).reshape(3, 5) % 7).to(dtype) for dtype in FLOATS + INTEGERS}
+    tensors = {
+        str(dtype): (torch.arange(15).reshape(3, 5) % 7).to(dtype) for dtype in FLOATS + INTEGERS
+    }
     tensors |= {
         "scalar": torch.tensor(2.5),
         "none": torch.empty(0, 3),
@@ -68,10 +77,16 @@ def test_a_tensor_need_not_be_aligned(tmp_path: Path) -> None:
         ({"w": {"dtype": "F32", "shape": [-1, -3], "data_offsets": [0, 12]}}, bytes(12), None),
         ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [4, 16]}}, bytes(16), None),
         ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, "x"]}}, bytes(12), None),
-        ({name: {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} for name in "ab"}, bytes(12), None),
+        (
+            {name: {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} for name in "ab"},
+            bytes(12),
+            None,
+        ),
     ],
 )
-def test_what_is_damaged_is_told(tmp_path: Path, header: object, data: bytes, length: int | None) -> None:
+def test_what_is_damaged_is_told(
+    tmp_path: Path, header: object, data: bytes, length: int | None
+) -> None:
     path = written(tmp_path / "x", header, data, length)
     with pytest.raises(IntegrityError, match="not a whole safetensors file"):
         read_file(path)

@@ -1,4 +1,6 @@
-"""For every test of a fault: it counts what it tried, and leaves memory, threads and descriptors as they were."""
+"""For every test of a fault: it counts what it tried, and leaves memory, threads and descriptors
+as they were.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Count]:
 
 @pytest.fixture(autouse=True)
 def all_is_given_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """No descriptor, thread or slot more than before the test. Whoever keeps an error keeps what its traceback sees: so pytest's log lets go first."""
+    """No descriptor, thread or slot more than before the test.
+
+    Whoever keeps an error keeps what its traceback sees: so pytest's log lets go first.
+    """
     before = held()
     yield
     caplog.get_records("call").clear()
@@ -50,18 +55,25 @@ def all_is_given_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def held() -> set[str]:
     """Descriptors by what they are open on, slots and threads of this process, by name."""
     found = {f"thread {thread.ident} {thread.name}" for thread in threading.enumerate()}
-    found |= {name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")}
+    found |= {
+        name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")
+    }
     for number in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{number}")
-            found.add(f"descriptor {number} {ends_of(int(number)) if name.startswith('socket:') else name}")
+            found.add(
+                f"descriptor {number} "
+                f"{ends_of(int(number)) if name.startswith('socket:') else name}"
+            )
         except OSError:  # the one that lists
             continue
     return found
 
 
 def ends_of(number: int) -> str:
-    """What a socket connects: "tcp 127.0.0.1:4000 to 127.0.0.1:9000"; one of fsspec's event loop, by which its thread is woken, is called so."""
+    """What a socket connects: "tcp 127.0.0.1:4000 to 127.0.0.1:9000"; one of fsspec's event
+    loop, by which its thread is woken, is called so.
+    """
     if number in _wakers():
         return "socket of fsspecIO"
     if number in reserved():
@@ -82,5 +94,10 @@ def _wakers() -> set[int]:
 
 
 def lasting(name: str) -> bool:
-    """Not of fsspec's event loop, which one process has once: its thread, its pollers and the sockets that wake it, and the thread that closes files for gcsfs. Nor a port that the tests have reserved. Connections of ours are given back."""
-    return not any(word in name for word in ("fsspecIO", "anon_inode:[event", "asyncio", "reserved port"))
+    """Not of fsspec's event loop, which one process has once: its thread, its pollers and the
+    sockets that wake it, and the thread that closes files for gcsfs. Nor a port that the tests
+    have reserved. Connections of ours are given back.
+    """
+    return not any(
+        word in name for word in ("fsspecIO", "anon_inode:[event", "asyncio", "reserved port")
+    )

@@ -1,6 +1,10 @@
-"""Every fault that is tried. Tests count what they tried with the fixture ``tally``; ``pytest --tally FILE`` writes the counts down.
+"""Every fault that is tried.
 
-``python -m tests.faults.ledger`` puts them into the table of docs/reliability.md; a test holds the page to the file.
+Tests count what they tried with the fixture ``tally``; ``pytest --tally FILE`` writes the counts
+down.
+
+``python -m tests.faults.ledger`` puts them into the table of docs/reliability.md; a test holds the
+page to the file.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ BEGIN, END = "<!-- the table: python -m tests.faults.ledger -->", "<!-- end of t
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``what`` happens, counted in ``unit``; ``lost``: what it costs, in the words of the table; ``where`` it is tried."""
+    """``what`` happens, counted in ``unit``; ``lost``: what it costs, in the words of the table;
+    ``where`` it is tried.
+    """
 
     what: str
     unit: str
@@ -29,31 +35,142 @@ class Fault:
 
 NOTHING = "nothing"
 FAULTS: Final[Mapping[str, Fault]] = {
-    "killed-steps": Fault("SIGKILL of a trainer with three tiers, before and after each call to each store", "deaths", "nothing; the save under way is finished or not listed", "tests/crash/test_kill_tiers.py"),
-    "killed-random": Fault("SIGKILL of it at random moments", "deaths", "nothing; the save under way is finished or not listed", "tests/crash/test_kill_tiers.py"),
-    "ranks": Fault("SIGKILL or SIGSTOP of one, two or all of four ranks under torchrun, or of its agent, at random moments of saves, restores and steps", "runs", "the steps since the last commit; nothing after SIGTERM", "tests/faults/test_ranks.py"),
-    "server-killed": Fault("SIGKILL of the S3 server in mid-upload, and its return", "kills", NOTHING, "tests/faults/test_object_server.py"),
-    "network": Fault("a proxy before S3 that delays, throttles, resets, answers 500, 503 and SlowDown, cuts bodies, loses replies", "requests harmed", NOTHING, "tests/faults/test_network.py"),
-    "network-stall": Fault("a proxy that swallows requests and never answers", "requests harmed", "nothing, or that save, with our error in the stated time", "tests/faults/test_network.py"),
-    "no-space": Fault("ENOSPC on a mount of its own, at the pages of a save in turn, on each tier on disk", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
-    "no-inodes": Fault("no inode left, at every file of a save", "full disks", "that save, with `OutOfSpace`", "tests/faults/test_disk.py"),
-    "read-only": Fault("a mount turned read-only between the calls of a save", "remounts", "that save, with `AccessDenied`", "tests/faults/test_disk.py"),
-    "io-error": Fault("EIO, ENOSPC, EDQUOT, ESTALE, EROFS or EACCES from each system call of a save, a prune and a restore", "failed calls", "that save, with the `StorageError` of that error number", "tests/faults/test_syscalls.py"),
-    "nfs": Fault("a real NFS server: out of space late, stopped and started under a soft and a hard mount, files deleted while open", "saves", "that save, with our error", "tests/faults/nfs.sh"),
-    "flipped": Fault("a flipped bit in any file of any tier", "damaged files", "nothing while another tier or step is whole; else said, never restored", "tests/faults/test_damage.py"),
-    "cut": Fault("any file of any tier cut at any length, emptied or removed", "damaged files", "nothing while another tier or step is whole; else said, never restored", "tests/faults/test_damage.py"),
-    "clock": Fault("the clock jumps by hours and days, back and forth, between and within saves", "jumps", NOTHING, "tests/faults/test_clock.py"),
-    "two-jobs": Fault("two jobs that save and prune in one root at once, neither able to see that the other lives", "saves", "saves of the one that lost the root, with `RootInUse`", "tests/faults/test_two_jobs.py"),
-    "power": Fault("loss of power after each system call of saves and prunes: what was not fsynced is gone, or any part of it", "states of the disk", "nothing; the save under way is finished or not listed", "tests/faults/test_power_loss.py"),
-    "names": Fault("a manifest whose names leave the root: .., absolute, links, Windows forms, NUL, very long, look-alikes", "manifests", "refused with `ManifestCorrupt`", "tests/faults/test_hostile.py"),
-    "sizes": Fault("a manifest that claims 2^60 bytes, 50,000 tensors, deep nesting, a frame that unpacks to more", "manifests", "refused before memory is reserved", "tests/faults/test_hostile.py"),
-    "fuzz": Fault("manifests, fragments, owners' notes and trees mutated at random, with right checksums", "records", "refused with our error", "tests/fuzz/test_readers.py"),
-    "import": Fault("files of `torch.save`, DCP and safetensors with changed bytes, most of them with right checksums, given to `ckpt import`", "files", "refused with our error, or imported; nothing outside of the target", "tests/fuzz/test_import_mutations.py"),
-}  # fmt: skip
+    "killed-steps": Fault(
+        "SIGKILL of a trainer with three tiers, before and after each call to each store",
+        "deaths",
+        "nothing; the save under way is finished or not listed",
+        "tests/crash/test_kill_tiers.py",
+    ),
+    "killed-random": Fault(
+        "SIGKILL of it at random moments",
+        "deaths",
+        "nothing; the save under way is finished or not listed",
+        "tests/crash/test_kill_tiers.py",
+    ),
+    "ranks": Fault(
+        "SIGKILL or SIGSTOP of one, two or all of four ranks under torchrun, or of its agent, at "
+        "random moments of saves, restores and steps",
+        "runs",
+        "the steps since the last commit; nothing after SIGTERM",
+        "tests/faults/test_ranks.py",
+    ),
+    "server-killed": Fault(
+        "SIGKILL of the S3 server in mid-upload, and its return",
+        "kills",
+        NOTHING,
+        "tests/faults/test_object_server.py",
+    ),
+    "network": Fault(
+        "a proxy before S3 that delays, throttles, resets, answers 500, 503 and SlowDown, cuts "
+        "bodies, loses replies",
+        "requests harmed",
+        NOTHING,
+        "tests/faults/test_network.py",
+    ),
+    "network-stall": Fault(
+        "a proxy that swallows requests and never answers",
+        "requests harmed",
+        "nothing, or that save, with our error in the stated time",
+        "tests/faults/test_network.py",
+    ),
+    "no-space": Fault(
+        "ENOSPC on a mount of its own, at the pages of a save in turn, on each tier on disk",
+        "full disks",
+        "that save, with `OutOfSpace`",
+        "tests/faults/test_disk.py",
+    ),
+    "no-inodes": Fault(
+        "no inode left, at every file of a save",
+        "full disks",
+        "that save, with `OutOfSpace`",
+        "tests/faults/test_disk.py",
+    ),
+    "read-only": Fault(
+        "a mount turned read-only between the calls of a save",
+        "remounts",
+        "that save, with `AccessDenied`",
+        "tests/faults/test_disk.py",
+    ),
+    "io-error": Fault(
+        "EIO, ENOSPC, EDQUOT, ESTALE, EROFS or EACCES from each system call of a save, a prune "
+        "and a restore",
+        "failed calls",
+        "that save, with the `StorageError` of that error number",
+        "tests/faults/test_syscalls.py",
+    ),
+    "nfs": Fault(
+        "a real NFS server: out of space late, stopped and started under a soft and a hard mount, "
+        "files deleted while open",
+        "saves",
+        "that save, with our error",
+        "tests/faults/nfs.sh",
+    ),
+    "flipped": Fault(
+        "a flipped bit in any file of any tier",
+        "damaged files",
+        "nothing while another tier or step is whole; else said, never restored",
+        "tests/faults/test_damage.py",
+    ),
+    "cut": Fault(
+        "any file of any tier cut at any length, emptied or removed",
+        "damaged files",
+        "nothing while another tier or step is whole; else said, never restored",
+        "tests/faults/test_damage.py",
+    ),
+    "clock": Fault(
+        "the clock jumps by hours and days, back and forth, between and within saves",
+        "jumps",
+        NOTHING,
+        "tests/faults/test_clock.py",
+    ),
+    "two-jobs": Fault(
+        "two jobs that save and prune in one root at once, neither able to see that the other lives",  # noqa: E501
+        "saves",
+        "saves of the one that lost the root, with `RootInUse`",
+        "tests/faults/test_two_jobs.py",
+    ),
+    "power": Fault(
+        "loss of power after each system call of saves and prunes: what was not fsynced is gone, "
+        "or any part of it",
+        "states of the disk",
+        "nothing; the save under way is finished or not listed",
+        "tests/faults/test_power_loss.py",
+    ),
+    "names": Fault(
+        "a manifest whose names leave the root: .., absolute, links, Windows forms, NUL, very "
+        "long, look-alikes",
+        "manifests",
+        "refused with `ManifestCorrupt`",
+        "tests/faults/test_hostile.py",
+    ),
+    "sizes": Fault(
+        "a manifest that claims 2^60 bytes, 50,000 tensors, deep nesting, a frame that unpacks to "
+        "more",
+        "manifests",
+        "refused before memory is reserved",
+        "tests/faults/test_hostile.py",
+    ),
+    "fuzz": Fault(
+        "manifests, fragments, owners' notes and trees mutated at random, with right checksums",
+        "records",
+        "refused with our error",
+        "tests/fuzz/test_readers.py",
+    ),
+    "import": Fault(
+        "files of `torch.save`, DCP and safetensors with changed bytes, most of them with right "
+        "checksums, given to `ckpt import`",
+        "files",
+        "refused with our error, or imported; nothing outside of the target",
+        "tests/fuzz/test_import_mutations.py",
+    ),
+}
 
 
 class Tally:
-    """What a session has tried. ``add`` is called by tests that then pass; a session that fails writes nothing."""
+    """What a session has tried.
+
+    ``add`` is called by tests that then pass; a session that fails writes nothing.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], int] = {}
@@ -71,7 +188,10 @@ class Tally:
 
 def table(results: Mapping[str, Any]) -> str:
     """The rows for what has been tried."""
-    lines = ["| fault | tried by `make test` | by `make torture` | lost | where |", "|---|---:|---:|---|---|"]
+    lines = [
+        "| fault | tried by `make test` | by `make torture` | lost | where |",
+        "|---|---:|---:|---|---|",
+    ]
     for name, fault in FAULTS.items():
         if name in results:
             ci, torture, hand = (
@@ -79,7 +199,9 @@ def table(results: Mapping[str, Any]) -> str:
             )
             cells = [f"{count:,} {fault.unit}" if count else "-" for count in (ci, torture)]
             cells[1] = f"by hand: {hand} {fault.unit}" if hand else cells[1]
-            lines.append(f"| {fault.what} | {cells[0]} | {cells[1]} | {fault.lost} | `{fault.where}` |")
+            lines.append(
+                f"| {fault.what} | {cells[0]} | {cells[1]} | {fault.lost} | `{fault.where}` |"
+            )
     return "\n".join(lines)
 
 

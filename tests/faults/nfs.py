@@ -1,4 +1,6 @@
-"""What ckpt does on a real NFS mount, hard and soft, that fills up, whose server goes and comes back. Run by nfs.sh."""
+"""What ckpt does on a real NFS mount, hard and soft, that fills up, whose server goes and comes
+back. Run by nfs.sh.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def plain(root: Path) -> int:
 
 
 def full(root: Path) -> int:
-    """The server runs out of space, early or late: that save is lost, and the next one after room was made is not."""
+    """The server runs out of space, early or late: that save is lost, and the next one after
+    room was made is not.
+    """
     with CheckpointManager(root) as manager:
         manager.save(state(0, 20), 0, timeout=120)
         manager.save(state(1, 20), 1, timeout=120)
@@ -79,7 +83,10 @@ def away(root: Path, seconds: float) -> tuple[int, str]:
         began = time.monotonic()
         pending = manager.save_async(state(1, 8), 1)
         error = pending.exception(300)
-        told = f"{type(error).__name__ if error else 'committed'} after {time.monotonic() - began:.1f} s"
+        told = (
+            f"{type(error).__name__ if error else 'committed'} after "
+            f"{time.monotonic() - began:.1f} s"
+        )
         assert error is None or isinstance(error, CkptError)
         back.join()
         manager.save(state(2, 8), 2, timeout=300)

@@ -1,7 +1,9 @@
-"""What a loss of power may leave of a disk: everything that was forced, and any part of what was not.
+"""What a loss of power may leave of a disk: everything that was forced, and any part of what was
+not.
 
-A model of POSIX at its worst: a write is safe when its file was fsynced, a name when its folder was. Until then each may be there or not,
-independently of the others, and a write may be there in part.
+A model of POSIX at its worst: a write is safe when its file was fsynced, a name when its folder
+was. Until then each may be there or not, independently of the others, and a write may be there in
+part.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class File:
                     content[offset:] = b""
                     content += bytes(offset - len(content))
             elif (
-                kept := data if share >= 1 else data[: int(len(data) * share) // SECTOR_BYTES * SECTOR_BYTES]
+                kept := data
+                if share >= 1
+                else data[: int(len(data) * share) // SECTOR_BYTES * SECTOR_BYTES]
             ):
                 content += bytes(max(0, offset - len(content)))
                 content[offset : offset + len(kept)] = kept
@@ -90,7 +94,9 @@ class Disk:
                     "the engine renames within a folder"
                 )
                 node = self._now[op.to] = self._now.pop(op.path)
-                self._name(op.to, ((os.path.basename(op.path), None), (os.path.basename(op.to), node)))
+                self._name(
+                    op.to, ((os.path.basename(op.path), None), (os.path.basename(op.to), node))
+                )
             case "write" | "ftruncate":
                 file = self._now[op.path]
                 assert isinstance(file, File)
@@ -101,12 +107,16 @@ class Disk:
                 raise AssertionError(op.verb)
 
     def after(self, survives: Survives) -> dict[str, bytes | None]:
-        """Files with their content and folders (None) that are there when power is back, below the root."""
+        """Files with their content and folders (None) that are there when power is back, below
+        the root.
+        """
         found: dict[str, bytes | None] = {}
         self._gather(self._root, "", survives, found)
         return found
 
-    def _gather(self, folder: Folder, path: str, survives: Survives, found: dict[str, bytes | None]) -> None:
+    def _gather(
+        self, folder: Folder, path: str, survives: Survives, found: dict[str, bytes | None]
+    ) -> None:
         for name, node in folder.after(survives).items():
             place = f"{path}/{name}" if path else name
             if isinstance(node, Folder):

@@ -1,4 +1,6 @@
-"""A proxy between a client and an HTTP server that harms requests. One request per connection, so that it can be harmed alone.
+"""A proxy between a client and an HTTP server that harms requests.
+
+One request per connection, so that it can be harmed alone.
 
 A harm is chosen for a request by ``harm(method, target)``; None lets it through.
 """
@@ -20,11 +22,15 @@ STALL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Harm:
-    """``reset``: before the request is passed on; ``reset body``: after a part of it was; ``lose reply``: when it was done; ``cut``: the reply ends early;
-    ``status``: that answer, with ``code``; ``delay``: by ``seconds``; ``throttle``: the reply at ``bytes_per_second``; ``stall``: no answer.
+    """``reset``: before the request is passed on; ``reset body``: after a part of it was; ``lose
+    reply``: when it was done; ``cut``: the reply ends early; ``status``: that answer, with
+    ``code``; ``delay``: by ``seconds``; ``throttle``: the reply at ``bytes_per_second``; ``stall``:
+    no answer.
     """
 
-    kind: Literal["reset", "reset body", "lose reply", "cut", "status", "delay", "throttle", "stall"]
+    kind: Literal[
+        "reset", "reset body", "lose reply", "cut", "status", "delay", "throttle", "stall"
+    ]
     status: int = 503
     code: str = "SlowDown"
     seconds: float = 0.2
@@ -96,13 +102,19 @@ class Proxy:
         if any(line.lower().startswith("expect:") for line in lines):
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         length = next(
-            (int(line.partition(":")[2]) for line in lines if line.lower().startswith("content-length:")), 0
+            (
+                int(line.partition(":")[2])
+                for line in lines
+                if line.lower().startswith("content-length:")
+            ),
+            0,
         )
         if harm and kind == "status":
             await reader.readexactly(length)
             body = f"<Error><Code>{harm.code}</Code><Message>harmed</Message></Error>".encode()
             writer.write(
-                f"HTTP/1.1 {harm.status} Harmed\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+                f"HTTP/1.1 {harm.status} Harmed\r\nConnection: close\r\nContent-Length: "
+                f"{len(body)}\r\n\r\n".encode()
                 + body
             )
             await writer.drain()
@@ -110,7 +122,9 @@ class Proxy:
         kept = [line for line in lines if not line.lower().startswith(("expect:", "connection:"))]
         upstream_reader, upstream = await asyncio.open_connection("127.0.0.1", self._upstream)
         try:
-            upstream.write("\r\n".join([first, *kept, "Connection: close", "", ""]).encode("latin-1"))
+            upstream.write(
+                "\r\n".join([first, *kept, "Connection: close", "", ""]).encode("latin-1")
+            )
             if kind == "reset body" and length > SOME_BYTES:
                 upstream.write(await reader.readexactly(SOME_BYTES))
                 await upstream.drain()
@@ -137,7 +151,9 @@ class Proxy:
         writer.write(b"\r\n".join([*lines, b"Connection: close", b"", b""]))
         if harm and harm.kind == "cut":
             body = body[: len(body) // 2]
-        step = harm.bytes_per_second // 20 if harm and harm.kind == "throttle" else max(1, len(body))
+        step = (
+            harm.bytes_per_second // 20 if harm and harm.kind == "throttle" else max(1, len(body))
+        )
         for start in range(0, len(body), step):
             writer.write(body[start : start + step])
             await writer.drain()

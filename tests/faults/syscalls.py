@@ -1,7 +1,9 @@
-"""The system calls by which the posix backend changes a disk: recorded, or made to fail at the n-th.
+"""The system calls by which the posix backend changes a disk: recorded, or made to fail at the
+n-th.
 
-``Syscalls(root)`` stands in for the functions of ``os`` (and two of libc's) while it is entered, for paths below ``root``
-and descriptors opened there. What it records is enough to make the disk again as it was after any call: see power.py.
+``Syscalls(root)`` stands in for the functions of ``os`` (and two of libc's) while it is entered,
+for paths below ``root`` and descriptors opened there. What it records is enough to make the disk
+again as it was after any call: see power.py.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ READING = ("stat", "scandir", "preadv", "readv")
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One call that succeeded. ``path`` of the file or folder, below the root; ``to`` where a name goes; ``data`` lies at ``offset``."""
+    """One call that succeeded.
+
+    ``path`` of the file or folder, below the root; ``to`` where a name goes; ``data`` lies at
+    ``offset``.
+    """
 
     verb: str
     path: str
@@ -80,7 +86,9 @@ class Syscalls:
             for name in (*CHANGING, *(READING if reading else ())):
                 if name != "fallocate":
                     patch.setattr(os, name, self._wrapped(name, getattr(os, name)))
-            patch.setattr(direct_io, "_rename_noreplace", self._renamed(direct_io._rename_noreplace))
+            patch.setattr(
+                direct_io, "_rename_noreplace", self._renamed(direct_io._rename_noreplace)
+            )
             patch.setattr(posix, "reserve", self._reserved(posix.reserve))
             yield self
 

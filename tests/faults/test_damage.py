@@ -1,4 +1,6 @@
-"""Any file of any tier is changed, cut or gone: it is found, never restored, and another tier or step takes its place."""
+"""Any file of any tier is changed, cut or gone: it is found, never restored, and another tier or
+step takes its place.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def damages(content: bytes, stride: int) -> Iterator[tuple[str, bytes | None]]:
     for position in range(0, len(content), stride):
         yield (
             "flipped",
-            content[:position] + bytes([content[position] ^ 1 << position % 8]) + content[position + 1 :],
+            content[:position]
+            + bytes([content[position] ^ 1 << position % 8])
+            + content[position + 1 :],
         )
     for size in range(0, len(content), stride):
         yield "cut", content[:size]
@@ -79,10 +83,14 @@ def verdict(root: Path, capsys: pytest.CaptureFixture[str]) -> bool:
     return bool(told["intact"]) and len(told["steps"]) == 2
 
 
-def sweep(pristine: Path, place: Path, capsys: pytest.CaptureFixture[str], stride: int) -> dict[str, int]:
+def sweep(
+    pristine: Path, place: Path, capsys: pytest.CaptureFixture[str], stride: int
+) -> dict[str, int]:
     shutil.copytree(pristine, place)
     tried = {"flipped": 0, "cut": 0}
-    for tier, path in itertools.product(TIERS, sorted((place / "near").glob(f"step-{STEP:09d}*/*"))):
+    for tier, path in itertools.product(
+        TIERS, sorted((place / "near").glob(f"step-{STEP:09d}*/*"))
+    ):
         victim = place / tier / path.relative_to(place / "near")
         content = victim.read_bytes()
         for kind, damaged in damages(content, stride):
@@ -146,8 +154,12 @@ def test_where_nothing_is_whole_that_is_said_and_nothing_is_restored(
     tally("cut", len(images))
 
 
-def test_a_damaged_note_of_the_owner_keeps_nobody_out(pristine: Path, tmp_path: Path, tally: Count) -> None:
-    for number, content in enumerate([b"", b"{", b"\xff" * 9, b"[]", b'{"attempt":1}', b"{}" * 40_000]):
+def test_a_damaged_note_of_the_owner_keeps_nobody_out(
+    pristine: Path, tmp_path: Path, tally: Count
+) -> None:
+    for number, content in enumerate(
+        [b"", b"{", b"\xff" * 9, b"[]", b'{"attempt":1}', b"{}" * 40_000]
+    ):
         place = tmp_path / f"{number}"
         shutil.copytree(pristine, place)
         (place / "near" / "writer.json").write_bytes(content)

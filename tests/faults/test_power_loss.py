@@ -1,4 +1,6 @@
-"""Power is lost after any system call of saves and prunes: what was told to be committed is there, and nothing that is listed is torn."""
+"""Power is lost after any system call of saves and prunes: what was told to be committed is
+there, and nothing that is listed is torn.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def record(place: Path, steps: int) -> Log:
     return calls.log
 
 
-def check(place: Path, told: list[int], found: dict[str, bytes | None], *, goes_on: bool) -> list[int]:
+def check(
+    place: Path, told: list[int], found: dict[str, bytes | None], *, goes_on: bool
+) -> list[int]:
     build(place, found.items())
     try:
         steps = whole(place / "run")
@@ -61,7 +65,9 @@ def check(place: Path, told: list[int], found: dict[str, bytes | None], *, goes_
 
 
 def lose_power(tmp_path: Path, log: Log, rounds: int, seed: int) -> int:
-    """After each call: nothing that was not forced survives; all of it; and ``rounds`` times any part of it. Returns how many states were looked at."""
+    """After each call: nothing that was not forced survives; all of it; and ``rounds`` times any
+    part of it. Returns how many states were looked at.
+    """
     disk, told, chance = Disk(tmp_path / "disk"), list[int](), random.Random(seed)
     seen: dict[object, list[int]] = {}
     looked = 0
@@ -114,7 +120,9 @@ def test_the_recording_is_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", ["file", "folder"])
 def test_an_engine_that_forces_less_is_caught(tmp_path: Path, missing: str) -> None:
-    """The same recording without the fsyncs of data, or without those of folders, loses what was told, or lists what is torn."""
+    """The same recording without the fsyncs of data, or without those of folders, loses what was
+    told, or lists what is torn.
+    """
     log = [
         entry
         for entry in record(tmp_path / "disk", 3)

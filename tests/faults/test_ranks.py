@@ -1,4 +1,6 @@
-"""Ranks die and stall at random, again and again: no hang beyond the stated bounds, no torn checkpoint, resumed each time with the right values."""
+"""Ranks die and stall at random, again and again: no hang beyond the stated bounds, no torn
+checkpoint, resumed each time with the right values.
+"""
 
 from __future__ import annotations
 

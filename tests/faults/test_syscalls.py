@@ -1,4 +1,6 @@
-"""A system call of the disk fails, whichever: the caller is told, nothing that was committed is lost, and the next save works."""
+"""A system call of the disk fails, whichever: the caller is told, nothing that was committed is
+lost, and the next save works.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import AccessDenied, CkptError, CommitError, OutOfSpace, StorageError, TransientStorageError
+from ckpt.errors import (
+    AccessDenied,
+    CkptError,
+    CommitError,
+    OutOfSpace,
+    StorageError,
+    TransientStorageError,
+)
 from tests.faults.conftest import Count
 from tests.faults.syscalls import Syscalls
 from tests.test_review import whole
@@ -26,7 +35,9 @@ TOLD = {
     errno.EROFS: AccessDenied,
     errno.EACCES: AccessDenied,
 }
-"""What the caller is told of each: this and nothing else; but for a manifest that was sent when the disk went away for good, of which nobody can see what became."""
+"""What the caller is told of each: this and nothing else; but for a manifest that was sent when
+the disk went away for good, of which nobody can see what became.
+"""
 
 
 def state(step: int) -> dict[str, object]:
@@ -51,15 +62,21 @@ def tiers(place: Path, *, keep_last: int | None) -> list[Tier]:
 def save_with_a_failure(
     place: Path, which: str, nth: int, code: int, *, lasting: bool, keep_last: int | None
 ) -> bool:
-    """Step 0 is there; saves 1 and 2 while the ``nth`` call below ``which`` fails; then 3. Returns whether there was such a call."""
+    """Step 0 is there; saves 1 and 2 while the ``nth`` call below ``which`` fails; then 3.
+
+    Returns whether there was such a call.
+    """
     with CheckpointManager(tiers(place, keep_last=keep_last)) as manager:
         manager.save(state(0), 0, timeout=30)
     calls = Syscalls(place / which, fail=failing(nth, code, lasting=lasting))
     told: dict[int, CkptError | None] = {}
     with calls.entered():
-        # what may pass is tried again for so long, and six times six times where a farther tier waits
+        # what may pass is tried again for so long, and six times six times where a farther tier
+        # waits
         patience, wait = (2, 150) if lasting and code == errno.ESTALE else (600, 30)
-        manager = CheckpointManager(tiers(place, keep_last=keep_last), commit_timeout_seconds=patience)
+        manager = CheckpointManager(
+            tiers(place, keep_last=keep_last), commit_timeout_seconds=patience
+        )
         for step in (1, 2):
             try:
                 told[step] = manager.save_async(state(step), step).exception(wait)
@@ -71,7 +88,10 @@ def save_with_a_failure(
             told[-1] = error
     for step, error in told.items():
         unseen = lasting and isinstance(error, CommitError) and "cannot be seen" in str(error)
-        assert not unseen or list((place / which).glob(f"step-*{max(step, 1)}.*/manifest.json")), (nth, error)
+        assert not unseen or list((place / which).glob(f"step-*{max(step, 1)}.*/manifest.json")), (
+            nth,
+            error,
+        )
         assert error is None or isinstance(error, TOLD[code]) or unseen, (nth, type(error), error)
     near, far = whole(place / "near"), whole(place / "far")
     for step in (1, 2):
@@ -85,7 +105,9 @@ def save_with_a_failure(
         assert report is not None
         assert torch.equal(target["x"], state(report.step)["x"])  # type: ignore[arg-type]
         assert (
-            report.step == max(near + far) >= max([step for step in (1, 2) if told[step] is None], default=0)
+            report.step
+            == max(near + far)
+            >= max([step for step in (1, 2) if told[step] is None], default=0)
         )
         manager.save(state(3), 3, timeout=30)
     assert whole(place / "near")[-1] == whole(place / "far")[-1] == 3
@@ -104,7 +126,7 @@ def sweep(tmp_path: Path, which: str, code: int, stride: int, *, lasting: bool =
 
 @pytest.mark.parametrize(
     ("which", "code", "lasting"),
-    [("near", errno.EIO, False), ("far", errno.EIO, False), ("near", errno.ENOSPC, True), ("far", errno.EROFS, True)],
+    [("near", errno.EIO, False), ("far", errno.EIO, False), ("near", errno.ENOSPC, True), ("far", errno.EROFS, True)],  # noqa: E501
 )  # fmt: skip
 def test_a_call_of_a_save_or_a_prune_fails(
     tmp_path: Path, tally: Count, which: str, code: int, lasting: bool
@@ -134,7 +156,10 @@ def test_any_call_of_a_restore_fails(tmp_path: Path, tally: Count, code: int) ->
     for nth in itertools.count(1):
         calls = Syscalls(tmp_path / "near", fail=failing(nth, code))
         target = state(-1)
-        with CheckpointManager(tiers(tmp_path, keep_last=None)) as manager, calls.entered(reading=True):
+        with (
+            CheckpointManager(tiers(tmp_path, keep_last=None)) as manager,
+            calls.entered(reading=True),
+        ):
             report = manager.restore(target)
         if calls.calls < nth:
             break
@@ -145,11 +170,17 @@ def test_any_call_of_a_restore_fails(tmp_path: Path, tally: Count, code: int) ->
     tally("io-error", nth - 1)
 
 
-def test_a_root_that_was_half_claimed_is_free_to_the_next_manager_of_the_process(tmp_path: Path) -> None:
+def test_a_root_that_was_half_claimed_is_free_to_the_next_manager_of_the_process(
+    tmp_path: Path,
+) -> None:
     """The claim may lie there although the call that made it has failed."""
     for nth in range(1, 12):
         calls = Syscalls(tmp_path, fail=failing(nth, errno.EROFS, lasting=True))
-        with calls.entered(), contextlib.suppress(CkptError), CheckpointManager(tmp_path) as manager:
+        with (
+            calls.entered(),
+            contextlib.suppress(CkptError),
+            CheckpointManager(tmp_path) as manager,
+        ):
             manager.save(state(nth), 2 * nth)
         with CheckpointManager(tmp_path) as manager:
             manager.restore(state(-1))
@@ -162,7 +193,9 @@ def test_a_root_that_could_not_be_given_back_is_free_to_the_next_manager_of_the_
 ) -> None:
     calls = Syscalls(
         tmp_path,
-        fail=lambda verb, path: errno.EIO if path.endswith("writer.json") and verb == "unlink" else None,
+        fail=lambda verb, path: (
+            errno.EIO if path.endswith("writer.json") and verb == "unlink" else None
+        ),
     )
     with calls.entered(), CheckpointManager(tmp_path) as manager:
         manager.save(state(1), 1)

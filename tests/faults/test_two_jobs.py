@@ -1,4 +1,6 @@
-"""Two jobs in one root at once, as from two machines: neither can see that the other lives, so each takes the root from the other again and again."""
+"""Two jobs in one root at once, as from two machines: neither can see that the other lives, so
+each takes the root from the other again and again.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ while saves > 0:
             lost += 1
             print("lost", type(error).__name__, flush=True)
 print("end", lost, flush=True)
-"""
+"""  # noqa: E501
 
 
 def start(root: Path, number: int, saves: int) -> subprocess.Popen[str]:
@@ -74,7 +76,12 @@ def fight(root: Path, saves: int) -> int:
             out, err = job.communicate(timeout=1000)
             assert job.returncode == 0, err[-3000:]
             told.append(out)
-    steps = [int(line.split()[1]) for out in told for line in out.splitlines() if line.startswith("saved")]
+    steps = [
+        int(line.split()[1])
+        for out in told
+        for line in out.splitlines()
+        if line.startswith("saved")
+    ]
     listed = whole(root)
     assert max(steps) in listed, (max(steps), listed)
     target = {"x": torch.zeros(2000), "step": 0, "job": 0}

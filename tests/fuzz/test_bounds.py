@@ -1,4 +1,6 @@
-"""A few bytes in a store take little memory and time, whatever they say: both grow no faster than the bytes."""
+"""A few bytes in a store take little memory and time, whatever they say: both grow no faster
+than the bytes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def body_with(**fields: Any) -> bytes:
     return msgspec.json.encode({**BODIES[Manifest], **fields})
 
 
-@pytest.mark.parametrize("filling", [[], "key", {"key=": "x"}, 0], ids=["lists", "keys", "dicts", "zeros"])
+@pytest.mark.parametrize(
+    "filling", [[], "key", {"key=": "x"}, 0], ids=["lists", "keys", "dicts", "zeros"]
+)
 def test_a_few_bytes_never_unpack_to_many(filling: Any) -> None:
     """A manifest of some kB held ``ls`` for a minute, and took gigabytes."""
     data = compressed(body_with(tree={"x": [filling] * 2_000_000}))
@@ -52,11 +56,15 @@ def test_a_few_bytes_never_unpack_to_many(filling: Any) -> None:
 def test_a_record_that_would_become_too_small_is_stored_as_it_is() -> None:
     """So whatever a save writes can be read."""
     tree = msgspec.json.encode({"x": [0] * 2_000_000})
-    record = msgspec.structs.replace(unpack(sealed(body_with()), Manifest, key="k"), tree=msgspec.Raw(tree))
+    record = msgspec.structs.replace(
+        unpack(sealed(body_with()), Manifest, key="k"), tree=msgspec.Raw(tree)
+    )
     packed = pack(record)
     assert len(packed) > len(tree)
     assert unpack(packed, Manifest, key="k") == record
-    less = pack(msgspec.structs.replace(record, tree=msgspec.Raw(msgspec.json.encode(list(range(400_000))))))
+    less = pack(
+        msgspec.structs.replace(record, tree=msgspec.Raw(msgspec.json.encode(list(range(400_000)))))
+    )
     assert less.startswith(b"ckpt-zstd ")
     assert MAX_EXPANSION == 256
 
@@ -128,7 +136,7 @@ def run(words: list[str]) -> int:
         return main()
 
 
-# -- growth -----------------------------------------------------------------------------------------------------------
+# -- growth ----------------------------------------------------------------------------------------
 
 
 def groups(n: int) -> Any:
@@ -159,8 +167,12 @@ TREES: dict[str, Tree] = {
 VERBS = ("ls", "show", "show --json", "verify", "diff")
 
 
-def cost(root: Path, words: str, tree: Any, capsys: pytest.CaptureFixture[str]) -> tuple[float, int, int]:
-    """Seconds and bytes of memory of a verb on a checkpoint with this tree, and the bytes of its manifest."""
+def cost(
+    root: Path, words: str, tree: Any, capsys: pytest.CaptureFixture[str]
+) -> tuple[float, int, int]:
+    """Seconds and bytes of memory of a verb on a checkpoint with this tree, and the bytes of its
+    manifest.
+    """
     [path] = root.glob("step-*/manifest.json")
     body = json.loads(path.read_bytes())["body"]
     path.write_bytes(sealed(msgspec.json.encode({**body, "tree": tree, "metadata": tree})))
@@ -189,12 +201,17 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("lists", "sets") else pytest.param(kind, marks=pytest.mark.torture) for kind in TREES],
+    [
+        kind if kind in ("lists", "sets") else pytest.param(kind, marks=pytest.mark.torture)
+        for kind in TREES
+    ],
 )
 def test_time_and_memory_of_a_verb_grow_as_the_manifest_does(
     root: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sixteen times the bytes cost at most about sixteen times as much, and a byte at most some hundred bytes."""
+    """Sixteen times the bytes cost at most about sixteen times as much, and a byte at most some
+    hundred bytes.
+    """
     for words in VERBS:
         cost(root, words, {}, capsys)
         little, _, _ = cost(root, words, TREES[kind](100), capsys)

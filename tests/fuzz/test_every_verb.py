@@ -1,4 +1,6 @@
-"""Whatever a manifest says, each verb of the command line ends with one of our errors, and touches nothing outside."""
+"""Whatever a manifest says, each verb of the command line ends with one of our errors, and
+touches nothing outside.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,16 @@ CODES = {0, 1, 2, 3, 4, 5, 7, 8}
 SCALE = pytest.mark.parametrize(
     "examples",
     [12, pytest.param(20_000, marks=[pytest.mark.torture, pytest.mark.timeout(7_200)])],
-    ids=["few", "many"],  # of the few, each goes through every verb; of the many, each through the next one
+    # of the few, each goes through every verb; of the many, each through the next one
+    ids=["few", "many"],
 )
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the root ``runs`` of two steps, a copy of it, and files that are none of its business."""
+    """A folder with the root ``runs`` of two steps, a copy of it, and files that are none of its
+    business.
+    """
     os.mkdir(tmp_path / "place")
     monkeypatch.chdir(tmp_path / "place")
     monkeypatch.delenv("CKPT_ROOT", raising=False)
@@ -127,7 +132,10 @@ BODIES = (
 
 @pytest.mark.parametrize("change", BODIES, ids=lambda change: json.dumps(change)[:50])
 def test_a_tree_that_no_save_writes_ends_in_our_errors(
-    place: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    change: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     [path] = Path("runs").glob("step-000000002.*/manifest.json")
     body = json.loads(path.read_bytes())["body"]

@@ -1,4 +1,6 @@
-"""Files of other programs that are made to do harm: an import refuses them soon, and takes little memory for it."""
+"""Files of other programs that are made to do harm: an import refuses them soon, and takes
+little memory for it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def read(source: Path, kind: Kind | None = None) -> dict[str, object]:
 
 
 def refused(source: Path, kind: Kind | None = None) -> str:
-    """The message with which it is refused, in no more than 2 s of processor time and 64 MiB of memory."""
+    """The message with which it is refused, in no more than 2 s of processor time and 64 MiB of
+    memory.
+    """
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(CkptError) as caught:
         read(source, kind)
@@ -110,7 +114,10 @@ def test_tuples_of_the_same_tuples_are_refused(tmp_path: Path, ending: bytes) ->
     assert refused(tmp_path / "old.pt")
     table = folder(tmp_path / "dcp") / ".metadata"
     table.write_bytes(data)
-    assert "not one that torch.distributed.checkpoint writes" in refused(table.parent) or ending == b"."
+    assert (
+        "not one that torch.distributed.checkpoint writes" in refused(table.parent)
+        or ending == b"."
+    )
 
 
 def test_marks_take_time_in_proportion() -> None:
@@ -145,7 +152,9 @@ def test_a_table_of_dcp_is_read_as_before(tmp_path: Path) -> None:
     assert found["a"]["b"][1] == 5  # type: ignore[index, call-overload]
 
 
-@pytest.mark.parametrize("shape", [(1,) * 100_000, (1 << 30,), (1 << 62, 1)], ids=["dims", "4 GiB", "2**64"])
+@pytest.mark.parametrize(
+    "shape", [(1,) * 100_000, (1 << 30,), (1 << 62, 1)], ids=["dims", "4 GiB", "2**64"]
+)
 def test_a_tensor_that_is_not_there_is_not_made(tmp_path: Path, shape: tuple[int, ...]) -> None:
     source = tmp_path / "d"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=source, no_dist=True)
@@ -169,7 +178,9 @@ def test_two_entries_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_compressed_is_not_unpacked(tmp_path: Path) -> None:
     """204 kB took 605 MB."""
-    path = archive(tmp_path / "x.pt", b"\x80\x02]" + b"]a" * 50_000_000 + b".", zipfile.ZIP_DEFLATED)
+    path = archive(
+        tmp_path / "x.pt", b"\x80\x02]" + b"]a" * 50_000_000 + b".", zipfile.ZIP_DEFLATED
+    )
     assert path.stat().st_size < 250_000
     assert "compressed" in refused(path)
 
@@ -226,7 +237,16 @@ def test_an_import_from_the_command_line_ends(tmp_path: Path) -> None:
     source = folder(tmp_path / "source")
     fifo(source / ".metadata")
     done = subprocess.run(
-        [sys.executable, "-m", "ckpt.cli.main", "import", str(source), str(tmp_path / "runs"), "--step", "1"],
+        [
+            sys.executable,
+            "-m",
+            "ckpt.cli.main",
+            "import",
+            str(source),
+            str(tmp_path / "runs"),
+            "--step",
+            "1",
+        ],
         capture_output=True,
         text=True,
         timeout=100,

@@ -1,4 +1,6 @@
-"""Files of other programs with changed bytes: `ckpt import` takes them or refuses them, soon, and writes nothing but its target."""
+"""Files of other programs with changed bytes: `ckpt import` takes them or refuses them, soon,
+and writes nothing but its target.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from tests.fuzz.mutations import WILD, places
 
 __all__ = ["tally"]
 
-pytestmark = pytest.mark.filterwarnings("default")  # a warning of torch is not an error outside of tests
+# a warning of torch is not an error outside of tests
+pytestmark = pytest.mark.filterwarnings("default")
 
 CODES = {0, 2, 3, 4, 5, 7, 8}
 MOST_SECONDS = 5.0
@@ -53,16 +56,39 @@ NUMBERS = (
     2**63 - 1,
     2**64 - 1,
 )
-PIECES = (b"", b"\0" * 64, b"\xff" * 64, b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"(" * 50, b"h\x00", b"\x86" * 30,
-          b"cos\nsystem\n", b"cbuiltins\neval\n", b"R", b"b", b"../../victim", b'{"a":', b"[" * 2_000, b"\x1b]8;;x\x07", b"1e999", b"NaN",
-          b"9" * 5_000, b"\x8b\xff\xff\xff\x7f", b"X\xff\xff\xff\x7f")  # fmt: skip
+PIECES = (
+    b"",
+    b"\0" * 64,
+    b"\xff" * 64,
+    b"PK\x03\x04",
+    b"PK\x01\x02",
+    b"PK\x05\x06",
+    b"(" * 50,
+    b"h\x00",
+    b"\x86" * 30,
+    b"cos\nsystem\n",
+    b"cbuiltins\neval\n",
+    b"R",
+    b"b",
+    b"../../victim",
+    b'{"a":',
+    b"[" * 2_000,
+    b"\x1b]8;;x\x07",
+    b"1e999",
+    b"NaN",
+    b"9" * 5_000,
+    b"\x8b\xff\xff\xff\x7f",
+    b"X\xff\xff\xff\x7f",
+)
 
 
-# -- what is changed --------------------------------------------------------------------------------------------------
+# -- what is changed -------------------------------------------------------------------------------
 
 
 def anywhere(data: bytes, draw: random.Random) -> bytes:
-    """One to four changes: bits, bytes, numbers, parts removed, doubled, moved, cut, or of another meaning."""
+    """One to four changes: bits, bytes, numbers, parts removed, doubled, moved, cut, or of
+    another meaning.
+    """
     changed = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(changed) + 1)
@@ -96,7 +122,9 @@ def anywhere(data: bytes, draw: random.Random) -> bytes:
 
 
 def inside_the_archive(data: bytes, draw: random.Random) -> bytes:
-    """An archive of ``torch.save`` with right checksums, one part of it changed, most often the pickle."""
+    """An archive of ``torch.save`` with right checksums, one part of it changed, most often the
+    pickle.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         parts = {name: archive.read(name) for name in archive.namelist()}
     pickles = [name for name in parts if name.endswith("data.pkl")]
@@ -128,22 +156,31 @@ def header(data: bytes, draw: random.Random) -> bytes:
             case 0:
                 del parent[path[-1]]
             case 1 if isinstance(parent, dict):
-                parent[draw.choice(("../x", "a" * 5_000, "\x1b[2J", "", "é/~"))] = parent.pop(path[-1])
+                parent[draw.choice(("../x", "a" * 5_000, "\x1b[2J", "", "é/~"))] = parent.pop(
+                    path[-1]
+                )
             case _:
-                parent[path[-1]] = draw.choice((*WILD, *NUMBERS, [0, 2**62], [0, 2**100], [1] * 5_000))
+                parent[path[-1]] = draw.choice(
+                    (*WILD, *NUMBERS, [0, 2**62], [0, 2**100], [1] * 5_000)
+                )
         if len(places(node)) < 2:
             break
     text = json.dumps(node).encode()
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-# -- where it is done -------------------------------------------------------------------------------------------------
+# -- where it is done ------------------------------------------------------------------------------
 
 
 def torch_file(folder: Path, **how: Any) -> str:
     net, optimizer = trained()
     torch.save(
-        {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "pair": (1, [2, "x"])},
+        {
+            "model": net.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "step": 3,
+            "pair": (1, [2, "x"]),
+        },
         folder / "x.pt",
         **how,
     )
@@ -152,7 +189,9 @@ def torch_file(folder: Path, **how: Any) -> str:
 
 def dcp_folder(folder: Path) -> str:
     net, _ = trained()
-    plain = {name: value for name, value in odd_state().items() if name not in ("np", "array", "frozen")}
+    plain = {
+        name: value for name, value in odd_state().items() if name not in ("np", "array", "frozen")
+    }
     dcp.save({"model": net.state_dict(), **plain}, checkpoint_id=folder, no_dist=True)
     return "."
 
@@ -171,12 +210,16 @@ Change = Callable[[bytes, random.Random], bytes]
 CASES: dict[str, tuple[Callable[[Path], str], str, Change]] = {
     "torch": (torch_file, "x.pt", anywhere),
     "torch, inside": (torch_file, "x.pt", inside_the_archive),
-    "torch, old": (lambda to: torch_file(to, _use_new_zipfile_serialization=False), "x.pt", anywhere),
+    "torch, old": (
+        lambda to: torch_file(to, _use_new_zipfile_serialization=False),
+        "x.pt",
+        anywhere,
+    ),
     "dcp, table": (dcp_folder, ".metadata", anywhere),
     "dcp, data": (dcp_folder, "*.distcp", anywhere),
     "safetensors": (safetensors_file, "x.safetensors", anywhere),
     "safetensors, header": (safetensors_file, "x.safetensors", header),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -231,7 +274,11 @@ def peak_bytes(begin: bool = False) -> int:
     """The most memory of this process since the last time ``begin`` was given."""
     if begin:
         Path("/proc/self/clear_refs").write_text("5")
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    [line] = [
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    ]
     return int(line.split()[1]) << 10
 
 
@@ -269,7 +316,9 @@ def imported(
         f"it took {seconds} s": seconds > MOST_SECONDS,
         f"it took {nbytes} bytes": nbytes > MOST_BYTES + MOST_BYTES_PER_BYTE * size,
         f"it ended with {code}": code not in CODES or "internal error" in told.err,
-        "it printed what a terminal obeys": not all(map(str.isprintable, (told.err + told.out).split("\n"))),
+        "it printed what a terminal obeys": not all(
+            map(str.isprintable, (told.err + told.out).split("\n"))
+        ),
         f"it touched {outside}": bool(outside),
         f"it left {there ^ known}": not there <= known or Path("victim").read_text() != "mine",
         f"its steps are {steps}": steps != ([1] if code == 0 else []),
@@ -291,10 +340,19 @@ def harm(what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "fault"),
-    [("internal error", "ended with"), ("bytes", "bytes"), ("touched", "touched"), ("left", "left")],
+    [
+        ("internal error", "ended with"),
+        ("bytes", "bytes"),
+        ("touched", "touched"),
+        ("left", "left"),
+    ],
 )
 def test_what_an_import_must_not_do_is_seen(
-    place: Path, what: str, fault: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: Path,
+    what: str,
+    fault: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = f"source/{torch_file(place / 'source')}"
     assert imported(source, os.path.getsize(source), capsys, monkeypatch).faults == []
@@ -345,8 +403,12 @@ def test_changed_bytes_are_imported_or_refused(
 
 
 def inside(name: str, root: Path) -> bool:
-    """Whether it is a name below the root, or of the memory that a save is copied into, or no file at all."""
+    """Whether it is a name below the root, or of the memory that a save is copied into, or no
+    file at all.
+    """
     whole = os.path.normpath(os.path.join(root.parent, name))
     return (
-        name.isdigit() or whole == str(root) or whole.startswith((f"{root}/", "/dev/shm/ckpt-", "/dev/null"))
+        name.isdigit()
+        or whole == str(root)
+        or whole.startswith((f"{root}/", "/dev/shm/ckpt-", "/dev/null"))
     )

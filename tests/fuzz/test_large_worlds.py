@@ -30,9 +30,17 @@ __all__ = ["tally"]
 
 ARRAYS = {"x": np.arange(80, dtype=np.float32).reshape(20, 4), "y": np.arange(6, dtype=np.int64)}
 PLAIN = [
-    written(rank, 2, [Leaf("x", "float32", (20, 4), (Box((10 * rank, 0), (10, 4)),)), Leaf("y", "int64", (6,), (Box((0,), (6,)),))], ARRAYS)[1]
+    written(
+        rank,
+        2,
+        [
+            Leaf("x", "float32", (20, 4), (Box((10 * rank, 0), (10, 4)),)),
+            Leaf("y", "int64", (6,), (Box((0,), (6,)),)),
+        ],
+        ARRAYS,
+    )[1]
     for rank in range(2)
-]  # fmt: skip
+]
 PACKED = [pack_fragment(part) for part in PLAIN]
 OUTLINE = merge((part, record_ref(part)) for part in PACKED)
 FORM = msgspec.json.decode(zstandard.decompress(PACKED[0].form))
@@ -51,7 +59,9 @@ def use(record: Manifest) -> None:
 
 
 @SCALE
-def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(examples: int, tally: Count) -> None:
+def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(
+    examples: int, tally: Count
+) -> None:
     use(OUTLINE)
 
     def check(body: Any) -> None:
@@ -64,7 +74,9 @@ def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(examples: i
 
 
 @SCALE
-def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(examples: int, tally: Count) -> None:
+def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(
+    examples: int, tally: Count
+) -> None:
     body = json.loads(msgspec.json.encode(replace(PACKED[0], world_size=1)))
 
     def check(changed: Any) -> None:
@@ -175,7 +187,9 @@ def of_form(tensors: list[Any], shards: list[list[int]]) -> Packed:
         ([["x", "float32", [4]], ["y", "complex128", [1 << 60]]], "impossible shape"),
     ],
 )
-def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(tensors: list[Any], told: str) -> None:
+def test_shards_that_cannot_be_are_refused_where_fragments_are_merged(
+    tensors: list[Any], told: str
+) -> None:
     """On the same bytes of the file; and of so many bytes that a sum of them is 0."""
     chunk = _numbers(FORM[3])[1]
     tensors[0][2] = [chunk // 4]
@@ -204,7 +218,9 @@ def test_a_manifest_whose_boxes_overlap_is_refused_before_anything_is_read() -> 
     near = tuple(step // 2 for step in level.offsets)
     assert any(near)
     twice = replace(run, levels=(replace(level, offsets=near),))  # the same volume, and a hole
-    record = replace(OUTLINE, layouts=tuple((twice,) if each == (run,) else each for each in OUTLINE.layouts))
+    record = replace(
+        OUTLINE, layouts=tuple((twice,) if each == (run,) else each for each in OUTLINE.layouts)
+    )
     check_manifest(record, key="k")
     with pytest.raises(ManifestCorrupt):
         use(record)

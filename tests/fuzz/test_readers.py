@@ -1,4 +1,6 @@
-"""Whatever lies on a tier, whoever reads it gets a value or one of our errors, within bounds of time and memory."""
+"""Whatever lies on a tier, whoever reads it gets a value or one of our errors, within bounds of
+time and memory.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any],
     """``check`` on so many examples; returns how many there were."""
     count = 0
 
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
     @given(strategy)
     def run(value: Any) -> None:
         nonlocal count
@@ -80,9 +84,19 @@ def target() -> dict[str, Any]:
     optimizer.step()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     return {
-        "model": model, "optimizer": optimizer, "schedule": schedule, "step": 3, "rng": PerRank(torch.get_rng_state()), "seen": {1: "a", (2,): b"b"},
-        "array": np.arange(3), "list": [torch.ones(2), 1.5, None], "complex": 1j, "set": {1, 2}, "scalar": np.float32(2), "big": 2**80,
-    }  # fmt: skip
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "step": 3,
+        "rng": PerRank(torch.get_rng_state()),
+        "seen": {1: "a", (2,): b"b"},
+        "array": np.arange(3),
+        "list": [torch.ones(2), 1.5, None],
+        "complex": 1j,
+        "set": {1, 2},
+        "scalar": np.float32(2),
+        "big": 2**80,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +116,9 @@ def saved(store: StorageBackend) -> Manifest:
 
 @SCALE
 @pytest.mark.parametrize("kind", [Manifest, Packed])
-def test_a_record_changed_anywhere_is_read_or_refused(kind: Any, examples: int, tally: Count) -> None:
+def test_a_record_changed_anywhere_is_read_or_refused(
+    kind: Any, examples: int, tally: Count
+) -> None:
     def check(body: Any) -> None:
         try:
             record = unpack(sealed(msgspec.json.encode(body)), kind, key="k")
@@ -123,8 +139,12 @@ def record_ref(fragment: Packed) -> FragmentRef:
 
 
 @SCALE
-def test_a_tree_changed_anywhere_is_restored_or_refused(saved: Manifest, examples: int, tally: Count) -> None:
-    """All the way a restore goes, without the bytes: matching, planning, and setting the values that are not tensors."""
+def test_a_tree_changed_anywhere_is_restored_or_refused(
+    saved: Manifest, examples: int, tally: Count
+) -> None:
+    """All the way a restore goes, without the bytes: matching, planning, and setting the values
+    that are not tensors.
+    """
     state = target()
 
     def check(parts: tuple[Any, Any]) -> None:
@@ -141,7 +161,9 @@ def test_a_tree_changed_anywhere_is_restored_or_refused(saved: Manifest, example
             told(refused)
 
     tree, per_rank = json.loads(bytes(saved.tree)), json.loads(bytes(saved.per_rank["0"]))
-    whole = st.tuples(mutated(tree), st.just(per_rank)) | st.tuples(st.just(tree), mutated(per_rank))
+    whole = st.tuples(mutated(tree), st.just(per_rank)) | st.tuples(
+        st.just(tree), mutated(per_rank)
+    )
     tally("fuzz", fuzz(examples, whole, check))
 
 
@@ -149,7 +171,10 @@ def test_a_tree_changed_anywhere_is_restored_or_refused(saved: Manifest, example
 def test_a_manifest_on_a_tier_is_restored_or_refused(
     store: StorageBackend, examples: int, tally: Count
 ) -> None:
-    """A whole restore of a checkpoint whose manifest was changed and sealed again. Its data is gone."""
+    """A whole restore of a checkpoint whose manifest was changed and sealed again.
+
+    Its data is gone.
+    """
     import uuid
 
     name = uuid.uuid4().hex
@@ -189,10 +214,14 @@ def test_bytes_of_any_kind_are_no_record_and_no_owner(examples: int, tally: Coun
     cut = st.tuples(st.sampled_from(packed), st.integers(0, 5000), st.binary(max_size=40)).map(
         lambda parts: parts[0][: parts[1]] + parts[2] + parts[0][parts[1] + len(parts[2]) :]
     )
-    zstd = st.binary(max_size=200).map(lambda frame: b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame)
+    zstd = st.binary(max_size=200).map(
+        lambda frame: b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame
+    )
     owner = st.sampled_from(WILD).map(
         lambda node: (
-            msgspec.json.encode({"attempt": node, "host": "h", "machine": "m", "pid": node, "started": node})
+            msgspec.json.encode(
+                {"attempt": node, "host": "h", "machine": "m", "pid": node, "started": node}
+            )
             if not isinstance(node, float) or abs(node) < 1e300
             else b"{}"
         )

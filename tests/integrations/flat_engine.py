@@ -1,6 +1,8 @@
-"""An engine as DeepSpeed's under ZeRO 1, of one rank: 16-bit parameters in one flat buffer per group, fp32 master weights and a real AdamW over them.
+"""An engine as DeepSpeed's under ZeRO 1, of one rank: 16-bit parameters in one flat buffer per
+group, fp32 master weights and a real AdamW over them.
 
-The real one needs a C++ compiler and seconds to start; what differs with stages and ranks is shown with it, in ``test_deepspeed.py``.
+The real one needs a C++ compiler and seconds to start; what differs with stages and ranks is shown
+with it, in ``test_deepspeed.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class DeepSpeedZeroOptimizer:
         self._hp_optimizer_states_linked = True
         for group in optimizer.param_groups:
             parameters = [p for p in group["params"] if p.requires_grad]
-            flat = torch.cat([p.detach().reshape(-1) for p in parameters] + [torch.zeros(3)]).bfloat16()
+            flat = torch.cat(
+                [p.detach().reshape(-1) for p in parameters] + [torch.zeros(3)]
+            ).bfloat16()
             at = 0
             for parameter in parameters:
                 parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
@@ -34,7 +38,9 @@ class DeepSpeedZeroOptimizer:
             group["params"] = [self.single_partition_of_fp32_groups[-1]]
 
     def step(self) -> None:
-        for group, master in zip(self.bit16_groups, self.single_partition_of_fp32_groups, strict=True):
+        for group, master in zip(
+            self.bit16_groups, self.single_partition_of_fp32_groups, strict=True
+        ):
             grads = [p.grad.float().reshape(-1) for p in group if p.grad is not None]
             master.grad = torch.cat([*grads, torch.zeros(3)])
         self.optimizer.step()
@@ -42,14 +48,18 @@ class DeepSpeedZeroOptimizer:
 
     @torch.no_grad()
     def update_lp_params(self) -> None:
-        for flat, master in zip(self.bit16_groups_flat, self.single_partition_of_fp32_groups, strict=True):
+        for flat, master in zip(
+            self.bit16_groups_flat, self.single_partition_of_fp32_groups, strict=True
+        ):
             flat.copy_(master)
 
 
 class Engine:
     has_moe_layers = False
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.AdamW, *, scheduled: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.AdamW, *, scheduled: bool = True
+    ) -> None:
         self.module = module
         for parameter in module.parameters():
             parameter.data = parameter.data.bfloat16()

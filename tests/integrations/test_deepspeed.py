@@ -1,4 +1,6 @@
-"""Real engines of DeepSpeed: what one stage and number of ranks saves, any other restores, and so does plain PyTorch; and back."""
+"""Real engines of DeepSpeed: what one stage and number of ranks saves, any other restores, and
+so does plain PyTorch; and back.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def contents(net: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(nets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What plain PyTorch has saved, and what two ranks have saved and restored at once under other stages."""
+    """What plain PyTorch has saved, and what two ranks have saved and restored at once under
+    other stages.
+    """
     made = tmp_path_factory.mktemp("zero")
     net, optimizer = nets.build(1)
     losses = train(nets, net, optimizer, 0, 3)
@@ -82,19 +86,40 @@ def folder(nets: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     losses = train(nets, net, optimizer, 3, 1)  # the engine's schedule sets the rate after that
     torch.save({"kept": kept, "seen": seen, "losses": losses, "world": 1}, made / "plain-fp32.pt")
     said = torchrun(
-        2, WORKER, made, "save:1-fp32", "save:2-bf16", "save:3-fp32", "save:3-bf16",
-        "load:1-fp32:1-fp32", "load:1-fp32:3-fp32", "load:2-bf16:2-bf16", "load:3-bf16:3-bf16", "load:3-bf16:1-bf16",
-        "load:plain-fp32:2-fp32", "load:plain-fp32:3-fp32", "load:plain-fp32:2-bf16", "load:3-bf16:1-fp32", timeout=600,
-    )  # fmt: skip
+        2,
+        WORKER,
+        made,
+        "save:1-fp32",
+        "save:2-bf16",
+        "save:3-fp32",
+        "save:3-bf16",
+        "load:1-fp32:1-fp32",
+        "load:1-fp32:3-fp32",
+        "load:2-bf16:2-bf16",
+        "load:3-bf16:3-bf16",
+        "load:3-bf16:1-bf16",
+        "load:plain-fp32:2-fp32",
+        "load:plain-fp32:3-fp32",
+        "load:plain-fp32:2-bf16",
+        "load:3-bf16:1-fp32",
+        timeout=600,
+    )
     assert "ALL WELL" in said
     return made
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_other_numbers_of_ranks(folder: Path, ranks: int) -> None:
-    orders = ["load:1-fp32:3-fp32", "load:3-fp32:2-fp32", "load:2-bf16:3-bf16", "load:3-bf16:1-bf16"]
+    orders = [
+        "load:1-fp32:3-fp32",
+        "load:3-fp32:2-fp32",
+        "load:2-bf16:3-bf16",
+        "load:3-bf16:1-bf16",
+    ]
     converted = ["load:2-bf16:3-fp32", "load:1-fp32:2-bf16"]
-    said = torchrun(ranks, WORKER, folder, *orders, *converted, "load:plain-fp32:3-fp32", timeout=600)
+    said = torchrun(
+        ranks, WORKER, folder, *orders, *converted, "load:plain-fp32:3-fp32", timeout=600
+    )
     assert "ALL WELL" in said
 
 
@@ -123,7 +148,9 @@ def test_plain_pytorch_goes_on_where_an_engine_was(nets: Any, folder: Path, kind
 @pytest.mark.parametrize("saving", [1, 2, 3])
 def test_every_stage_to_every_other_on_one_two_and_three_ranks(tmp_path: Path, saving: int) -> None:
     kinds = ["-".join(pair) for pair in itertools.product(STAGES, DTYPES)]
-    assert "ALL WELL" in torchrun(saving, WORKER, tmp_path, *(f"save:{kind}" for kind in kinds), timeout=600)
+    assert "ALL WELL" in torchrun(
+        saving, WORKER, tmp_path, *(f"save:{kind}" for kind in kinds), timeout=600
+    )
     everywhere = [
         f"load:{stage}-{dtype}:{other}-{dtype}"
         for stage, other, dtype in itertools.product(STAGES, STAGES, DTYPES)
@@ -135,6 +162,11 @@ def test_every_stage_to_every_other_on_one_two_and_three_ranks(tmp_path: Path, s
 @pytest.mark.torture
 def test_other_optimizers_of_deepspeed_and_other_orders_of_parameters(tmp_path: Path) -> None:
     orders = [f"{verb}:{kind}" for kind in VARIANTS for verb in ("save", f"load:{kind}")]
-    crossed = ["load:2-bf16-robin:3-bf16", "load:3-fp32-groups:1-fp32", "load:1-bf16-sums:3-bf16-groups", "load:3-bf16-offload:2-bf16"]  # fmt: skip
+    crossed = [
+        "load:2-bf16-robin:3-bf16",
+        "load:3-fp32-groups:1-fp32",
+        "load:1-bf16-sums:3-bf16-groups",
+        "load:3-bf16-offload:2-bf16",
+    ]
     assert "ALL WELL" in torchrun(2, WORKER, tmp_path, *orders, *crossed, timeout=900)
     assert "ALL WELL" in torchrun(3, WORKER, tmp_path, *crossed, timeout=900)

@@ -35,7 +35,11 @@ class Net(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.up, self.fixed, self.down = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 6, bias=False)
+        self.up, self.fixed, self.down = (
+            nn.Linear(6, 5),
+            nn.Linear(5, 5),
+            nn.Linear(5, 6, bias=False),
+        )
         self.fixed.requires_grad_(False)
         self.again = self.up
         self.register_buffer("seen", torch.zeros(2))
@@ -87,7 +91,9 @@ def test_it_goes_on_in_place_where_it_has_stepped_before() -> None:
     expected = source.train(2)
     restored(root, state)
     assert all(map(torch.equal, kept, masters(source)))
-    assert memory == [source.optimizer.optimizer.state[flat]["exp_avg"].data_ptr() for flat in flats]
+    assert memory == [
+        source.optimizer.optimizer.state[flat]["exp_avg"].data_ptr() for flat in flats
+    ]
     assert source.train(2) == expected
 
 
@@ -99,7 +105,9 @@ def test_a_plain_model_and_optimizer_take_it_as_their_own() -> None:
     root = saved(zero_state(source))
     restored(root, {"model": net, "optimizer": optimizer})
     weights, biases = source.optimizer.single_partition_of_fp32_groups
-    assert torch.equal(torch.cat([net.up.weight.reshape(-1), net.down.weight.reshape(-1)]), weights[:-3])
+    assert torch.equal(
+        torch.cat([net.up.weight.reshape(-1), net.down.weight.reshape(-1)]), weights[:-3]
+    )
     assert torch.equal(net.up.bias, biases[:-3])
     assert torch.equal(net.fixed.weight, source.module.fixed.weight)
     assert net.seen.tolist() == [3, 3]
@@ -130,7 +138,9 @@ def test_it_takes_what_a_plain_model_and_optimizer_have_saved() -> None:
     assert torch.equal(weights[:30].view(5, 6), net.up.weight)
     assert torch.equal(target.module.up.weight, net.up.weight.bfloat16())
     state = target.optimizer.optimizer.state[weights]
-    assert torch.equal(state["exp_avg"][30:-3].view(6, 5), optimizer.state[net.down.weight]["exp_avg"])
+    assert torch.equal(
+        state["exp_avg"][30:-3].view(6, 5), optimizer.state[net.down.weight]["exp_avg"]
+    )
     assert state["exp_avg"][-3:].tolist() == [0, 0, 0]  # padding
     assert float(state["step"]) == 1
     assert target.global_steps == 0
@@ -157,7 +167,9 @@ def test_parameters_that_had_not_stepped_start_from_zero_beside_the_others(
     assert not caplog.records
 
 
-def test_counts_that_differ_within_what_steps_together_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_that_differ_within_what_steps_together_are_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     net, optimizer = plain(1)
     net.fixed.bfloat16()
     for parameters in ([net.up.weight], [net.up.weight, net.down.weight]):
@@ -231,7 +243,9 @@ def test_another_kind_of_schedule_starts_anew(caplog: pytest.LogCaptureFixture) 
 
 def test_a_dynamic_loss_scale_comes_back_and_a_fixed_one_stays() -> None:
     def scaler(scale: float, *, dynamic: bool) -> SimpleNamespace:
-        return SimpleNamespace(cur_scale=scale, cur_iter=int(scale), last_overflow_iter=-1, dynamic=dynamic)
+        return SimpleNamespace(
+            cur_scale=scale, cur_iter=int(scale), last_overflow_iter=-1, dynamic=dynamic
+        )
 
     source, moving, fixed = engine(1), engine(2), engine(3)
     source.optimizer.loss_scaler = scaler(512, dynamic=True)
@@ -265,7 +279,8 @@ def test_what_cannot_be_saved_is_refused_at_once(change: Any, told: str) -> None
 
 def test_ranks_that_hold_other_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = engine(1)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)  # of which its data parallel group has one
+    # of which its data parallel group has one
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(ConfigError, match="another kind than that of data"):
         zero_state(wrong)
 

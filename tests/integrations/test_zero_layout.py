@@ -56,7 +56,9 @@ def test_parameters_cut_one_by_one(all_shapes: list[tuple[int, ...]], world: int
             for value, size in zip(values, sizes, strict=True)
         ]
         flats.append(
-            torch.cat([p[rank * size : (rank + 1) * size] for p, size in zip(padded, sizes, strict=True)])
+            torch.cat(
+                [p[rank * size : (rank + 1) * size] for p, size in zip(padded, sizes, strict=True)]
+            )
         )
     for index, (shape, value) in enumerate(zip(all_shapes, values, strict=True)):
         at = sum(sizes[:index])

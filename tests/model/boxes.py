@@ -19,7 +19,9 @@ def boxes_in(draw: st.DrawFn, shape: Sequence[int]) -> Box:
     offsets = [draw(st.integers(0, size)) for size in shape]
     return Box(
         tuple(offsets),
-        tuple(draw(st.integers(0, size - start)) for start, size in zip(offsets, shape, strict=True)),
+        tuple(
+            draw(st.integers(0, size - start)) for start, size in zip(offsets, shape, strict=True)
+        ),
     )
 
 

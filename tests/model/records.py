@@ -23,7 +23,10 @@ ARRAYS = {
 
 
 def records(**options: object) -> tuple[Manifest, Packed]:
-    """A manifest of two ranks and the fragment of rank 1, as they are stored. Chunks of 64 bytes."""
+    """A manifest of two ranks and the fragment of rank 1, as they are stored.
+
+    Chunks of 64 bytes.
+    """
     name = uuid.uuid4().hex
     backend = open_memory(f"memory://{name}", {})
     try:

@@ -42,7 +42,9 @@ def test_a_relative_box_indexes_the_outer_box(data):
     part = data.draw(boxes_in(outer.shape))
     inner = Box(tuple(a + b for a, b in zip(outer.offsets, part.offsets, strict=True)), part.shape)
     array = numbered(shape)
-    assert np.array_equal(array[outer.slices()][inner.relative_to(outer).slices()], array[inner.slices()])
+    assert np.array_equal(
+        array[outer.slices()][inner.relative_to(outer).slices()], array[inner.slices()]
+    )
 
 
 def test_a_box_of_a_0d_tensor_is_its_one_element():
@@ -74,7 +76,7 @@ def test_a_box_cut_out_of_a_shape_is_inside_it(drawn):
     assert box.inside(shape)
 
 
-# -- split_rows -------------------------------------------------------------------------------------------------------
+# -- split_rows ------------------------------------------------------------------------------------
 
 
 @given(shape_and_boxes(1), st.integers(1, 40))
@@ -123,7 +125,7 @@ def test_a_box_of_sixty_dimensions_is_cut():
     assert [part.shape[-2:] for part in split_rows(box, 4)] == [(1, 4)] * 3
 
 
-# -- even_slab --------------------------------------------------------------------------------------------------------
+# -- even_slab -------------------------------------------------------------------------------------
 
 
 @given(shape_and_boxes(1), st.integers(1, 9))
@@ -134,7 +136,9 @@ def test_even_slabs_tile_the_box_and_differ_by_one_row(drawn, count):
     if all(n < count for n in box.shape):
         assert slabs == [None] * count
         return
-    seen = sum((mask(shape, slab).astype(int) for slab in slabs if slab), np.zeros(shape, dtype=int))
+    seen = sum(
+        (mask(shape, slab).astype(int) for slab in slabs if slab), np.zeros(shape, dtype=int)
+    )
     assert np.array_equal(seen, mask(shape, box).astype(int))
     dim = next(d for d, n in enumerate(box.shape) if n >= count)
     lengths = [slab.shape[dim] for slab in slabs if slab]
@@ -142,7 +146,7 @@ def test_even_slabs_tile_the_box_and_differ_by_one_row(drawn, count):
     assert max(lengths) - min(lengths) <= 1
 
 
-# -- tiling -----------------------------------------------------------------------------------------------------------
+# -- tiling ----------------------------------------------------------------------------------------
 
 
 @given(solid_shapes, st.integers(1, 12), randoms)
@@ -216,7 +220,9 @@ def test_a_hole_and_an_overlap_of_the_same_size_do_not_cancel():
 
 
 def test_a_box_outside_is_named():
-    assert "(3,)+(2,) is not inside the shape (4,)" in tiling_fault((4,), [Box((0,), (3,)), Box((3,), (2,))])
+    assert "(3,)+(2,) is not inside the shape (4,)" in tiling_fault(
+        (4,), [Box((0,), (3,)), Box((3,), (2,))]
+    )
 
 
 def test_a_0d_tensor_has_one_box():
@@ -283,8 +289,13 @@ def test_many_irregular_boxes_take_time_in_proportion(dims):
 
 
 def test_boxes_of_the_right_volume_that_overlap_far_apart_are_found():
-    """More pairs are open at once than are looked at: that there is an overlap is known all the same."""
+    """More pairs are open at once than are looked at: that there is an overlap is known all the
+    same.
+    """
     count = 3_000
-    boxes = [Box((0, i), (2, 1)) for i in range(count - 1)] + [Box((0, 5), (1, 1)), Box((1, 7), (1, 1))]
+    boxes = [Box((0, i), (2, 1)) for i in range(count - 1)] + [
+        Box((0, 5), (1, 1)),
+        Box((1, 7), (1, 1)),
+    ]
     assert "overlap" in tiling_fault((2, count), boxes)
     assert tiling_fault((2, count), [*boxes[:-2], Box((0, count - 1), (2, 1))]) is None

@@ -15,7 +15,12 @@ def test_the_checksum_is_xxh3_128():
 def test_bytes_and_views_of_any_item_size_have_the_same_checksum():
     array = np.arange(100, dtype=np.float32)
     raw = array.tobytes()
-    assert checksum(raw) == checksum(bytearray(raw)) == checksum(memoryview(raw)) == checksum(array.data)
+    assert (
+        checksum(raw)
+        == checksum(bytearray(raw))
+        == checksum(memoryview(raw))
+        == checksum(array.data)
+    )
 
 
 def test_every_flipped_bit_changes_it():

@@ -33,7 +33,9 @@ def test_an_element_has_the_size_torch_gives_it(name):
 
 
 def safetensors_file(code: str, shape: list[int], nbytes: int) -> bytes:
-    header = json.dumps({"x": {"dtype": code, "shape": shape, "data_offsets": [0, nbytes]}}).encode()
+    header = json.dumps(
+        {"x": {"dtype": code, "shape": shape, "data_offsets": [0, nbytes]}}
+    ).encode()
     return len(header).to_bytes(8, "little") + header + bytes(nbytes)
 
 
@@ -41,7 +43,9 @@ def safetensors_file(code: str, shape: list[int], nbytes: int) -> bytes:
 def test_safetensors_gives_the_code_the_same_size(name):
     dtype = DTYPES[name]
     shape = [3, dtype.writers] if dtype.writers > 1 else [3]
-    [(_, found)] = safetensors.deserialize(safetensors_file(dtype.storage, shape, 3 * dtype.itemsize))
+    [(_, found)] = safetensors.deserialize(
+        safetensors_file(dtype.storage, shape, 3 * dtype.itemsize)
+    )
     assert (found["dtype"], found["shape"]) == (dtype.storage, shape)
     with pytest.raises(safetensors.SafetensorError):
         safetensors.deserialize(safetensors_file(dtype.storage, shape, 3 * dtype.itemsize + 1))

@@ -104,13 +104,18 @@ def test_a_flipped_bit_of_a_compressed_record_is_found(large):
 
 def test_a_compressed_record_cut_or_lengthened_is_refused(large):
     data = pack(large)
-    for size in [*range(4, 40), *range(40, len(data), len(data) // 50), len(data) - 4, len(data) - 1]:
+    for size in [
+        *range(4, 40),
+        *range(40, len(data), len(data) // 50),
+        len(data) - 4,
+        len(data) - 1,
+    ]:
         refused(data[:size], Manifest)
     for tail in (b"\x00", b" ", data[:4], data, b"\x50\x2a\x4d\x18\x00\x00\x00\x00"):
         refused(data + tail, Manifest)
 
 
-# -- versions ---------------------------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------
 
 
 def test_a_later_format_is_refused_with_the_way_out():
@@ -136,7 +141,8 @@ def test_a_damaged_record_is_not_taken_for_a_later_one():
 
 
 @pytest.mark.parametrize(
-    "body", [b"{}", b"[]", b"1", b"null", b'{"format":"4"}', b'{"format":4}', b'{"format":4.5}', b""]
+    "body",
+    [b"{}", b"[]", b"1", b"null", b'{"format":"4"}', b'{"format":4}', b'{"format":4.5}', b""],
 )
 def test_a_body_that_is_no_record_is_refused(body):
     assert isinstance(refused(sealed(body), Manifest), ManifestCorrupt)
@@ -144,7 +150,9 @@ def test_a_body_that_is_no_record_is_refused(body):
 
 def test_a_field_we_do_not_know_is_refused():
     body = msgspec.json.decode(msgspec.json.encode(MANIFEST))
-    assert "unknown field" in str(refused(sealed(msgspec.json.encode({**body, "extra": 1})), Manifest))
+    assert "unknown field" in str(
+        refused(sealed(msgspec.json.encode({**body, "extra": 1})), Manifest)
+    )
 
 
 def test_white_space_that_json_forgives_is_refused():
@@ -153,16 +161,22 @@ def test_white_space_that_json_forgives_is_refused():
     refused(b'{ "checksum":"' + checksum(body).encode() + b'","body":' + body + b"}", Manifest)
 
 
-# -- claims -----------------------------------------------------------------------------------------------------------
+# -- claims ----------------------------------------------------------------------------------------
 
 
 def frame(claimed: int) -> bytes:
-    """The head of a single-segment zstd frame that claims ``claimed`` bytes, and an empty last block."""
-    return b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + claimed.to_bytes(8, "little") + b"\x01\x00\x00"
+    """The head of a single-segment zstd frame that claims ``claimed`` bytes, and an empty last
+    block.
+    """
+    return (
+        b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + claimed.to_bytes(8, "little") + b"\x01\x00\x00"
+    )
 
 
 def framed(frame: bytes) -> bytes:
-    """A frame with the line that vouches for it, as somebody who can write the store would make it."""
+    """A frame with the line that vouches for it, as somebody who can write the store would make
+    it.
+    """
     return b"ckpt-zstd " + checksum(frame).encode() + b"\n" + frame
 
 
@@ -194,7 +208,7 @@ def test_a_frame_that_lies_about_its_size_is_refused():
     refused(framed(bytes(packed)), Manifest)
 
 
-# -- anything at all --------------------------------------------------------------------------------------------------
+# -- anything at all -------------------------------------------------------------------------------
 
 jsons = st.recursive(
     st.none()
@@ -202,7 +216,9 @@ jsons = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=10,
 )
 

@@ -24,7 +24,7 @@ def test_the_keys_of_a_step():
 @pytest.mark.parametrize(
     "name",
     [
-        "", ".", "..", "../x", "/etc/passwd", "rank-00000.safetensors/../../x", "../rank-00000.json",
+        "", ".", "..", "../x", "/etc/passwd", "rank-00000.safetensors/../../x", "../rank-00000.json",  # noqa: E501
         "rank-00000.json\n", " rank-00000.json", "rank-0.json", "rank--0001.json", "rank-00000.pkl",
         "rank-00000.safetensors.tmp", "RANK-00000.json", "rank-00000_json", "C:\\rank-00000.json",
         "rank-٠٠٠٠٠.json", MANIFEST, OWNER,
@@ -64,7 +64,8 @@ def test_a_folder_is_ours_only_if_we_would_name_it_so(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["step-1.abc123", "step-000000001", "step-000000001.ab", "step-000000001.ABC123", "tmp", ""]
+    "name",
+    ["step-1.abc123", "step-000000001", "step-000000001.ab", "step-000000001.ABC123", "tmp", ""],
 )
 def test_folders_of_others_are_not_ours(name):
     assert parse_folder(name) is None

@@ -37,6 +37,18 @@ def test_they_come_back_from_the_metadata_whatever_they_are():
     assert math.isnan(found["bad"])
 
 
-@pytest.mark.parametrize("odd", ["null", "[]", "{}", '{"metrics":3}', '{"metrics":["a"]}', '{"metrics":{"$":"x"}}', "{", '{"metrics":{"a":"b","c":true}}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "null",
+        "[]",
+        "{}",
+        '{"metrics":3}',
+        '{"metrics":["a"]}',
+        '{"metrics":{"$":"x"}}',
+        "{",
+        '{"metrics":{"a":"b","c":true}}',
+    ],
+)
 def test_what_is_none_counts_as_not_given(odd):
     assert metrics_of(msgspec.Raw(odd.encode())) == {}

@@ -15,7 +15,9 @@ Row = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @st.composite
 def rows(draw: st.DrawFn) -> tuple[int, list[Row]]:
-    """Dimensions, and boxes on ranks: meshes, meshes with something changed, and what no mesh makes."""
+    """Dimensions, and boxes on ranks: meshes, meshes with something changed, and what no mesh
+    makes.
+    """
     rng = draw(st.randoms(use_true_random=False))
     dims = draw(st.integers(0, 3))
     if draw(st.booleans()):
@@ -66,7 +68,11 @@ def test_runs_are_the_same_boxes(given_: tuple[int, list[Row]], data: st.DataObj
 def test_a_mesh_is_one_run_whatever_it_cuts(counts: tuple[int, ...]) -> None:
     steps = [[(7 * level + dim) % 3 for dim in range(3)] for level in range(len(counts))]
     found = [
-        (rank, tuple(sum(i * s[d] for i, s in zip(at, steps, strict=True)) for d in range(3)), (1, 1, 1))
+        (
+            rank,
+            tuple(sum(i * s[d] for i, s in zip(at, steps, strict=True)) for d in range(3)),
+            (1, 1, 1),
+        )
         for rank, at in enumerate(np.ndindex(*counts))
     ]
     assert len(compress(*columns(3, found))) == 1
@@ -95,6 +101,8 @@ WHOLE = Run(0, (0,), (2,), (Level(4, 1, (2,)),))
         (Run(0, (0,), (2,), (Level(4, 1, (2,)), Level(2, 1, (0,)))), "more than once"),
     ],
 )
-def test_runs_that_we_do_not_write_are_refused_and_never_expanded(run: Run, told: str | None) -> None:
+def test_runs_that_we_do_not_write_are_refused_and_never_expanded(
+    run: Run, told: str | None
+) -> None:
     fault = fault_of((run,), (8,), 4)
     assert fault is None if told is None else fault is not None and told in fault

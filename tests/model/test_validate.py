@@ -53,7 +53,9 @@ def encoding(**changes: Any) -> Break:
 
 
 def tensor(**changes: Any) -> Break:
-    return lambda m: replace(m, tensors=at(m.tensors, WEIGHT, replace(m.tensors[WEIGHT], **changes)))
+    return lambda m: replace(
+        m, tensors=at(m.tensors, WEIGHT, replace(m.tensors[WEIGHT], **changes))
+    )
 
 
 def layouts(change: Callable[[Runs], Runs]) -> Break:
@@ -95,18 +97,36 @@ RULES: dict[str, tuple[Break, str]] = {
     "a fragment without checksum": (reference(checksum=""), "fragment rank-00001.json"),
     "a checksum in capitals": (reference(checksum="A" * 32), "fragment rank-00001.json"),
     "a checksum with a line end": (reference(checksum="0" * 32 + "\n"), "fragment rank-00001.json"),
-    "a rank without fragment": (lambda m: replace(m, fragments=m.fragments[:1]), "not one fragment"),
-    "a rank with two fragments": (lambda m: replace(m, fragments=(*m.fragments, m.fragments[1])), "not one fragment"),
-    "fragments in another order": (lambda m: replace(m, fragments=m.fragments[::-1]), "not one fragment"),
+    "a rank without fragment": (
+        lambda m: replace(m, fragments=m.fragments[:1]),
+        "not one fragment",
+    ),
+    "a rank with two fragments": (
+        lambda m: replace(m, fragments=(*m.fragments, m.fragments[1])),
+        "not one fragment",
+    ),
+    "fragments in another order": (
+        lambda m: replace(m, fragments=m.fragments[::-1]),
+        "not one fragment",
+    ),
     "a rank beyond the world": (reference(rank=2, name="rank-00002.json"), "not one fragment"),
     "a negative rank": (reference(rank=-1, name="rank--0001.json"), "not one fragment"),
     "a world too large to count": (edit(world_size=HUGE), "not one fragment"),
     "a fragment of some ranks": (edit(carried=(FRAGMENT,)), "of some ranks only"),
-    "a fragment of another save": (edit(carried=tuple(replace(FRAGMENT, rank=rank, step=4) for rank in range(2))), "another save"),
+    "a fragment of another save": (
+        edit(carried=tuple(replace(FRAGMENT, rank=rank, step=4) for rank in range(2))),
+        "another save",
+    ),
     "a file outside the folder": (file(name="../../etc/passwd"), "not that of its rank"),
     "an absolute file": (file(name="/rank-00001.safetensors"), "not that of its rank"),
-    "a file under another rank's name": (file(name="rank-00000.safetensors"), "not that of its rank"),
-    "a file of a negative rank": (file(rank=-1, name="rank--0001.safetensors"), "not that of its rank"),
+    "a file under another rank's name": (
+        file(name="rank-00000.safetensors"),
+        "not that of its rank",
+    ),
+    "a file of a negative rank": (
+        file(rank=-1, name="rank--0001.safetensors"),
+        "not that of its rank",
+    ),
     "a file named twice": (lambda m: replace(m, files=(*m.files, m.files[1])), "named twice"),
     "an empty file": (file(size=0), "of 0 bytes"),
     "a giant file": (file(size=HUGE), "bytes"),
@@ -118,11 +138,28 @@ RULES: dict[str, tuple[Break, str]] = {
     "an encoding with the chunks": (encoding(lengths=(5, 5)), "the encoded size"),
     "an encoding of another rank": (encoding(rank=0), "not that of its rank"),
     "an unknown codec": (encoding(codec="gzip"), "unknown codec"),
-    "a file that is encoded twice": (lambda m: replace(encoding()(m), encoded=2 * encoding()(m).encoded), "encoded twice"),
-    "a tensor named twice": (lambda m: replace(m, tensors=(*m.tensors, m.tensors[0]), layout_of=(*m.layout_of, m.layout_of[0])), "named twice"),
-    "a tensor without layout": (lambda m: replace(m, layout_of=m.layout_of[:-1]), "not one layout for each"),
-    "a layout that is not there": (lambda m: replace(m, layout_of=at(m.layout_of, WEIGHT, 99)), "has no layout"),
-    "a layout before the first": (lambda m: replace(m, layout_of=at(m.layout_of, WEIGHT, -1)), "has no layout"),
+    "a file that is encoded twice": (
+        lambda m: replace(encoding()(m), encoded=2 * encoding()(m).encoded),
+        "encoded twice",
+    ),
+    "a tensor named twice": (
+        lambda m: replace(
+            m, tensors=(*m.tensors, m.tensors[0]), layout_of=(*m.layout_of, m.layout_of[0])
+        ),
+        "named twice",
+    ),
+    "a tensor without layout": (
+        lambda m: replace(m, layout_of=m.layout_of[:-1]),
+        "not one layout for each",
+    ),
+    "a layout that is not there": (
+        lambda m: replace(m, layout_of=at(m.layout_of, WEIGHT, 99)),
+        "has no layout",
+    ),
+    "a layout before the first": (
+        lambda m: replace(m, layout_of=at(m.layout_of, WEIGHT, -1)),
+        "has no layout",
+    ),
     "a tensor with shards": (tensor(shards=(Shard(0, 4096, (0, 0), (5, 4)),)), "has no layout"),
     "a dtype nobody knows": (tensor(dtype="float42"), "unknown dtype"),
     "a negative dimension": (tensor(shape=(-10, 4)), "impossible shape"),
@@ -130,7 +167,10 @@ RULES: dict[str, tuple[Break, str]] = {
     "a giant tensor": (tensor(shape=(1 << 40, 1 << 40)), "impossible shape"),
     "giant beside zero": (tensor(shape=(0, 1 << 40, 1 << 40)), "impossible shape"),
     "too many dimensions": (tensor(shape=(1,) * 65), "impossible shape"),
-    "a tensor of more bytes than elements": (tensor(dtype="complex128", shape=(1 << 60,)), "impossible shape"),
+    "a tensor of more bytes than elements": (
+        tensor(dtype="complex128", shape=(1 << 60,)),
+        "impossible shape",
+    ),
     "a tensor of another shape": (tensor(shape=(11, 4)), "40 of 44 elements"),
     "a box outside": (run(offsets=(8, 0)), "not inside"),
     "a box at a negative place": (run(offsets=(-1, 0)), "not inside"),
@@ -148,7 +188,7 @@ RULES: dict[str, tuple[Break, str]] = {
     "a tie to a tie": (edit(tied={"head": "weight", "deep": "head"}), "which is not stored"),
     "a tie to itself": (edit(tied={"loop": "loop"}), "which is not stored"),
     "a tie over a tensor": (edit(tied={"bias": "weight"}), "which is not stored"),
-}  # fmt: skip
+}
 
 
 def test_what_we_write_is_accepted():
@@ -191,7 +231,9 @@ def own_chunk(**changes: Any) -> Spoil:
 
 
 def own_tensor(**changes: Any) -> Spoil:
-    return lambda f: replace(f, tensors=at(f.tensors, WEIGHT_OF, replace(f.tensors[WEIGHT_OF], **changes)))
+    return lambda f: replace(
+        f, tensors=at(f.tensors, WEIGHT_OF, replace(f.tensors[WEIGHT_OF], **changes))
+    )
 
 
 def own_shard(**changes: Any) -> Spoil:
@@ -224,28 +266,51 @@ FRAGMENT_RULES: dict[str, tuple[Spoil, str]] = {
     "a tie to nothing": (lambda f: replace(f, tied={"a": "b"}), "is tied to"),
     "a tie over a tensor": (lambda f: replace(f, tied={"bias": "weight"}), "is tied to"),
     "a file too small for its chunks": (own_file(size=1), "do not add up"),
-    "a chunk more than its file": (lambda f: own_file(chunks=(*f.file.chunks, Chunk(1, SUM)))(f), "do not add up"),
-    "a chunk less than its file": (lambda f: own_file(chunks=f.file.chunks[:-1])(f), "chunks of its file"),
+    "a chunk more than its file": (
+        lambda f: own_file(chunks=(*f.file.chunks, Chunk(1, SUM)))(f),
+        "do not add up",
+    ),
+    "a chunk less than its file": (
+        lambda f: own_file(chunks=f.file.chunks[:-1])(f),
+        "chunks of its file",
+    ),
     "a chunk without bytes": (own_chunk(nbytes=0), "a chunk of no bytes"),
     "a chunk of negative size": (own_chunk(nbytes=-8), "a chunk of no bytes"),
     "a chunk of another size": (own_chunk(nbytes=24), "chunks of its file"),
     "a chunk without checksum": (own_chunk(checksum=""), "not one checksum for each chunk"),
-    "a tensor named twice": (lambda f: replace(f, tensors=(*f.tensors, f.tensors[0])), "named twice"),
+    "a tensor named twice": (
+        lambda f: replace(f, tensors=(*f.tensors, f.tensors[0])),
+        "named twice",
+    ),
     "a dtype nobody knows": (own_tensor(dtype="float42"), "unknown dtype"),
     "a dtype of other size": (own_tensor(dtype="float64"), "shard"),
     "an impossible shape": (own_tensor(shape=(1 << 40, 1 << 40)), "impossible shape"),
     "a box outside": (own_shard(offsets=(8, 0)), "not inside"),
     "a box at a negative place": (own_shard(offsets=(-1, 0)), "not inside"),
     "a box of negative size": (own_shard(shape=(-5, 4)), "less than nothing"),
-    "a box larger than its file": (lambda f: own_shard(shape=(10, 1 << 40), offsets=(0, 0))(own_tensor(shape=(10, 1 << 40))(f)), "chunks of its file"),
+    "a box larger than its file": (
+        lambda f: own_shard(shape=(10, 1 << 40), offsets=(0, 0))(
+            own_tensor(shape=(10, 1 << 40))(f)
+        ),
+        "chunks of its file",
+    ),
     "a shard beside the chunks": (own_shard(offset=4097), "is not aligned with the chunks"),
     "a shard before the file": (own_shard(offset=-64), "is not aligned with the chunks"),
     "a shard after the file": (own_shard(offset=HUGE), "is not aligned with the chunks"),
-    "a shard on another's chunks": (lambda f: replace(f, tensors=(*f.tensors, replace(f.tensors[WEIGHT_OF], name="x"))), "overlap"),
-    "an encoded length too few": (own_lengths(lambda lengths: lengths[1:]), "not one length for each chunk"),
+    "a shard on another's chunks": (
+        lambda f: replace(f, tensors=(*f.tensors, replace(f.tensors[WEIGHT_OF], name="x"))),
+        "overlap",
+    ),
+    "an encoded length too few": (
+        own_lengths(lambda lengths: lengths[1:]),
+        "not one length for each chunk",
+    ),
     "an encoded chunk of no bytes": (own_lengths(lambda lengths: [0, *lengths[1:]]), "too long"),
-    "an encoded chunk that is longer": (own_lengths(lambda lengths: [lengths[0] + 1, *lengths[1:]]), "too long"),
-}  # fmt: skip
+    "an encoded chunk that is longer": (
+        own_lengths(lambda lengths: [lengths[0] + 1, *lengths[1:]]),
+        "too long",
+    ),
+}
 
 
 @pytest.mark.parametrize("rule", FRAGMENT_RULES)
@@ -260,7 +325,9 @@ def test_an_encoded_chunk_that_would_unpack_to_more_than_a_chunk_may_have_is_ref
     """The header may be as long as it must be, and what it unpacks to is reserved first."""
     long = MAX_CHUNK_BYTES + 4096
     file = File("rank-00001.encoded", 1, long, (Chunk(long, SUM),))
-    fragment = replace(WHOLE, file=file, tensors=(), tied={}, encoded=(Encoding(1, "zstd", (long,)),))
+    fragment = replace(
+        WHOLE, file=file, tensors=(), tied={}, encoded=(Encoding(1, "zstd", (long,)),)
+    )
     checked(fragment)
     with pytest.raises(ManifestCorrupt, match="too long"):
         checked(replace(fragment, encoded=(Encoding(1, "zstd", (100,)),)))
@@ -276,7 +343,9 @@ def test_fragments_that_are_not_those_of_the_manifest_are_refused() -> None:
         fill(MANIFEST, {1: own_tensor(dtype="int32")(WHOLE)}, key="k")
 
 
-def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_the_file_has_chunks() -> None:
+def test_shards_that_claim_the_same_chunks_again_and_again_take_no_longer_than_the_file_has_chunks() -> (  # noqa: E501
+    None
+):
     chunks = (Chunk(4096, SUM), *(Chunk(16, SUM) for _ in range(2000)))
     shard = Shard(1, 4096, (0,), (32_000,))
     tensors = tuple(Tensor(f"x{i}", "uint8", (32_000,), (shard,)) for i in range(2000))
@@ -301,8 +370,12 @@ def test_a_tensor_of_sixty_four_dimensions_is_possible():
     one = Tensor("x", "float32", shape, (part,))
     assert checked(replace(WHOLE, file=file, tied={}, tensors=(one,))).tensors == (one,)
     manifest = replace(
-        MANIFEST, tied={}, tensors=(replace(one, shards=()),), layout_of=(0,), layouts=((Run(1, (0,) * 64, shape, ()),),)
-    )  # fmt: skip
+        MANIFEST,
+        tied={},
+        tensors=(replace(one, shards=()),),
+        layout_of=(0,),
+        layouts=((Run(1, (0,) * 64, shape, ()),),),
+    )
     assert check_manifest(manifest, key="k") is manifest
 
 
@@ -321,13 +394,13 @@ wild_runs = st.builds(Run, numbers, tuples, tuples, st.lists(wild_levels, max_si
         step=st.just(3) | numbers,
         chunk_bytes=st.just(64) | numbers,
         files=st.just(MANIFEST.files)
-        | st.lists(st.builds(File, st.just("rank-00000.safetensors"), numbers, numbers, st.just(())), max_size=3).map(tuple),
+        | st.lists(st.builds(File, st.just("rank-00000.safetensors"), numbers, numbers, st.just(())), max_size=3).map(tuple),  # noqa: E501
         fragments=st.just(MANIFEST.fragments)
-        | st.lists(st.builds(FragmentRef, st.just("rank-00000.json"), numbers, numbers, st.just(SUM)), max_size=3).map(tuple),
-        layouts=st.lists(st.lists(wild_runs, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),
+        | st.lists(st.builds(FragmentRef, st.just("rank-00000.json"), numbers, numbers, st.just(SUM)), max_size=3).map(tuple),  # noqa: E501
+        layouts=st.lists(st.lists(wild_runs, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),  # noqa: E501
         layout_of=st.just((0, 0, 0, 0)) | tuples,
         tensors=st.lists(
-            st.builds(Tensor, st.text(max_size=2), st.sampled_from(["float32", "uint8", "complex128"]), tuples, st.just(())),
+            st.builds(Tensor, st.text(max_size=2), st.sampled_from(["float32", "uint8", "complex128"]), tuples, st.just(())),  # noqa: E501
             max_size=4,
         ).map(tuple),
     )

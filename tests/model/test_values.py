@@ -40,7 +40,9 @@ def same(one, two) -> bool:
     if type(one) is not type(two):
         return False
     if isinstance(one, float) and not isinstance(one, np.generic):
-        return struct.pack("d", one) == struct.pack("d", two) or (math.isnan(one) and math.isnan(two))
+        return struct.pack("d", one) == struct.pack("d", two) or (
+            math.isnan(one) and math.isnan(two)
+        )
     if isinstance(one, complex) and not isinstance(one, np.generic):
         return same(one.real, two.real) and same(one.imag, two.imag)
     if isinstance(one, np.generic):
@@ -82,7 +84,9 @@ hashable_leaves = st.one_of(
 )
 leaves = st.one_of(hashable_leaves, st.floats(), st.binary().map(bytearray), numpy_scalars)
 hashables = st.recursive(
-    hashable_leaves, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=4
+    hashable_leaves,
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
 )
 values = st.recursive(
     leaves,
@@ -121,7 +125,7 @@ def test_ordinary_values_are_themselves_in_json():
     )
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 class Color(enum.Enum):
@@ -142,8 +146,8 @@ Pair = namedtuple("Pair", "a b")
 @pytest.mark.parametrize(
     "value",
     [
-        Color.RED, Level.LOW, Text("x"), Pair(1, 2), dt.datetime(2020, 1, 1), dt.timedelta(1), object(), print,
-        lambda: None, int, defaultdict(list), deque(), range(3), memoryview(b""), np.datetime64("2020-01-01"), np.str_("x"),
+        Color.RED, Level.LOW, Text("x"), Pair(1, 2), dt.datetime(2020, 1, 1), dt.timedelta(1), object(), print,  # noqa: E501
+        lambda: None, int, defaultdict(list), deque(), range(3), memoryview(b""), np.datetime64("2020-01-01"), np.str_("x"),  # noqa: E501
         np.zeros(2), iter([]), ..., slice(1),
     ],
     ids=lambda value: type(value).__name__,
@@ -169,7 +173,8 @@ def test_a_list_in_itself_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: frozenset({v})]
+    "wrap",
+    [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v}, lambda v: frozenset({v})],
 )
 def test_a_hundred_levels_are_kept_and_many_more_are_refused(wrap):
     value = None
@@ -211,7 +216,7 @@ def test_a_set_has_the_same_bytes_on_ranks_that_hash_differently(literal):
     assert len({done.stdout for done in ranks}) == 1
 
 
-# -- paths ------------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
 @given(st.lists(text | st.integers(), max_size=3), st.lists(text | st.integers(), max_size=3))
@@ -231,7 +236,7 @@ def test_parts_of_a_path_are_escaped():
     assert join("a", 3) == "a/~23"
 
 
-# -- decoding what we did not write -----------------------------------------------------------------------------------
+# -- decoding what we did not write ----------------------------------------------------------------
 
 TAGS = [
     "tuple",
@@ -249,9 +254,29 @@ TAGS = [
     "x",
 ]
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), text,
-    st.sampled_from(["AAAA", "AAAAAAAAAAA=", "<f8", "|b1", "O", "V8", "M8[s]", "f4,f4", "(2,)f4", "nan", "0x1f", "<U4", "|S1"]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(allow_nan=False, allow_infinity=False),
+    text,
+    st.sampled_from(
+        [
+            "AAAA",
+            "AAAAAAAAAAA=",
+            "<f8",
+            "|b1",
+            "O",
+            "V8",
+            "M8[s]",
+            "f4,f4",
+            "(2,)f4",
+            "nan",
+            "0x1f",
+            "<U4",
+            "|S1",
+        ]
+    ),
+)
 nodes = st.recursive(
     scalars,
     lambda inner: st.one_of(

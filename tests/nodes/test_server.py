@@ -62,14 +62,19 @@ def read(store: NodeStore, key: str, offset: int, nbytes: int) -> bytes:
     return bytes(out)
 
 
-def asked(node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = _MAGIC) -> bytes:
+def asked(
+    node: Node, key: str, token: bytes | None = None, *, tier: int = 1, magic: bytes = _MAGIC
+) -> bytes:
     """What comes back for a request, whoever makes it."""
     name = key.encode()
     with socket.create_connection(("127.0.0.1", node.server.port), 5) as connection:
         connection.settimeout(10)
-        connection.sendall(_REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name)
+        connection.sendall(
+            _REQUEST.pack(magic, token or node.server.token, tier, 0, 4, len(name)) + name
+        )
         got = b""
-        with suppress(OSError):  # what it did not care to read is thrown away, and the connection with it
+        # what it did not care to read is thrown away, and the connection with it
+        with suppress(OSError):
             connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(1 << 16):
                 got += piece
@@ -107,7 +112,8 @@ def test_beyond_the_end_is_an_error_not_less(node: Node) -> None:
     ],
 )
 def test_nothing_else_is_read(node: Node, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.nodes.server._CONNECT_SECONDS", 0.2)  # how long it waits to hear of the step
+    # how long it waits to hear of the step
+    monkeypatch.setattr("ckpt.nodes.server._CONNECT_SECONDS", 0.2)
     answer = asked(node, key)
     assert len(answer) == _ANSWER.size
     assert _ANSWER.unpack(answer)[1] != 0
@@ -180,7 +186,10 @@ def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> Non
 
     coordinator.post = gone  # type: ignore[method-assign]
     tier = OpenTier(0, Tier(str(tmp_path), local=True), open_backend(str(tmp_path)), Nodes((0, 1)))
-    with pytest.raises(CommitError), NodeSurvey([tier], coordinator, subject="restore/0/nodes", step=None):
+    with (
+        pytest.raises(CommitError),
+        NodeSurvey([tier], coordinator, subject="restore/0/nodes", step=None),
+    ):
         raise AssertionError("not told")
     assert not [thread.name for thread in threading.enumerate() if "serve" in thread.name]
 
@@ -207,7 +216,7 @@ def test_a_process_with_too_many_files_open_does_not_spin(
     assert read(node.store, KEY, 0, 5) == DATA[:5]
 
 
-# -- callers that are none of ours ------------------------------------------------------------------------------------
+# -- callers that are none of ours -----------------------------------------------------------------
 
 
 def connect(node: Node) -> socket.socket:
@@ -226,7 +235,9 @@ def is_closed(connection: socket.socket, seconds: float = 5) -> bool:
         return True
 
 
-def test_four_hundred_silent_connections_shut_nobody_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_hundred_silent_connections_shut_nobody_out(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They waited in line for eight places of five seconds each."""
     monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 600.0)
     silent = [connect(node) for _ in range(400)]
@@ -242,7 +253,9 @@ def test_four_hundred_silent_connections_shut_nobody_out(node: Node, monkeypatch
 
 
 @pytest.mark.parametrize("sent", [b"G", b"ckp2", b"c\0", _MAGIC + bytes(_REQUEST.size - 4)])
-def test_a_wrong_byte_ends_the_connection(node: Node, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_a_wrong_byte_ends_the_connection(
+    node: Node, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
     monkeypatch.setattr(ckpt.nodes.server, "_REQUEST_SECONDS", 600.0)
     with connect(node) as connection:
         connection.sendall(sent)

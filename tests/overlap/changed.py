@@ -1,4 +1,7 @@
-"""A rank of a job whose sharded state is changed behind the copy, in every way of ``ways``. Started by torchrun: changed.py FOLDER."""
+"""A rank of a job whose sharded state is changed behind the copy, in every way of ``ways``.
+
+Started by torchrun: changed.py FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,9 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(self, work, *args, **kwargs)  # type: ignore[method-assign]
+    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
+        self, work, *args, **kwargs
+    )  # type: ignore[method-assign]
     silent: list[str] = []
     for layout in LAYOUTS:
         state, root = build(layout, 0), f"{folder}/{layout}"
@@ -76,12 +81,15 @@ def main(folder: str) -> None:
                 error = pending.exception(60)
                 assert error is None or isinstance(error, CkptError), error
                 if dist.get_rank() == 0:
-                    # one write for the line: torchrun starts Python unbuffered, and ranks write between writes
+                    # one write for the line: torchrun starts Python unbuffered, and ranks write
+                    # between writes
                     print(f"WAY|{layout}|{name}|{how}\n", end="")
                 if error is None:
                     silent.append(f"{layout}: {name}")
                 else:
-                    told = isinstance(error, TensorChanged) or "was changed while step" in str(error)
+                    told = isinstance(error, TensorChanged) or "was changed while step" in str(
+                        error
+                    )
                     assert told, (layout, name, error)
             last = len(WAYS)
             pending = window.save(manager, state, last)

@@ -28,7 +28,9 @@ def root() -> str:
 def window(monkeypatch: pytest.MonkeyPatch) -> Iterator[Window]:
     made = Window()
     monkeypatch.setattr(
-        Workers, "submit", lambda self, work, /, *args, **kwargs: made.submit(self, work, *args, **kwargs)
+        Workers,
+        "submit",
+        lambda self, work, /, *args, **kwargs: made.submit(self, work, *args, **kwargs),
     )
     yield made
     made.close()

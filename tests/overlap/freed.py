@@ -1,4 +1,5 @@
-"""A process that takes memory away from a tensor while it is waiting to be copied: a wild read would be the end of it, so it is not the test's own.
+"""A process that takes memory away from a tensor while it is waiting to be copied: a wild read
+would be the end of it, so it is not the test's own.
 
 freed.py ROOT
 """
@@ -34,7 +35,9 @@ def take_away(root: str, left: int, window: Window) -> None:
 
 def main(root: str) -> None:
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(self, work, *args, **kwargs)  # type: ignore[method-assign]
+    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
+        self, work, *args, **kwargs
+    )  # type: ignore[method-assign]
     for left in (4096, 0):
         take_away(f"{root}/{left}", left, window)
         print(f"well: down to {left} bytes", flush=True)

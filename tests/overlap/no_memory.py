@@ -1,4 +1,5 @@
-"""A process that is refused memory by its kernel: no slot can be mapped, until its limit is raised again.
+"""A process that is refused memory by its kernel: no slot can be mapped, until its limit is raised
+again.
 
 no_memory.py ROOT
 """
@@ -22,7 +23,10 @@ MIB = 1 << 20
 
 def state_of(fill: float) -> dict[str, Any]:
     weight = torch.nn.Parameter(torch.full((64 * MIB // 4,), fill))
-    return {"weight": torch.nn.ParameterList([weight]), "optimizer": torch.optim.SGD([weight], lr=0.1)}
+    return {
+        "weight": torch.nn.ParameterList([weight]),
+        "optimizer": torch.optim.SGD([weight], lr=0.1),
+    }
 
 
 def step(state: dict[str, Any]) -> None:

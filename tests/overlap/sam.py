@@ -1,4 +1,6 @@
-"""A sharpness-aware optimizer as it is commonly copied into projects (davda54/sam): it wraps another, and steps twice."""
+"""A sharpness-aware optimizer as it is commonly copied into projects (davda54/sam): it wraps
+another, and steps twice.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ from torch.optim import Optimizer
 
 class SAM(Optimizer):
     def __init__(
-        self, params: Iterable[nn.Parameter], base: type[Optimizer], rho: float = 0.05, **kwargs: Any
+        self,
+        params: Iterable[nn.Parameter],
+        base: type[Optimizer],
+        rho: float = 0.05,
+        **kwargs: Any,
     ) -> None:
         super().__init__(params, {"rho": rho, **kwargs})
         self.base_optimizer = base(self.param_groups, **kwargs)
@@ -23,9 +29,13 @@ class SAM(Optimizer):
     @torch.no_grad()
     def first_step(self, zero_grad: bool = False) -> None:
         """Climb to where the loss is highest nearby."""
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
         norms = [grad.norm() for grad in grads]
-        norm = sum(float(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms) ** 0.5
+        norm = (
+            sum(float(n.full_tensor() if isinstance(n, DTensor) else n) ** 2 for n in norms) ** 0.5
+        )
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -1,4 +1,7 @@
-"""A rank of a job that overlaps its saves with steps of a sharded or replicated model. Started by torchrun: sharded.py FOLDER."""
+"""A rank of a job that overlaps its saves with steps of a sharded or replicated model.
+
+Started by torchrun: sharded.py FOLDER.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,9 @@ def build(mode: str, seed: int) -> dict[str, Any]:
 
 def train(state: dict[str, Any], number: int) -> None:
     state["optimizer"].zero_grad()
-    state["model"](torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))).backward()
+    state["model"](
+        torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+    ).backward()
     state["optimizer"].step()
 
 
@@ -70,7 +75,9 @@ def overlapped(mode: str, folder: str, window: Window) -> None:
 
 
 def changed(mode: str, folder: str, window: Window) -> None:
-    """One rank changes a shard behind our back: no rank has that checkpoint, and the next is right."""
+    """One rank changes a shard behind our back: no rank has that checkpoint, and the next is
+    right.
+    """
     state = build(mode, 0)
     with CheckpointManager(f"{folder}/{mode} changed") as manager:
         pending = window.save(manager, state, 1)
@@ -110,7 +117,9 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(self, work, *args, **kwargs)  # type: ignore[method-assign]
+    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
+        self, work, *args, **kwargs
+    )  # type: ignore[method-assign]
     for mode in MODES:
         overlapped(mode, folder, window)
         changed(mode, folder, window)

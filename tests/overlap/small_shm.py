@@ -1,4 +1,6 @@
-"""A job in a container whose /dev/shm has 64 MB: what happens there, scene by scene. Run in a mount namespace of its own, where it may fill it.
+"""A job in a container whose /dev/shm has 64 MB: what happens there, scene by scene.
+
+Run in a mount namespace of its own, where it may fill it.
 
 small_shm.py FOLDER. Prints a line for each scene that went well; a SIGBUS would end them all.
 """
@@ -80,7 +82,9 @@ def before_slots_are_made_ahead(act: Callable[[], None]) -> Iterator[None]:
         SlotPool.reserve = original  # type: ignore[method-assign]
 
 
-def overlapped(manager: CheckpointManager, state: dict[str, Any], root: str, saves: int = 3) -> None:
+def overlapped(
+    manager: CheckpointManager, state: dict[str, Any], root: str, saves: int = 3
+) -> None:
     """Save and step, several times, both slots in use; then compare."""
     references = []
     for number in range(saves):
@@ -90,7 +94,10 @@ def overlapped(manager: CheckpointManager, state: dict[str, Any], root: str, sav
     manager.close()
     for number, reference in enumerate(references):
         assert_restores(
-            root, reference, state_of(sum(p.nbytes for p in state["weight"]) * 2 // MIB, 9.0), number
+            root,
+            reference,
+            state_of(sum(p.nbytes for p in state["weight"]) * 2 // MIB, 9.0),
+            number,
         )
 
 
@@ -171,9 +178,11 @@ def anonymous_bytes() -> int:
 
 
 def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
-    """A slot that was kept as a checkpoint is as long as the image; what was cut off it is another's now.
+    """A slot that was kept as a checkpoint is as long as the image; what was cut off it is
+    another's now.
 
-    Saves go on from anonymous memory. The memory tier is left out meanwhile, and takes steps again when there is room.
+    Saves go on from anonymous memory. The memory tier is left out meanwhile, and takes steps again
+    when there is room.
     """
     state = state_of(9)
     url = urls_of([Tier("memory"), Tier(root)])[0]
@@ -199,7 +208,9 @@ def the_memory_tier_is_full_when_a_slot_is_wanted_back(root: str) -> None:
 
 
 def a_slot_that_was_let_go_takes_no_memory(root: str) -> None:
-    """Images are in anonymous memory at first; when there is room in /dev/shm, that memory is given back."""
+    """Images are in anonymous memory at first; when there is room in /dev/shm, that memory is
+    given back.
+    """
     eat()
     state = state_of(20)
     with CheckpointManager(root, slots=1) as manager:

@@ -1,4 +1,6 @@
-"""What the user may do to owned tensors while they are copied: each way ends in the right checkpoint or in an error that names the tensor, never in a torn one."""
+"""What the user may do to owned tensors while they are copied: each way ends in the right
+checkpoint or in an error that names the tensor, never in a torn one.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def save(window: Window, root: str, state: State, change: Callable[[], object]) 
     return pending
 
 
-# -- in place: the counters tell --------------------------------------------------------------------------------------
+# -- in place: the counters tell -------------------------------------------------------------------
 
 IN_PLACE: dict[str, tuple[str, Callable[[State], object]]] = {
     "add_": ("model/two.weight", lambda state: weight(state).add_(1)),
@@ -51,18 +53,23 @@ IN_PLACE: dict[str, tuple[str, Callable[[State], object]]] = {
     "out=": ("model/two.weight", lambda state: torch.add(weight(state), 1, out=weight(state))),
     "foreach": ("model/two.weight", lambda state: torch._foreach_mul_([weight(state)], 2.0)),
     "init": ("model/two.weight", lambda state: nn.init.normal_(weight(state))),
-    "a tied weight by its other name": ("model/one.weight", lambda state: state["model"].three.weight.add_(1)),
+    "a tied weight by its other name": (
+        "model/one.weight",
+        lambda state: state["model"].three.weight.add_(1),
+    ),
     "moments": ("optimizer/model/two.weight/exp_avg", lambda state: first_moment(state).zero_()),
     "step counter": (
         "optimizer/model/two.weight/step",
         lambda state: state["optimizer"].state[weight(state)]["step"].add_(1),
     ),
     "load_state_dict": ("model/", load),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", IN_PLACE)
-def test_a_change_in_place_fails_the_save_with_the_name(way: str, root: str, window: Window) -> None:
+def test_a_change_in_place_fails_the_save_with_the_name(
+    way: str, root: str, window: Window
+) -> None:
     name, change = IN_PLACE[way]
     state = trained()
     pending = save(window, root, state, lambda: change(state))
@@ -76,7 +83,7 @@ def test_a_change_in_place_fails_the_save_with_the_name(way: str, root: str, win
         assert manager.steps() == [2]
 
 
-# -- other memory under the same name ---------------------------------------------------------------------------------
+# -- other memory under the same name --------------------------------------------------------------
 
 
 def fresh(state: State) -> torch.Tensor:
@@ -99,7 +106,9 @@ def other_state_dict(state: State) -> None:
 ELSEWHERE: dict[str, Callable[[State], object]] = {
     "parameter.data = other": lambda state: setattr(weight(state), "data", fresh(state)),
     "parameter.data = other, smaller": lambda state: setattr(weight(state), "data", torch.ones(2)),
-    "parameter.data = other dtype": lambda state: setattr(weight(state), "data", fresh(state).double()),
+    "parameter.data = other dtype": lambda state: setattr(
+        weight(state), "data", fresh(state).double()
+    ),
     "moment.data = other": lambda state: setattr(first_moment(state), "data", fresh(state)),
     "resize_": lambda state: weight(state).detach().resize_(0),
     "set_": lambda state: weight(state).set_(fresh(state)),
@@ -108,7 +117,9 @@ ELSEWHERE: dict[str, Callable[[State], object]] = {
     "module.to meta": lambda state: state["model"].to("meta"),
     "another parameter": replace,
     "deleted": lambda state: delattr(state["model"], "two"),
-    "swap_tensors": lambda state: torch.utils.swap_tensors(weight(state), nn.Parameter(fresh(state))),
+    "swap_tensors": lambda state: torch.utils.swap_tensors(
+        weight(state), nn.Parameter(fresh(state))
+    ),
     "load_state_dict assign": lambda state: load(state, assign=True),
     "optimizer.load_state_dict": other_state_dict,
     "optimizer.state cleared": lambda state: state["optimizer"].state.clear(),
@@ -118,7 +129,9 @@ ELSEWHERE: dict[str, Callable[[State], object]] = {
 
 
 @pytest.mark.parametrize("way", ELSEWHERE)
-def test_other_memory_under_the_name_is_not_what_is_saved(way: str, root: str, window: Window) -> None:
+def test_other_memory_under_the_name_is_not_what_is_saved(
+    way: str, root: str, window: Window
+) -> None:
     state = trained()
     pending = save(window, root, state, lambda: ELSEWHERE[way](state))
     error = pending.exception()
@@ -129,7 +142,9 @@ def test_other_memory_under_the_name_is_not_what_is_saved(way: str, root: str, w
         assert "two.weight" in str(error)
 
 
-def test_a_change_in_place_by_data_is_seen_though_it_moves_no_counter(root: str, window: Window) -> None:
+def test_a_change_in_place_by_data_is_seen_though_it_moves_no_counter(
+    root: str, window: Window
+) -> None:
     state = trained()
     error = save(window, root, state, lambda: weight(state).data.zero_()).exception()
     assert isinstance(error, TensorChanged)

@@ -1,4 +1,6 @@
-"""Everyday code that changes a state behind the copy, under FSDP2 and tensor parallelism: each way fails the save by name."""
+"""Everyday code that changes a state behind the copy, under FSDP2 and tensor parallelism: each
+way fails the save by name.
+"""
 
 from __future__ import annotations
 

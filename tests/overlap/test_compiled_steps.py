@@ -29,7 +29,9 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def compiled(way: str, state: dict[str, Any]) -> Callable[[int], None]:
-    """A training step: its last part compiled alone, in a function, or with forward and backward around it."""
+    """A training step: its last part compiled alone, in a function, or with forward and backward
+    around it.
+    """
     optimizer = state["optimizer"]
 
     def function() -> None:
@@ -39,7 +41,9 @@ def compiled(way: str, state: dict[str, Any]) -> Callable[[int], None]:
         forward_backward(state, number)
         optimizer.step()
 
-    run = torch.compile({"bare": optimizer.step, "function": function, "whole": whole}[way], backend=BACKEND)
+    run = torch.compile(
+        {"bare": optimizer.step, "function": function, "whole": whole}[way], backend=BACKEND
+    )
 
     def step(number: int) -> None:
         optimizer.zero_grad()
@@ -68,7 +72,9 @@ def compiled(way: str, state: dict[str, Any]) -> Callable[[int], None]:
         "whole step",
     ],
 )
-def test_a_compiled_step_waits(traced: str, way: str, build: Build, root: str, window: Window) -> None:
+def test_a_compiled_step_waits(
+    traced: str, way: str, build: Build, root: str, window: Window
+) -> None:
     state = job(build)
     step = compiled(way, state)
     with CheckpointManager(root) as manager:

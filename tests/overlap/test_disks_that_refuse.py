@@ -1,4 +1,6 @@
-"""Direct I/O that a file system never had, or takes back half-way: the checkpoint is right all the same."""
+"""Direct I/O that a file system never had, or takes back half-way: the checkpoint is right all
+the same.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ MIB = 1 << 20
 
 def state_of(fill: float) -> dict[str, Any]:
     """24 MiB and an odd end."""
-    weight = torch.nn.Parameter(torch.arange(12 * MIB // 4, dtype=torch.float32).view(-1, 1024) + fill)
+    weight = torch.nn.Parameter(
+        torch.arange(12 * MIB // 4, dtype=torch.float32).view(-1, 1024) + fill
+    )
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, fill)
     return {
@@ -64,7 +68,13 @@ class Refusing:
     """
 
     def __init__(
-        self, name: str, after: int, code: int, monkeypatch: pytest.MonkeyPatch, *, short: bool = False
+        self,
+        name: str,
+        after: int,
+        code: int,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        short: bool = False,
     ) -> None:
         self.taken = self.refused = 0
         lock = threading.Lock()
@@ -98,7 +108,13 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("after", "code"),
-    [(0, errno.EINVAL), (1, errno.EINVAL), (1, errno.EOPNOTSUPP), (2, errno.EINVAL), (3, errno.EINVAL)],
+    [
+        (0, errno.EINVAL),
+        (1, errno.EINVAL),
+        (1, errno.EOPNOTSUPP),
+        (2, errno.EINVAL),
+        (3, errno.EINVAL),
+    ],
 )
 def test_a_disk_that_stops_taking_direct_writes(
     after: int, code: int, disk: Path, window: Window, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +145,7 @@ def test_a_disk_that_stops_giving_direct_reads(
     assert refusing.refused
 
 
-# -- file systems -----------------------------------------------------------------------------------------------------
+# -- file systems ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["tmpfs", "ramfs", "overlay"])
@@ -139,7 +155,10 @@ def mounted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "overlay":
         for name in ("lower", "upper", "work"):
             (tmp_path / name).mkdir()
-        options = ["-o", f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"]
+        options = [
+            "-o",
+            f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work",
+        ]
     place.mkdir()
     command = ["mount", "-t", request.param, *options, "none", str(place)]
     if subprocess.run(command, capture_output=True, check=False).returncode:

@@ -1,4 +1,6 @@
-"""No memory for a slot: said when it is asked for, with the numbers; training goes on, and the next save works when there is room again."""
+"""No memory for a slot: said when it is asked for, with the numbers; training goes on, and the
+next save works when there is room again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Optimizers that change their tensors outside of ``step``, or may: they are copied before the call returns. Others are copied while training goes on."""
+"""Optimizers that change their tensors outside of ``step``, or may: they are copied before the
+call returns. Others are copied while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,12 @@ def late(state: dict[str, Any]) -> list[str]:
     return sorted(held.name for held in collect(state, rank=0).held if held.late)
 
 
-# -- schedule-free, by the package itself ------------------------------------------------------------------------------
+# -- schedule-free, by the package itself ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kind", ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeReference"]
+    "kind",
+    ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeReference"],
 )
 def test_a_schedule_free_optimizer_as_its_documentation_saves_it(
     kind: str, root: str, window: Window
@@ -69,7 +72,9 @@ def test_a_schedule_free_optimizer_as_its_documentation_saves_it(
     assert_restores(root, reference, trained(build, seed=5))
 
 
-def test_a_schedule_free_optimizer_that_takes_a_closure_is_copied_late(root: str, window: Window) -> None:
+def test_a_schedule_free_optimizer_that_takes_a_closure_is_copied_late(
+    root: str, window: Window
+) -> None:
     """It changes its parameters in ``step`` alone."""
     build = partial(schedule_free_closure)
     state = trained(build)
@@ -84,7 +89,7 @@ def schedule_free_closure(parameters: Parameters) -> Optimizer:
     return made
 
 
-# -- sharpness-aware ---------------------------------------------------------------------------------------------------
+# -- sharpness-aware -------------------------------------------------------------------------------
 
 
 def sharp(seed: int = 0) -> dict[str, Any]:
@@ -102,7 +107,9 @@ def sharp_step(state: dict[str, Any], number: int) -> None:
     state["optimizer"].second_step(zero_grad=True)
 
 
-def test_a_sharpness_aware_optimizer_may_take_its_first_step_at_once(root: str, window: Window) -> None:
+def test_a_sharpness_aware_optimizer_may_take_its_first_step_at_once(
+    root: str, window: Window
+) -> None:
     state, twin = sharp(), sharp()
     with CheckpointManager(root) as manager:
         window.save(manager, state)
@@ -127,24 +134,28 @@ def test_between_its_two_steps_the_state_is_saved_as_it_is(root: str, window: Wi
         window.overtake(lambda: state["optimizer"].second_step(zero_grad=True))
     target = sharp(seed=5)
     forward_backward(target, 1)
-    target["optimizer"].first_step(zero_grad=True)  # since then its parameters lie apart from what it keeps
+    # since then its parameters lie apart from what it keeps
+    target["optimizer"].first_step(zero_grad=True)
     assert_restores(root, window.reference, target)
 
 
-def test_an_optimizer_that_holds_another_with_state_of_its_own_is_refused_without_that_one(root: str) -> None:
+def test_an_optimizer_that_holds_another_with_state_of_its_own_is_refused_without_that_one(
+    root: str,
+) -> None:
     """The moments would be lost."""
     state = sharp()
     del state["base"]
     with (
         CheckpointManager(root) as manager,
         pytest.raises(
-            UnsupportedValue, match=r"SAM, which holds another optimizer \(AdamW\).*\.base_optimizer"
+            UnsupportedValue,
+            match=r"SAM, which holds another optimizer \(AdamW\).*\.base_optimizer",
         ),
     ):
         manager.save_async(state, 1)
 
 
-# -- the rule ----------------------------------------------------------------------------------------------------------
+# -- the rule --------------------------------------------------------------------------------------
 
 
 class Quiet(torch.optim.AdamW):
@@ -196,11 +207,16 @@ def test_public_methods_of_a_class_that_torch_did_not_make_count(
 def test_parameters_are_copied_late_if_every_optimizer_that_has_them_only_steps() -> None:
     model = nn.Linear(2, 2)
     model(torch.ones(2)).sum().backward()
-    only_steps, swaps = torch.optim.AdamW([model.weight, model.bias]), Averaging([model.bias], momentum=0.9)
+    only_steps, swaps = (
+        torch.optim.AdamW([model.weight, model.bias]),
+        Averaging([model.bias], momentum=0.9),
+    )
     for optimizer in (only_steps, swaps):
         optimizer.step()
     moments = [
-        f"a/model/{name}/{key}" for name in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq", "step")
+        f"a/model/{name}/{key}"
+        for name in ("bias", "weight")
+        for key in ("exp_avg", "exp_avg_sq", "step")
     ]
     assert late({"model": model, "a": only_steps}) == [*moments, "model/bias", "model/weight"]
     assert late({"model": model, "a": only_steps, "b": swaps}) == [*moments, "model/weight"]
@@ -237,11 +253,12 @@ def test_a_log_line_names_the_class_once(root: str, caplog: pytest.LogCaptureFix
             manager.save(state, step)
     told = [record.message for record in caplog.records if "beyond step()" in record.message]
     assert told == [
-        "ckpt: Averaging has methods beyond step() (swap): its tensors are copied before save_async returns"
+        "ckpt: Averaging has methods beyond step() (swap): its tensors are copied before "
+        "save_async returns"
     ]
 
 
-# -- the table of docs/safety.md ---------------------------------------------------------------------------------------
+# -- the table of docs/safety.md -------------------------------------------------------------------
 
 KNOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     "schedulefree.AdamWScheduleFree": ("schedulefree", ("eval", "train")),
@@ -296,7 +313,9 @@ def test_torchao_s_float8_weights_are_refused_by_name(root: str) -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     quantization.quantize_(model, quantization.Float8WeightOnlyConfig())
     with CheckpointManager(root) as manager:
-        with pytest.raises(UnsupportedValue, match=r"'model/0\.weight' is a Float8Tensor.*\(qdata, scale"):
+        with pytest.raises(
+            UnsupportedValue, match=r"'model/0\.weight' is a Float8Tensor.*\(qdata, scale"
+        ):
             manager.save_async({"model": model}, 1)
         manager.save({"model": nn.Sequential(nn.Linear(32, 32))}, 1)
         with pytest.raises(UnsupportedValue, match=r"'model/0\.weight' is a Float8Tensor"):

@@ -1,4 +1,6 @@
-"""Whatever the optimizer and its implementation: its step waits for the copy, the checkpoint is of the call, and training is not changed by it."""
+"""Whatever the optimizer and its implementation: its step waits for the copy, the checkpoint is
+of the call, and training is not changed by it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ OPTIMIZERS: dict[str, Build] = {
     "AdamW lr tensor": partial(AdamW, lr=torch.tensor(0.01)),
     "AdamW maximize": partial(AdamW, lr=0.01, maximize=True),
     **{
-        f"{kind.__name__} {'foreach' if foreach else 'loop'}": partial(kind, lr=0.01, foreach=foreach)
+        f"{kind.__name__} {'foreach' if foreach else 'loop'}": partial(
+            kind, lr=0.01, foreach=foreach
+        )
         for kind in (ASGD, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop, Adafactor)
         for foreach in (False, True)
     },
@@ -55,7 +59,9 @@ OPTIMIZERS: dict[str, Build] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_step_waits_and_the_checkpoint_is_of_the_call(name: str, root: str, window: Window) -> None:
+def test_a_step_waits_and_the_checkpoint_is_of_the_call(
+    name: str, root: str, window: Window
+) -> None:
     build = OPTIMIZERS[name]
     state, twin = trained(build), trained(build)
     with CheckpointManager(root) as manager:
@@ -111,8 +117,12 @@ def test_accumulated_gradients_do_not_wait_and_the_step_that_uses_them_does(
     assert_restores(root, window.reference, trained(seed=5))
 
 
-def test_a_step_in_the_midst_of_accumulation_is_saved_with_the_next_one(root: str, window: Window) -> None:
-    """Gradients are no part of a state: a save between two backward calls holds what the last step left."""
+def test_a_step_in_the_midst_of_accumulation_is_saved_with_the_next_one(
+    root: str, window: Window
+) -> None:
+    """Gradients are no part of a state: a save between two backward calls holds what the last
+    step left.
+    """
     state = trained()
     forward_backward(state, 0)
     with CheckpointManager(root) as manager:
@@ -152,7 +162,9 @@ def test_a_scheduler_that_patches_step_takes_no_wait_away(root: str, window: Win
     assert_restores(root, before, build(5), step=3)
 
 
-def test_a_gradient_scaler_steps_after_the_copy_and_is_saved_as_it_was(root: str, window: Window) -> None:
+def test_a_gradient_scaler_steps_after_the_copy_and_is_saved_as_it_was(
+    root: str, window: Window
+) -> None:
     def build(seed: int) -> dict[str, object]:
         return trained(seed=seed) | {"scaler": torch.amp.GradScaler("cpu", growth_interval=1)}
 

@@ -17,7 +17,8 @@ def test_the_owner_s_step_waits_for_its_parts(root: str, window: Window) -> None
     def parts() -> dict[str, LocalShards]:
         held = {"w": flat, "m": optimizer.state[flat]["exp_avg"]}
         return {
-            name: LocalShards.of_range((5, 7), 0, memory, owner=optimizer) for name, memory in held.items()
+            name: LocalShards.of_range((5, 7), 0, memory, owner=optimizer)
+            for name, memory in held.items()
         }
 
     state = parts()

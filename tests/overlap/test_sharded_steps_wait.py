@@ -1,4 +1,6 @@
-"""FSDP2, tensor parallel, DDP, FSDP1 and ZeroRedundancyOptimizer over two ranks, each of which steps while its shards are copied."""
+"""FSDP2, tensor parallel, DDP, FSDP1 and ZeroRedundancyOptimizer over two ranks, each of which
+steps while its shards are copied.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""64 MB of /dev/shm, as a container has by default: it is used for what fits, done without for what does not, and filling it up meanwhile kills nobody."""
+"""64 MB of /dev/shm, as a container has by default: it is used for what fits, done without for
+what does not, and filling it up meanwhile kills nobody.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
         able = False
     if not able:
         pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
-    command = [sys.executable, "-m", "tests.overlap.small_shm", str(tmp_path_factory.mktemp("small"))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.overlap.small_shm",
+        str(tmp_path_factory.mktemp("small")),
+    ]
     done = subprocess.run(
         [*probe[:4], f"{probe[4]} && exec {shlex.join(command)}"],
         cwd=ROOT,

@@ -1,4 +1,6 @@
-"""Optimizers that step while backward runs: each of them in the state is waited for; what belongs to none of them is copied at once."""
+"""Optimizers that step while backward runs: each of them in the state is waited for; what
+belongs to none of them is copied at once.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ def test_one_optimizer_that_was_left_out_changes_nothing_unseen(
 def test_an_owner_outside_the_state_beside_one_inside_fails_the_save_by_name(
     root: str, window: Window
 ) -> None:
-    """Two optimizers over one model, one of them in the state: the other's step is not waited for, but it is seen."""
+    """Two optimizers over one model, one of them in the state: the other's step is not waited
+    for, but it is seen.
+    """
     state = trained(by_hooks, 0)
     stranger = torch.optim.SGD(state["model"].parameters(), lr=0.1)
     state["model"].three.bias.grad = torch.ones_like(state["model"].three.bias)

@@ -1,4 +1,6 @@
-"""A state that is built otherwise from one save to the next, or between a call and its copy: no plan outlives what it was made for."""
+"""A state that is built otherwise from one save to the next, or between a call and its copy: no
+plan outlives what it was made for.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def step(state: State) -> None:
 
 def add_group(state: State) -> None:
     state["model"].extra = nn.Linear(3, 2)
-    state["optimizer"].add_param_group({"params": list(state["model"].extra.parameters()), "lr": 0.5})
+    state["optimizer"].add_param_group(
+        {"params": list(state["model"].extra.parameters()), "lr": 0.5}
+    )
 
 
 def add_layer(state: State) -> None:
@@ -142,10 +146,32 @@ def empty(state: State) -> None:
 
 
 CHANGES: list[Callable[[State], None]] = [
-    add_group, add_layer, remove_layer, other_shape, other_dtype, other_dtype_by_data, other_optimizer, other_optimizer_for_a_part,
-    other_model, swapped_names, swapped_values, swapped_moments, swapped_keys, untied, transposed, moved, loaded_optimizer,
-    reordered_groups, state_reset, key_removed, key_added, key_of_another_kind, buffer_added, buffer_not_persistent, empty,
-]  # fmt: skip
+    add_group,
+    add_layer,
+    remove_layer,
+    other_shape,
+    other_dtype,
+    other_dtype_by_data,
+    other_optimizer,
+    other_optimizer_for_a_part,
+    other_model,
+    swapped_names,
+    swapped_values,
+    swapped_moments,
+    swapped_keys,
+    untied,
+    transposed,
+    moved,
+    loaded_optimizer,
+    reordered_groups,
+    state_reset,
+    key_removed,
+    key_added,
+    key_of_another_kind,
+    buffer_added,
+    buffer_not_persistent,
+    empty,
+]
 
 
 def blank_like(state: State, how: Callable[[State], None]) -> State:
@@ -247,7 +273,9 @@ SAME_OBJECTS: dict[str, Callable[[State], object]] = {
 
 @pytest.mark.parametrize("overlap", ["auto", "off"])
 @pytest.mark.parametrize("way", SAME_OBJECTS)
-def test_the_same_tensors_in_another_form_are_saved_in_that_form(way: str, overlap: Any, root: str) -> None:
+def test_the_same_tensors_in_another_form_are_saved_in_that_form(
+    way: str, overlap: Any, root: str
+) -> None:
     state = without_buffers()
     with CheckpointManager(root, overlap=overlap) as manager:
         for number in (1, 2, 3, 4):  # both slots, with each form
@@ -269,8 +297,13 @@ LAZY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_a_parameter_that_becomes_a_lazy_view_by_data_is_saved_as_what_it_shows(
     way: str, overlap: Any, root: str
 ) -> None:
-    """Its address, shape, strides and dtype stay the same, and so does its memory. Only its values are others."""
-    state: State = {"model": nn.ParameterDict({"x": nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))})}
+    """Its address, shape, strides and dtype stay the same, and so does its memory.
+
+    Only its values are others.
+    """
+    state: State = {
+        "model": nn.ParameterDict({"x": nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))})
+    }
     state["optimizer"] = torch.optim.SGD(state["model"].parameters(), lr=0.1, momentum=0.9)
     with CheckpointManager(root, overlap=overlap) as manager:
         for number in (1, 2, 3, 4, 5):
@@ -293,7 +326,9 @@ def test_a_model_that_returns_to_its_first_dtype_is_saved_in_it(root: str) -> No
             assert_restores(root, reference, target, step=number)
 
 
-def test_what_is_swapped_in_while_memory_is_reserved_is_not_what_a_later_save_holds(root: str) -> None:
+def test_what_is_swapped_in_while_memory_is_reserved_is_not_what_a_later_save_holds(
+    root: str,
+) -> None:
     """The plan is laid over the slots in the background, at any time after ``prepare``."""
     state = trained()
     with CheckpointManager(root) as manager:

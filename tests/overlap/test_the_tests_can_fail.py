@@ -1,4 +1,6 @@
-"""What the other tests of this folder would say if the engine did not wait, did not look, or copied at another time than it says."""
+"""What the other tests of this folder would say if the engine did not wait, did not look, or
+copied at another time than it says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""More than one of everything: threads that step, managers that save, saves before a step, processes that fork."""
+"""More than one of everything: threads that step, managers that save, saves before a step,
+processes that fork.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ def in_a_thread(work: Callable[[], object]) -> None:
         raise failed[0]
 
 
-# -- threads ----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_a_step_in_another_thread_waits(root: str, window: Window) -> None:
@@ -160,7 +162,9 @@ def test_a_save_in_the_midst_of_another_threads_step_is_refused(root: str) -> No
         thread.start()
         try:
             assert optimizer.inside.wait(30)
-            with pytest.raises(StagingError, match=r"another thread is in the midst of Halting\.step"):
+            with pytest.raises(
+                StagingError, match=r"another thread is in the midst of Halting\.step"
+            ):
                 manager.save_async(state, 2)
         finally:
             optimizer.go.set()
@@ -194,10 +198,12 @@ def test_a_step_that_raised_is_over(where: str, root: str) -> None:
     assert_restores(root, reference, blank(10))
 
 
-# -- saves and managers -----------------------------------------------------------------------------------------------
+# -- saves and managers ----------------------------------------------------------------------------
 
 
-def test_two_saves_before_a_step_hold_the_same_and_both_are_waited_for(root: str, window: Window) -> None:
+def test_two_saves_before_a_step_hold_the_same_and_both_are_waited_for(
+    root: str, window: Window
+) -> None:
     state = trained()
     with CheckpointManager(root) as manager:
         window.save(manager, state, 1)
@@ -209,7 +215,9 @@ def test_two_saves_before_a_step_hold_the_same_and_both_are_waited_for(root: str
 
 @pytest.mark.usefixtures("slow_store")
 def test_a_save_that_has_landed_is_not_blamed_for_a_step_after_the_next_one(root: str) -> None:
-    """Nothing was changed while it was copied; that it is still being written is its own business."""
+    """Nothing was changed while it was copied; that it is still being written is its own
+    business.
+    """
     state = trained()
     staged = threading.Event()
     with CheckpointManager(root, observers=[lambda event: staged.set()]) as manager:
@@ -240,7 +248,9 @@ def test_two_managers_over_one_model_are_both_waited_for(root: str, window: Wind
     assert not state["optimizer"]._optimizer_step_pre_hooks
 
 
-def test_two_managers_that_share_a_part_of_the_state_are_both_waited_for(root: str, window: Window) -> None:
+def test_two_managers_that_share_a_part_of_the_state_are_both_waited_for(
+    root: str, window: Window
+) -> None:
     """The model and its optimizer here, the optimizer alone there."""
     state = trained()
     other = f"memory://{uuid.uuid4().hex}"
@@ -272,7 +282,11 @@ def test_what_says_that_it_waits_does(how: str, root: str, window: Window) -> No
     train(state, 3)
     window.save(manager, state, 2)
     reference = window.reference
-    acts = {"fence": manager.fence, "close": manager.close, "restore": lambda: manager.restore(state, 1)}
+    acts = {
+        "fence": manager.fence,
+        "close": manager.close,
+        "restore": lambda: manager.restore(state, 1),
+    }
     window.must_wait(acts[how])
     with torch.no_grad():
         for parameter in state["model"].parameters():
@@ -281,7 +295,7 @@ def test_what_says_that_it_waits_does(how: str, root: str, window: Window) -> No
     assert_restores(root, reference, trained(seed=5), step=2)
 
 
-# -- a fork -----------------------------------------------------------------------------------------------------------
+# -- a fork ----------------------------------------------------------------------------------------
 
 
 def forked(work: Callable[[], object], seconds: float = 30) -> int:
@@ -309,11 +323,17 @@ def forked(work: Callable[[], object], seconds: float = 30) -> int:
 
 
 def slots() -> list[str]:
-    return sorted(name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-"))
+    return sorted(
+        name for name in os.listdir("/dev/shm") if name.startswith(f"ckpt-slot-{os.getpid()}-")
+    )
 
 
-def test_a_child_made_in_the_window_trains_on_and_the_parent_saves_on(root: str, window: Window) -> None:
-    """The child has the hooks but nobody who copies: it must neither wait for ever nor touch what is the parent's."""
+def test_a_child_made_in_the_window_trains_on_and_the_parent_saves_on(
+    root: str, window: Window
+) -> None:
+    """The child has the hooks but nobody who copies: it must neither wait for ever nor touch
+    what is the parent's.
+    """
     state = trained()
     with CheckpointManager(root) as manager:
         window.save(manager, state)
@@ -382,14 +402,15 @@ def test_workers_of_a_data_loader_do_no_harm(root: str, window: Window) -> None:
     assert_restores(root, window.reference, trained(seed=5))
 
 
-# -- a captured step --------------------------------------------------------------------------------------------------
+# -- a captured step -------------------------------------------------------------------------------
 
 
 def test_once_a_step_was_captured_nothing_is_copied_late_any_more(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU: torch is made to say that a capture is going on while one step runs. What a replay does is played by a step
-    that calls no hook and moves no counter.
+    """Without a GPU: torch is made to say that a capture is going on while one step runs.
+
+    What a replay does is played by a step that calls no hook and moves no counter.
     """
     state = trained()
     with CheckpointManager(root) as manager:
@@ -475,7 +496,9 @@ def test_managers_listen_to_all_optimizers_until_they_are_closed_or_gone() -> No
     assert len(hooks) == before
 
 
-def test_a_fork_asks_no_device_whether_it_captures(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_asks_no_device_whether_it_captures(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = trained()
     with CheckpointManager(root):
         monkeypatch.setattr(fence, "is_capturing", lambda device: os._exit(3))

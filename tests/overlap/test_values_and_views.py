@@ -1,4 +1,6 @@
-"""Bits, not numbers: every value of every dtype, and every way of sharing or cutting memory, overlapped with a step."""
+"""Bits, not numbers: every value of every dtype, and every way of sharing or cutting memory,
+overlapped with a step.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,29 @@ from tests.overlap.jobs import WIDTH, train, trained
 from tests.overlap.window import Window, assert_restores, content
 
 ODD = {
-    torch.float32: [0x7FC00000, 0x7F800001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 1, 0x80000001, 0x007FFFFF],
+    torch.float32: [
+        0x7FC00000,
+        0x7F800001,
+        0xFFC12345,
+        0x7F800000,
+        0xFF800000,
+        0x80000000,
+        1,
+        0x80000001,
+        0x007FFFFF,
+    ],
     torch.bfloat16: [0x7FC0, 0x7F81, 0xFFC1, 0x7F80, 0xFF80, 0x8000, 1, 0x8001, 0x007F],
     torch.float16: [0x7E00, 0x7C01, 0xFE01, 0x7C00, 0xFC00, 0x8000, 1, 0x8001, 0x03FF],
-    torch.float64: [0x7FF8 << 48, (0x7FF0 << 48) | 1, -(1 << 48), 0x7FF0 << 48, -(1 << 63), 1, (1 << 52) - 1],
-}  # fmt: skip
+    torch.float64: [
+        0x7FF8 << 48,
+        (0x7FF0 << 48) | 1,
+        -(1 << 48),
+        0x7FF0 << 48,
+        -(1 << 63),
+        1,
+        (1 << 52) - 1,
+    ],
+}
 """NaN quiet, signalling and with a payload, the infinities, minus zero, denormals."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -45,7 +65,11 @@ def test_odd_values_are_kept_to_the_bit(dtype: torch.dtype, root: str, window: W
     def build(fill: torch.Tensor) -> dict[str, Any]:
         late, eager = nn.Parameter(fill.clone()), fill.clone()
         optimizer = torch.optim.SGD([late], lr=0.1)
-        optimizer.state[late] = {"momentum_buffer": fill.clone(), "float": float("nan"), "small": 5e-324}
+        optimizer.state[late] = {
+            "momentum_buffer": fill.clone(),
+            "float": float("nan"),
+            "small": 5e-324,
+        }
         return {
             "model": nn.ParameterDict({"late": late}),
             "optimizer": optimizer,
@@ -72,11 +96,13 @@ def test_odd_values_are_kept_to_the_bit(dtype: torch.dtype, root: str, window: W
     )
 
 
-# -- memory that is shared or cut -------------------------------------------------------------------------------------
+# -- memory that is shared or cut ------------------------------------------------------------------
 
 
 class Flat(nn.Module):
-    """Parameters that are views of one flat buffer, as in fused optimizers and flattened modules."""
+    """Parameters that are views of one flat buffer, as in fused optimizers and flattened
+    modules.
+    """
 
     def __init__(self, fill: float) -> None:
         super().__init__()
@@ -116,7 +142,9 @@ def step(state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Flat, Strange])
-def test_views_of_any_kind_wait_like_others(kind: type[nn.Module], root: str, window: Window) -> None:
+def test_views_of_any_kind_wait_like_others(
+    kind: type[nn.Module], root: str, window: Window
+) -> None:
     state = stepping(kind(1.0))
     with CheckpointManager(root) as manager:
         for number in range(2):
@@ -194,7 +222,11 @@ def test_inference_tensors_are_copied_at_once(overlap: Any, root: str) -> None:
         with torch.inference_mode():
             model = nn.Linear(4, 4)
             tensor = torch.full((5,), fill)
-        return {"model": model, "tensor": tensor, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+        return {
+            "model": model,
+            "tensor": tensor,
+            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        }
 
     state = build(1.0)
     reference = content(state)

@@ -1,4 +1,6 @@
-"""All that no hooked optimizer owns is in the image when the call returns, whatever happens to it next."""
+"""All that no hooked optimizer owns is in the image when the call returns, whatever happens to
+it next.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,17 @@ def rich(seed: int) -> State:
         "cosine": torch.optim.lr_scheduler.CosineAnnealingLR(state["optimizer"], 10 + seed),
         "scaler": scaler,
         "alone": nn.Parameter(torch.full((9,), float(seed))),
-        "tensors": [torch.arange(5.0) + seed, {"view": torch.arange(12.0).reshape(3, 4).t() + seed}],
+        "tensors": [
+            torch.arange(5.0) + seed,
+            {"view": torch.arange(12.0).reshape(3, 4).t() + seed},
+        ],
         "array": np.arange(6.0) + seed,
-        "plain": {"list": [seed, [2, 3]], "set to": None, "float": 0.1 * seed, "bytes": bytearray([seed])},
+        "plain": {
+            "list": [seed, [2, 3]],
+            "set to": None,
+            "float": 0.1 * seed,
+            "bytes": bytearray([seed]),
+        },
         "rank": PerRank({"seen": [seed]}),
         "rng": PerRank(RngState()),
     }
@@ -142,7 +152,9 @@ def test_a_module_without_its_optimizer_may_be_changed_at_once(root: str) -> Non
 
 
 def test_a_parameter_that_is_a_lazy_view_is_copied_at_once(root: str) -> None:
-    """Its memory has other values than it has, so nothing that looks at the memory would know it again."""
+    """Its memory has other values than it has, so nothing that looks at the memory would know it
+    again.
+    """
     lazy = torch.nn.Parameter(torch.complex(torch.ones(300), torch.arange(300.0)).conj())
     assert lazy.is_conj()
     optimizer = torch.optim.SGD([lazy], lr=0.1)

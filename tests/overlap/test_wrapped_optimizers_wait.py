@@ -1,4 +1,6 @@
-"""Optimizers inside other people's wrappers: the step that does the work is hooked, whether the wrapper or the inner one is in the state."""
+"""Optimizers inside other people's wrappers: the step that does the work is hooked, whether the
+wrapper or the inner one is in the state.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def batch(number: int) -> torch.Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-# -- Accelerate -------------------------------------------------------------------------------------------------------
+# -- Accelerate ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -46,7 +48,9 @@ def accelerated_step(accelerator: Any, state: dict[str, Any], number: int) -> No
             state["optimizer"].zero_grad()
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["wrapper in the state", "inner one in the state"])
+@pytest.mark.parametrize(
+    "inner", [False, True], ids=["wrapper in the state", "inner one in the state"]
+)
 def test_accelerate(root: str, window: Window, accelerator: Any, inner: bool) -> None:
     state, twin, target = (accelerated(accelerator, trained(seed=seed)) for seed in (0, 0, 5))
     seen = dict(state)
@@ -64,7 +68,7 @@ def test_accelerate(root: str, window: Window, accelerator: Any, inner: bool) ->
     assert_restores(root, window.reference, target)
 
 
-# -- Lightning --------------------------------------------------------------------------------------------------------
+# -- Lightning -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -87,7 +91,9 @@ def set_up(fabric: Any, seed: int) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["wrapper in the state", "inner one in the state"])
+@pytest.mark.parametrize(
+    "inner", [False, True], ids=["wrapper in the state", "inner one in the state"]
+)
 def test_lightning_fabric(root: str, window: Window, fabric: Any, inner: bool) -> None:
     state, twin, target = (set_up(fabric, seed) for seed in (0, 0, 5))
     seen = dict(state)
@@ -105,7 +111,9 @@ def test_lightning_fabric(root: str, window: Window, fabric: Any, inner: bool) -
 @pytest.mark.filterwarnings(
     "ignore"
 )  # what Lightning says of itself: of pytrees, of a loader with few workers
-@pytest.mark.parametrize("inner", [False, True], ids=["wrapper in the state", "inner one in the state"])
+@pytest.mark.parametrize(
+    "inner", [False, True], ids=["wrapper in the state", "inner one in the state"]
+)
 def test_lightning_trainer(
     root: str, window: Window, inner: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,7 +138,8 @@ def test_lightning_trainer(
             if number == 1 and self.manager is not None:
                 assert type(wrapper).__name__ == "LightningAdamW"
                 window.save(
-                    self.manager, {"model": self.net, "optimizer": wrapper.optimizer if inner else wrapper}
+                    self.manager,
+                    {"model": self.net, "optimizer": wrapper.optimizer if inner else wrapper},
                 )
                 window.must_wait(wrapper.step)
             else:
@@ -145,7 +154,9 @@ def test_lightning_trainer(
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(task, torch.utils.data.DataLoader([batch(n) for n in range(3)], batch_size=None))
+        trainer.fit(
+            task, torch.utils.data.DataLoader([batch(n) for n in range(3)], batch_size=None)
+        )
         return {"model": task.net, "optimizer": trainer.optimizers[0]}
 
     with CheckpointManager(root) as manager:

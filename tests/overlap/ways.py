@@ -1,4 +1,6 @@
-"""Ways in which training code changes parameters and optimizer state, outside of the optimizer's step."""
+"""Ways in which training code changes parameters and optimizer state, outside of the optimizer's
+step.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ COUNTED: dict[str, Callable[[State], object]] = {
     "t().mul_": lambda state: weight(state).t().mul_(2),
     "mul_ of the local tensor": lambda state: own(weight(state)).mul_(2),
     "load_state_dict": lambda state: state["model"].load_state_dict(state.average.state_dict()),
-    "set_model_state_dict": lambda state: set_model_state_dict(state["model"], state.average.state_dict()),
+    "set_model_state_dict": lambda state: set_model_state_dict(
+        state["model"], state.average.state_dict()
+    ),
     "exp_avg.zero_": lambda state: first_moment(state).zero_(),
 }
 """A version counter moves: that of the tensor itself, or that of its local tensor."""
@@ -129,6 +133,10 @@ def seen_by(state: State, change: Callable[[State], object]) -> str:
 def documented() -> dict[str, list[str]]:
     """The table of `docs/safety.md`: way -> what shows it for plain tensors, FSDP2 and TP."""
     text = (Path(__file__).resolve().parents[2] / "docs/safety.md").read_text()
-    rows = text.partition("| way | plain, DDP | FSDP2 | TP |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    rows = (
+        text.partition("| way | plain, DDP | FSDP2 | TP |\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()[1:]
+    )
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {name.strip("`"): seen for name, *seen in cells}

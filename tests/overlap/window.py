@@ -1,4 +1,6 @@
-"""The window between a call of ``save_async`` and its late copy, held open for as long as a test likes, and the state as it was at the call."""
+"""The window between a call of ``save_async`` and its late copy, held open for as long as a test
+likes, and the state as it was at the call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from tests.adapters.saving import assert_same, bits
 
 COPIER = "copy"
 PATIENCE = 0.06
-"""Seconds a call is given to prove that it does not wait. It has done so before the window, so that nothing about it is slow the first time."""
+"""Seconds a call is given to prove that it does not wait.
+
+It has done so before the window, so that nothing about it is slow the first time.
+"""
 
 
 def content(value: Any) -> Any:
@@ -51,7 +56,11 @@ def owned(value: Any) -> Iterator[torch.Tensor]:
         for group in value.param_groups:
             for parameter in group["params"]:
                 yield parameter
-                yield from (held for held in value.state.get(parameter, {}).values() if torch.is_tensor(held))
+                yield from (
+                    held
+                    for held in value.state.get(parameter, {}).values()
+                    if torch.is_tensor(held)
+                )
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from owned(item)
@@ -64,7 +73,9 @@ _submit = Workers.submit
 
 
 class Window:
-    """Late copies wait at a gate. ``save`` leaves it closed; ``overtake``, ``close`` or the end of the test opens it.
+    """Late copies wait at a gate.
+
+    ``save`` leaves it closed; ``overtake``, ``close`` or the end of the test opens it.
 
     Attributes:
         reference: The content of the state at the last ``save``.
@@ -97,7 +108,10 @@ class Window:
         *,
         of: Sequence[torch.Tensor] | None = None,
     ) -> PendingSave:
-        """Save with the window open: on return nothing late has been copied. ``of``: what is owned, where the state itself cannot tell."""
+        """Save with the window open: on return nothing late has been copied.
+
+        ``of``: what is owned, where the state itself cannot tell.
+        """
         self.reference = content(state) if of is None else None
         self._owned = [(tensor, _now(tensor)) for tensor in (owned(state) if of is None else of)]
         self._gate.clear()
@@ -111,7 +125,9 @@ class Window:
         self._gate.clear()
 
     def overtake(self, act: Callable[[], object], *, patience: float = PATIENCE) -> None:
-        """Call ``act``, which changes owned tensors, with the window open; close it when ``act`` has shown whether it waits."""
+        """Call ``act``, which changes owned tensors, with the window open; close it when ``act``
+        has shown whether it waits.
+        """
         over = threading.Event()
 
         def close() -> None:
@@ -139,11 +155,14 @@ class Window:
 
 
 def _now(tensor: torch.Tensor) -> bytes:
-    found = content(tensor)  # a tensor that NumPy has seen cannot be resized any more: it sees a copy
+    # a tensor that NumPy has seen cannot be resized any more: it sees a copy
+    found = content(tensor)
     return b"".join(map(bits, found.values())) if isinstance(found, dict) else bits(found)
 
 
-def assert_restores(root: Any, expected: Any, target: dict[str, Any], step: int | None = None) -> None:
+def assert_restores(
+    root: Any, expected: Any, target: dict[str, Any], step: int | None = None
+) -> None:
     """The checkpoint, read into ``target``, is ``expected`` to the bit."""
     with CheckpointManager(root) as manager:
         report = manager.restore(target, step)

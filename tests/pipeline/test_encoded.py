@@ -26,7 +26,8 @@ IMAGE = bytes(4096) + FLOATS + np.random.default_rng(5).bytes(3 * MIB + 5)
 CHUNKS = [4096, *[MIB * 4] * 7, 3 * MIB, 5]
 WIDTHS = [1, *[4] * 7, 1, 1]
 TABLE = tuple(
-    Chunk(b - a, checksum(IMAGE[a:b])) for a, b in itertools.pairwise(itertools.accumulate(CHUNKS, initial=0))
+    Chunk(b - a, checksum(IMAGE[a:b]))
+    for a, b in itertools.pairwise(itertools.accumulate(CHUNKS, initial=0))
 )
 
 
@@ -50,7 +51,9 @@ def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
 
 
 class OneByOne:
-    """A store that takes one part at a time; it keeps them until the end, or says that it does not."""
+    """A store that takes one part at a time; it keeps them until the end, or says that it does
+    not.
+    """
 
     takes_parts = False
 
@@ -85,7 +88,9 @@ class Taking(OneByOne):
 
 @pytest.mark.parametrize("known", [(), TABLE])
 @pytest.mark.parametrize("wrap", [lambda b: b, OneByOne, Taking])
-def test_chunks_lie_one_after_another_and_decode_to_the_image(memory, workers, retry, wrap, known) -> None:
+def test_chunks_lie_one_after_another_and_decode_to_the_image(
+    memory, workers, retry, wrap, known
+) -> None:
     told: list[int] = []
     chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=told.append)
     assert chunks == TABLE
@@ -94,7 +99,13 @@ def test_chunks_lie_one_after_another_and_decode_to_the_image(memory, workers, r
     assert list(lengths[-2:]) == CHUNKS[-2:], "noise is stored raw"
     source = image_of(memory, lengths, retry)
     assert source.size == len(IMAGE)
-    for a, b in [(0, 4096), (0, 9 * MIB), (4096, 4096 + 4 * MIB), (5 * MIB + 3, 21 * MIB), (len(IMAGE) - 9, len(IMAGE))]:  # fmt: skip
+    for a, b in [
+        (0, 4096),
+        (0, 9 * MIB),
+        (4096, 4096 + 4 * MIB),
+        (5 * MIB + 3, 21 * MIB),
+        (len(IMAGE) - 9, len(IMAGE)),
+    ]:
         assert source.view(a, b) == IMAGE[a:b]
 
 
@@ -106,7 +117,9 @@ def test_the_same_image_gives_the_same_file_whoever_is_faster(memory, workers, r
     assert len(files) == 1
 
 
-def test_an_encoded_file_can_be_encoded_or_left_raw_on_the_next_tier(memory, workers, retry) -> None:
+def test_an_encoded_file_can_be_encoded_or_left_raw_on_the_next_tier(
+    memory, workers, retry
+) -> None:
     _, lengths = write(memory, workers, retry)
     near = read_object(memory, "step/rank", limit=1 << 30)
     again, _ = write(memory, workers, retry, source=image_of(memory, lengths, retry))
@@ -135,7 +148,9 @@ def test_no_byte_of_a_damaged_chunk_is_handed_on(memory, workers, retry, encoded
     assert stored.view(starts[3], len(IMAGE)) == IMAGE[starts[3] :]
 
 
-@pytest.mark.parametrize(("verb", "nth"), [("upload", 1), ("write", 1), ("write", 3), ("finish", 1)])
+@pytest.mark.parametrize(
+    ("verb", "nth"), [("upload", 1), ("write", 1), ("write", 3), ("finish", 1)]
+)
 def test_a_part_is_tried_again(memory, workers, retry, verb, nth) -> None:
     for fault in (Raise(TransientStorageError), LoseReply(TransientStorageError)):
         if isinstance(fault, LoseReply) and verb == "finish":
@@ -199,8 +214,12 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
 
 
 @pytest.mark.parametrize("encoded", [False, True])
-def test_small_chunks_are_read_back_by_requests_as_large_as_ever(memory, workers, retry, encoded) -> None:
-    """Where the nearer tier is far itself, each costs a round trip: a drain in parts of 8 MiB has one for each, and two for their ragged ends."""
+def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
+    memory, workers, retry, encoded
+) -> None:
+    """Where the nearer tier is far itself, each costs a round trip: a drain in parts of 8 MiB
+    has one for each, and two for their ragged ends.
+    """
     chunks = [4096, *[MIB // 2] * 79, MIB // 2 - 4096 + 5]
     image = (FLOATS * 2)[: sum(chunks)]
     edges = list(itertools.accumulate(chunks, initial=0))

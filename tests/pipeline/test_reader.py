@@ -32,7 +32,9 @@ class ArraySink:
         target = read.targets[0]
         if not self.is_direct or len(read.targets) > 1 or target.part != read.box:
             return None
-        region = self.arrays[target.leaf][target.part.relative_to(self.wanted[target.leaf].boxes[0]).slices()]
+        region = self.arrays[target.leaf][
+            target.part.relative_to(self.wanted[target.leaf].boxes[0]).slices()
+        ]
         if not region.flags.c_contiguous:
             return None
         self.direct_reads.append(read)
@@ -91,7 +93,13 @@ ROW = Box((5, 0), (1, 1024))
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(
     "box",
-    [Box.whole(ARRAY.shape), ROW, Box((31, 3), (2, 700)), Box((0, 1023), (64, 1)), Box((63, 0), (1, 1024))],
+    [
+        Box.whole(ARRAY.shape),
+        ROW,
+        Box((31, 3), (2, 700)),
+        Box((0, 1023), (64, 1)),
+        Box((63, 0), (1, 1024)),
+    ],
 )
 def test_what_is_read_is_the_slice(memory, saved, workers, retry, box, direct):
     sink, plan, seen = read(memory, saved, [leaf(box)], workers, retry, direct=direct)
@@ -105,7 +113,9 @@ def test_a_single_whole_chunk_goes_straight_into_the_target(memory, saved, worke
     assert (len(sink.direct_reads), sink.placed_reads, seen) == (1, [], [8192])
 
 
-def test_chunks_that_are_neighbours_in_file_and_target_are_read_as_one_piece(memory, saved, workers, retry):
+def test_chunks_that_are_neighbours_in_file_and_target_are_read_as_one_piece(
+    memory, saved, workers, retry
+):
     faulty = FaultyBackend(memory)
     sink, plan, _ = read(faulty, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
     assert np.array_equal(sink.arrays[0], ARRAY)
@@ -117,7 +127,11 @@ def test_pieces_of_memory_that_follow_each_other_are_joined():
     room = memoryview(bytearray(range(100)))
     pieces = [room[10:20], room[20:25], room[30:40], room[40:41], room[0:10]]
     found = joined(pieces)
-    assert [bytes(piece) for piece in found] == [bytes(room[10:25]), bytes(room[30:41]), bytes(room[0:10])]
+    assert [bytes(piece) for piece in found] == [
+        bytes(room[10:25]),
+        bytes(room[30:41]),
+        bytes(room[0:10]),
+    ]
     found[0][0] = 200
     assert room[10] == 200
     assert joined(pieces[:1]) == pieces[:1]
@@ -168,7 +182,11 @@ def test_a_damaged_chunk_is_named_by_key_and_offset(memory, saved, workers, retr
     flip_byte(memory, data_name(0), offset + place)
     with pytest.raises(ChecksumMismatch) as caught:
         read(memory, saved, [leaf(box)], workers, retry)
-    assert (caught.value.key, caught.value.offset, caught.value.nbytes) == (data_name(0), offset, 8192)
+    assert (caught.value.key, caught.value.offset, caught.value.nbytes) == (
+        data_name(0),
+        offset,
+        8192,
+    )
 
 
 def test_damage_beside_what_is_wanted_is_not_looked_at(memory, saved, workers, retry):
@@ -276,10 +294,14 @@ class Scattering:
 
 @pytest.fixture
 def mixed(tmp_path, monkeypatch):
-    """One file of large and small chunks, each all of a tensor: (its store, its manifest, what is in it, what can be wanted)."""
+    """One file of large and small chunks, each all of a tensor: (its store, its manifest, what
+    is in it, what can be wanted).
+    """
     monkeypatch.setattr("ckpt.model.chunks.LEAST_BYTES", 8 << 20)
     leaves = [Leaf(f"x{k}", "uint8", (n,), (Box((0,), (n,)),)) for k, n in enumerate(SIZES)]
-    arrays = [np.random.default_rng(k).integers(0, 256, n, dtype=np.uint8) for k, n in enumerate(SIZES)]
+    arrays = [
+        np.random.default_rng(k).integers(0, 256, n, dtype=np.uint8) for k, n in enumerate(SIZES)
+    ]
     named = {leaf.name: array for leaf, array in zip(leaves, arrays, strict=True)}
     image, fragment = fragment_of(0, 1, leaves, named, chunk_bytes=8 << 20)
     store = open_posix(str(tmp_path), {})
@@ -294,7 +316,9 @@ def test_neighbours_of_any_size_come_by_one_request_into_their_own_memory(mixed,
     assert (offset, [out.nbytes for out in outs]) == (4096, SIZES)
     assert len(sink.direct_reads) == len(SIZES)
     assert sink.placed_reads == []
-    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+    assert all(
+        np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True)
+    )
 
 
 def test_what_nobody_wants_between_two_chunks_goes_to_a_buffer(mixed, workers, retry):
@@ -304,7 +328,9 @@ def test_what_nobody_wants_between_two_chunks_goes_to_a_buffer(mixed, workers, r
         (4096, SIZES[:1]),
         (4096 + sum(SIZES[:3]), [SIZES[3], SIZES[4], SIZES[5]]),
     ]
-    assert all(np.array_equal(found, arrays[k]) for found, k in zip(sink.arrays, (0, 3, 5), strict=True))
+    assert all(
+        np.array_equal(found, arrays[k]) for found, k in zip(sink.arrays, (0, 3, 5), strict=True)
+    )
 
 
 def test_parts_of_chunks_share_a_buffer_that_is_aligned_as_the_file(mixed, workers, retry):
@@ -313,11 +339,16 @@ def test_parts_of_chunks_share_a_buffer_that_is_aligned_as_the_file(mixed, worke
     other = Leaf("x2", "uint8", (SIZES[2],), (Box((1,), (SIZES[2] - 1,)),))
     sink, _, _ = read(store, manifest, [part, other, wanted[3]], workers, retry)
     [(offset, outs)] = store.asked
-    assert (offset, [out.nbytes for out in outs]) == (4096 + SIZES[0], [SIZES[1] + SIZES[2], SIZES[3]])
+    assert (offset, [out.nbytes for out in outs]) == (
+        4096 + SIZES[0],
+        [SIZES[1] + SIZES[2], SIZES[3]],
+    )
     assert np.frombuffer(outs[0], np.uint8).ctypes.data % 4096 == offset % 4096
     assert len(sink.placed_reads) == 2
     expected = [arrays[1][7:1007], arrays[2][1:], arrays[3]]
-    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, expected, strict=True))
+    assert all(
+        np.array_equal(found, array) for found, array in zip(sink.arrays, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -336,7 +367,9 @@ def test_a_request_that_stumbles_half_way_is_made_again(mixed, workers, retry):
     store.stumbles = 2
     sink, _, _ = read(store, manifest, wanted, workers, retry)
     assert len(store.asked) == 3
-    assert all(np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True))
+    assert all(
+        np.array_equal(found, array) for found, array in zip(sink.arrays, arrays, strict=True)
+    )
 
 
 def test_a_file_that_ends_early_is_an_error_of_the_store(mixed, workers, retry, tmp_path):

@@ -5,7 +5,13 @@ import time
 
 import pytest
 
-from ckpt.errors import AccessDenied, ChecksumMismatch, ObjectNotFound, OutOfSpace, TransientStorageError
+from ckpt.errors import (
+    AccessDenied,
+    ChecksumMismatch,
+    ObjectNotFound,
+    OutOfSpace,
+    TransientStorageError,
+)
 from ckpt.pipeline.retry import RetryPolicy
 
 QUICK = RetryPolicy(attempts=4, first_seconds=0.001, most_seconds=0.002)
@@ -99,7 +105,9 @@ def test_patience_goes_on_beyond_the_attempts_until_its_time_is_up():
 
 def test_who_must_hurry_has_its_attempts_and_no_more():
     hurry = threading.Event()
-    patient = RetryPolicy(attempts=3, first_seconds=0.001, most_seconds=60, patience_seconds=600, hurry=hurry)
+    patient = RetryPolicy(
+        attempts=3, first_seconds=0.001, most_seconds=60, patience_seconds=600, hurry=hurry
+    )
     work = Flaky(*map(transient, range(100)))
     threading.Timer(0.2, hurry.set).start()
     began = time.monotonic()

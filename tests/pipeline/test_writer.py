@@ -41,7 +41,9 @@ def table_of(image: bytes, chunks: list[int]) -> tuple[Chunk, ...]:
 class InTurn:
     """A store that takes one part at a time, small parts, and fails if two come at once."""
 
-    def __init__(self, inner: StorageBackend, part_bytes: int = PART, parallel: bool = False) -> None:
+    def __init__(
+        self, inner: StorageBackend, part_bytes: int = PART, parallel: bool = False
+    ) -> None:
         self.inner = inner
         self.capabilities: Capabilities = replace(
             inner.capabilities, part_bytes=part_bytes, parallel_parts=parallel
@@ -64,11 +66,22 @@ class InTurn:
 
 
 def write(
-    backend, workers, retry, *, image: bytes = IMAGE, chunks: list[int] = WHOLE, on_bytes=lambda _: None
+    backend,
+    workers,
+    retry,
+    *,
+    image: bytes = IMAGE,
+    chunks: list[int] = WHOLE,
+    on_bytes=lambda _: None,
 ):
     source = Whole(memoryview(image))
     job = ImageWrite(
-        source=source, chunks=chunks, key="step/rank", workers=workers, retry=retry, on_bytes=on_bytes
+        source=source,
+        chunks=chunks,
+        key="step/rank",
+        workers=workers,
+        retry=retry,
+        on_bytes=on_bytes,
     )
     return write_image(job, backend)
 
@@ -86,19 +99,22 @@ def write(
         (4097, (100, 3000)),
     ],
 )
-def test_the_object_is_the_image_and_the_table_its_checksums(memory, workers, retry, size, cuts, parallel):
+def test_the_object_is_the_image_and_the_table_its_checksums(
+    memory, workers, retry, size, cuts, parallel
+):
     image, chunks = IMAGE[:size], lengths(size, *cuts)
     written: list[int] = []
     backend = InTurn(memory, 64, parallel)
-    assert write(backend, workers, retry, image=image, chunks=chunks, on_bytes=written.append) == table_of(
-        image, chunks
-    )
+    assert write(
+        backend, workers, retry, image=image, chunks=chunks, on_bytes=written.append
+    ) == table_of(image, chunks)
     assert read_object(memory, "step/rank", limit=size) == image
     assert sum(written) == size
 
 
 @pytest.mark.parametrize(
-    "cuts", [(4096,), (4096, PART), (4096, PART + 1, 2 * PART), tuple(range(0, len(IMAGE), 1 << 20))]
+    "cuts",
+    [(4096,), (4096, PART), (4096, PART + 1, 2 * PART), tuple(range(0, len(IMAGE), 1 << 20))],
 )
 def test_parts_and_chunks_need_not_meet(memory, workers, retry, cuts):
     chunks = lengths(len(IMAGE), *cuts)
@@ -161,7 +177,9 @@ def test_a_part_is_tried_again_by_itself(memory, workers, retry):
 
 
 @pytest.mark.parametrize(
-    "fault", [Raise(TransientStorageError), LoseReply(TransientStorageError)], ids=["raise", "lost reply"]
+    "fault",
+    [Raise(TransientStorageError), LoseReply(TransientStorageError)],
+    ids=["raise", "lost reply"],
 )
 @pytest.mark.parametrize("verb", ["upload", "write", "finish"])
 def test_each_step_is_tried_again_after_a_transient_error(memory, workers, retry, verb, fault):

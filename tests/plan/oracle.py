@@ -45,7 +45,9 @@ def merge_objects(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
     first = fragments[0]
     for other in fragments:
         if _save(other) != _save(first):
-            raise CommitError(f"fragments of ranks {first.rank} and {other.rank} belong to different saves")
+            raise CommitError(
+                f"fragments of ranks {first.rank} and {other.rank} belong to different saves"
+            )
     check_replicas((fragment.rank, fragment.replicas) for fragment in fragments)
     _check_kinds(fragments)
     tensors = _merge_tensors(fragments)
@@ -61,7 +63,9 @@ def merge_objects(parts: Iterable[tuple[Fragment, FragmentRef]]) -> Manifest:
         tensors=tensors,
         tied=_merge_tied(fragments, {tensor.name for tensor in tensors}),
         tree=_merge_raw("", _unique_texts((each.rank, each.tree) for each in fragments)),
-        metadata=_merge_raw("metadata", _unique_texts((each.rank, each.metadata) for each in fragments)),
+        metadata=_merge_raw(
+            "metadata", _unique_texts((each.rank, each.metadata) for each in fragments)
+        ),
         layouts=(),
         layout_of=(),
         encoded=tuple(encoding for fragment in fragments for encoding in fragment.encoded),
@@ -74,11 +78,17 @@ def check_fragment(fragment: Fragment, *, key: str) -> Fragment:
     """Return it, or raise ``ManifestCorrupt`` with the first fault."""
     fits = 0 <= fragment.rank < fragment.world_size and fragment.step >= 0
     require(fits, key, "step, rank or world size is out of range")
-    require(16 <= fragment.chunk_bytes <= MAX_CHUNK_BYTES, key, f"chunks of {fragment.chunk_bytes} bytes")
+    require(
+        16 <= fragment.chunk_bytes <= MAX_CHUNK_BYTES,
+        key,
+        f"chunks of {fragment.chunk_bytes} bytes",
+    )
     files = (fragment.file,) if fragment.file else ()
     encodings = {encoding.rank: encoding for encoding in fragment.encoded}
     _check_names(files, key, encoded=encodings)
-    require(all(file.rank == fragment.rank for file in files), key, "holds the file of another rank")
+    require(
+        all(file.rank == fragment.rank for file in files), key, "holds the file of another rank"
+    )
     require(set(encodings) <= {file.rank for file in files}, key, "an encoding of no file")
     _check_chunks(files, key)
     _check_encoded(fragment, {file.rank: file for file in files}, key)
@@ -105,7 +115,9 @@ def _check_kinds(fragments: Sequence[Fragment]) -> None:
         found := mixed([(rank, parse(msgspec.Raw(tree))) for rank, tree in trees], tensors)
     ):
         name, one, two = found
-        raise ReplicasDiverged(name, (one, two), f" (tensor on rank {one} and plain value on rank {two})")
+        raise ReplicasDiverged(
+            name, (one, two), f" (tensor on rank {one} and plain value on rank {two})"
+        )
 
 
 def _is_checksum(text: str) -> bool:
@@ -128,7 +140,9 @@ def _check_names(files: Iterable[File], key: str, *, encoded: Mapping[int, Encod
 def _check_chunks(files: Iterable[File], key: str) -> None:
     for file in files:
         for chunk in file.chunks:
-            require(chunk.nbytes > 0 and _is_checksum(chunk.checksum), key, f"a chunk of {file.name}")
+            require(
+                chunk.nbytes > 0 and _is_checksum(chunk.checksum), key, f"a chunk of {file.name}"
+            )
         require(
             sum(chunk.nbytes for chunk in file.chunks) == file.size,
             key,
@@ -137,7 +151,9 @@ def _check_chunks(files: Iterable[File], key: str) -> None:
 
 
 def _check_encoded(record: Fragment, files: Mapping[int, File], key: str) -> None:
-    """What a chunk decodes to is reserved before it is decoded: it must have a size that a save makes."""
+    """What a chunk decodes to is reserved before it is decoded: it must have a size that a save
+    makes.
+    """
     if not record.encoded:
         return
     ranks = [encoding.rank for encoding in record.encoded]
@@ -145,34 +161,48 @@ def _check_encoded(record: Fragment, files: Mapping[int, File], key: str) -> Non
     for encoding in record.encoded:
         file = files.get(encoding.rank)
         if file is None or len(encoding.lengths) != len(file.chunks):
-            raise ManifestCorrupt(key, f"the lengths of rank {encoding.rank} are not those of its chunks")
+            raise ManifestCorrupt(
+                key, f"the lengths of rank {encoding.rank} are not those of its chunks"
+            )
         require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
         for chunk, length in zip(file.chunks, encoding.lengths, strict=True):
             fits = length == chunk.nbytes or 0 < length < chunk.nbytes <= MAX_CHUNK_BYTES
-            require(fits, key, f"a chunk of {file.name} of {chunk.nbytes} bytes is encoded as {length}")
+            require(
+                fits, key, f"a chunk of {file.name} of {chunk.nbytes} bytes is encoded as {length}"
+            )
 
 
-def _check_tensors(tensors: Iterable[Tensor], files: Mapping[int, File], chunk_bytes: int, key: str) -> None:
+def _check_tensors(
+    tensors: Iterable[Tensor], files: Mapping[int, File], chunk_bytes: int, key: str
+) -> None:
     chunks = {rank: _lengths(file) for rank, file in files.items()}
     seen: set[str] = set()
     for tensor in tensors:
         check_tensor(tensor.name, tensor.dtype, tensor.shape, seen, key)
         for shard in tensor.shards:
             require(
-                shard.box.inside(tensor.shape), key, f"tensor {tensor.name!r}: a box is not inside its shape"
+                shard.box.inside(tensor.shape),
+                key,
+                f"tensor {tensor.name!r}: a box is not inside its shape",
             )
             _check_shard(tensor, shard, chunks.get(shard.rank), chunk_bytes, key)
 
 
 def _lengths(file: File) -> dict[int, int]:
     """Bytes of each chunk, by where it begins."""
-    return {offset: chunk.nbytes for offset, chunk in zip(chunk_offsets(file), file.chunks, strict=False)}
+    return {
+        offset: chunk.nbytes
+        for offset, chunk in zip(chunk_offsets(file), file.chunks, strict=False)
+    }
 
 
 def _check_shard(
     tensor: Tensor, shard: Shard, chunks: dict[int, int] | None, chunk_bytes: int, key: str
 ) -> None:
-    """``chunks``: those that the shards before have are 0, and its own are afterwards. So all shards together take no longer than their files have chunks."""
+    """``chunks``: those that the shards before have are 0, and its own are afterwards.
+
+    So all shards together take no longer than their files have chunks.
+    """
     if chunks is None:
         raise ManifestCorrupt(key, f"tensor {tensor.name!r}: rank {shard.rank} has no file")
     box, itemsize, offset = shard.box, DTYPES[tensor.dtype].itemsize, shard.offset
@@ -185,7 +215,9 @@ def _check_shard(
     lengths = lengths_like(box.shape, first // itemsize, at_most=len(chunks))
     astray = "a shard does not lie on the chunks of its file, or overlaps another there"
     for length in [0] if lengths is None else lengths:
-        require(0 < chunks.get(offset, 0) == length * itemsize, key, f"tensor {tensor.name!r}: {astray}")
+        require(
+            0 < chunks.get(offset, 0) == length * itemsize, key, f"tensor {tensor.name!r}: {astray}"
+        )
         chunks[offset] = 0
         offset += length * itemsize
 
@@ -210,9 +242,13 @@ def _merge_tensors(fragments: Sequence[Fragment]) -> tuple[Tensor, ...]:
         parts = by_name[name]
         first = parts[0][1]
         form = (first.dtype, first.shape)
-        if any((part.dtype, part.shape) != form for _, part in parts) and (told := forms_told(parts)):
+        if any((part.dtype, part.shape) != form for _, part in parts) and (
+            told := forms_told(parts)
+        ):
             raise TensorIncomplete(name, told)
-        shards = _unique(name, [shard for _, part in parts for shard in part.shards], checksums, first.dtype)
+        shards = _unique(
+            name, [shard for _, part in parts for shard in part.shards], checksums, first.dtype
+        )
         if fault := tiling_fault(first.shape, [shard.box for shard in shards]):
             raise TensorIncomplete(name, f"{fault}: {ranks_told(parts)}")
         merged.append(Tensor(name, first.dtype, first.shape, tuple(shards)))

@@ -30,14 +30,18 @@ Parts = list[Fragment]
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Parts:
-    """Fragments of a random world: random boxes, equal copies, ties, trees; sometimes one that must be refused."""
+    """Fragments of a random world: random boxes, equal copies, ties, trees; sometimes one that
+    must be refused.
+    """
     rng = draw(st.randoms(use_true_random=False))
     size = draw(st.integers(1, 5))
     arrays: dict[str, np.ndarray] = {}
     ranks: list[list[Leaf]] = [[] for _ in range(size)]
     for index in range(draw(st.integers(1, 4))):
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
-        arrays[f"t{index}"] = np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + index
+        arrays[f"t{index}"] = (
+            np.arange(int(np.prod(shape)), dtype=np.float32).reshape(shape) + index
+        )
         boxes = [box for box in partition(shape, 6, rng) if box.numel or rng.random() < 0.5]
         owned = assign([*boxes, *(box for box in boxes if rng.random() < 0.3)], size, rng)
         for rank, held in enumerate(owned):
@@ -45,13 +49,18 @@ def worlds(draw: st.DrawFn) -> Parts:
                 ranks[rank].append(Leaf(f"t{index}", "float32", shape, tuple(sorted(set(held)))))
     found = [
         written(
-            rank, size, leaves, arrays, chunk_bytes=draw(st.sampled_from([16, 64, 1000])) if size == 1 else 64,
+            rank,
+            size,
+            leaves,
+            arrays,
+            chunk_bytes=draw(st.sampled_from([16, 64, 1000])) if size == 1 else 64,
             tied={"tied": "t0"} if any(leaf.name == "t0" for leaf in leaves) else {},
-            tree=raw({"step": 1, f"stage{rank % 2}": [rank % 2]}), per_rank=raw({"rng": rank}),
+            tree=raw({"step": 1, f"stage{rank % 2}": [rank % 2]}),
+            per_rank=raw({"rng": rank}),
             replicas={"r": f"box{rank % 2}=same"},
         )[1]
         for rank, leaves in enumerate(ranks)
-    ]  # fmt: skip
+    ]
     for spoil in draw(st.lists(st.sampled_from(SPOILERS), max_size=1)):
         at = rng.randrange(size)
         found[at] = spoil(found[at], rng)
@@ -79,7 +88,9 @@ def _moved(part: Fragment, rng: random.Random) -> Fragment:
         shards = [
             replace(
                 shard,
-                offsets=tuple(rng.randint(0, n - m) for n, m in zip(tensor.shape, shard.shape, strict=True)),
+                offsets=tuple(
+                    rng.randint(0, n - m) for n, m in zip(tensor.shape, shard.shape, strict=True)
+                ),
             )
             for shard in tensor.shards
         ]
@@ -89,7 +100,8 @@ def _moved(part: Fragment, rng: random.Random) -> Fragment:
 
 def _disputed(part: Fragment, rng: random.Random) -> Fragment:
     return replace(
-        part, tensors=tuple(replace(t, shape=(*t.shape, 1)) if not t.shards else t for t in part.tensors)
+        part,
+        tensors=tuple(replace(t, shape=(*t.shape, 1)) if not t.shards else t for t in part.tensors),
     )
 
 
@@ -168,7 +180,12 @@ def test_a_plan_from_the_fragments_that_are_needed_is_the_plan_from_all(
     packed = {part.rank: pack_fragment(part) for part in parts}
     outline = merge((packed[part.rank], with_ref(part)[1]) for part in parts)
     wanted = [
-        Leaf(name, tensor.dtype, tensor.shape, tuple(data.draw(st.lists(boxes_in(tensor.shape), max_size=3))))
+        Leaf(
+            name,
+            tensor.dtype,
+            tensor.shape,
+            tuple(data.draw(st.lists(boxes_in(tensor.shape), max_size=3))),
+        )
         for name, tensor in whole.tensor_map().items()
     ]
     ranks = ranks_of(outline, [(leaf.name, leaf.boxes) for leaf in wanted])
@@ -198,7 +215,8 @@ def test_a_hole_is_found_after_a_merge_without_one() -> None:
     by_columns(good, known)
     with pytest.raises(TensorIncomplete, match="overlap"):
         by_columns(
-            [written(0, 2, [Leaf("x", "float32", (12, 4), (Box((1, 0), (6, 4)),))], x)[1], good[1]], known
+            [written(0, 2, [Leaf("x", "float32", (12, 4), (Box((1, 0), (6, 4)),))], x)[1], good[1]],
+            known,
         )
 
 
@@ -208,7 +226,9 @@ def test_encoded_files_keep_their_lengths() -> None:
     assert part.file
     lengths = tuple(max(1, chunk.nbytes // 2) for chunk in part.file.chunks)
     part = replace(
-        part, encoded=(Encoding(0, "zstd", lengths),), file=replace(part.file, name="rank-00000.encoded")
+        part,
+        encoded=(Encoding(0, "zstd", lengths),),
+        file=replace(part.file, name="rank-00000.encoded"),
     )
     outline = merge([(pack_fragment(part), with_ref(part)[1])])
     assert (outline.encoded[0].lengths, outline.stored_bytes) == ((sum(lengths),), sum(lengths))

@@ -1,4 +1,6 @@
-"""Two nodes of two ranks; both nodes have all of a replicated tensor, and each rank a shard of another."""
+"""Two nodes of two ranks; both nodes have all of a replicated tensor, and each rank a shard of
+another.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def leaves_of(rank: int, node_of: tuple[int, ...] = NODE_OF) -> list[Leaf]:
 
 
 def manifest_of(node_of: tuple[int, ...] = NODE_OF) -> Manifest:
-    parts = [fragment_of(rank, 4, leaves_of(rank, node_of), ARRAYS, chunk_bytes=1 << 14) for rank in range(4)]
+    parts = [
+        fragment_of(rank, 4, leaves_of(rank, node_of), ARRAYS, chunk_bytes=1 << 14)
+        for rank in range(4)
+    ]
     return merged([fragment for _, fragment in parts])
 
 
@@ -91,7 +96,12 @@ def test_what_has_no_nearer_copy_stays_where_it_is() -> None:
     manifest = manifest_of(())
     plan = plan_restore(manifest, leaves_of(0, ()))
     near = nearest_copies(plan, manifest, {0: 0, 1: 0, 2: 1, 3: 1})
-    assert {read.rank for read in near.reads if read.checksum not in _zeros(manifest)} == {0, 1, 2, 3}
+    assert {read.rank for read in near.reads if read.checksum not in _zeros(manifest)} == {
+        0,
+        1,
+        2,
+        3,
+    }
     assert nearest_copies(plan, manifest, dict.fromkeys(range(4), 0)) is plan
 
 
@@ -101,7 +111,11 @@ def test_a_node_is_enough_for_what_it_has_a_copy_of() -> None:
     whole = [leaf for leaf in leaves_of(0) if leaf.name != "cut"]
     parts = [
         fragment_of(
-            rank, 4, [leaf for leaf in leaves_of(rank) if leaf.name != "cut"], ARRAYS, chunk_bytes=1 << 14
+            rank,
+            4,
+            [leaf for leaf in leaves_of(rank) if leaf.name != "cut"],
+            ARRAYS,
+            chunk_bytes=1 << 14,
         )
         for rank in range(4)
     ]
@@ -137,7 +151,10 @@ def test_a_spare_serves_where_it_is_equal_and_harms_nothing_where_it_differs() -
 
     def part(rank: int) -> Fragment:
         leaves = plain if rank == 0 else [left(leaf, (0, 1, 2, 3), rank, NODE_OF) for leaf in plain]
-        arrays = {"alike": np.arange(16, dtype=np.float32), "drifted": np.full(16, rank, dtype=np.float32)}
+        arrays = {
+            "alike": np.arange(16, dtype=np.float32),
+            "drifted": np.full(16, rank, dtype=np.float32),
+        }
         return fragment_of(rank, 4, leaves, arrays)[1]
 
     manifest = merged([part(rank) for rank in range(4)])

@@ -1,4 +1,6 @@
-"""1,024 ranks and more, simulated as ``python -m bench scale`` does: nothing grows faster than the ranks, and a rank that restores asks for its own share alone."""
+"""1,024 ranks and more, simulated as ``python -m bench scale`` does: nothing grows faster than
+the ranks, and a rank that restores asks for its own share alone.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_a_commit_and_a_restore_grow_no_faster_than_the_ranks(layout: str) -> No
         near = ranks_of(manifest, [(leaf.name, leaf.boxes) for leaf in wanted])
         replicas = {rank for leaf in wanted if leaf.shape for rank in leaf.replicas}
         assert near <= {0, ranks // 3} | replicas, "more than its own share"
-        filled = fill(manifest, {rank: fragment_of(parts[rank][0], key="k") for rank in near}, key="k")
+        filled = fill(
+            manifest, {rank: fragment_of(parts[rank][0], key="k") for rank in near}, key="k"
+        )
         assert plan_restore(filled, wanted).wanted_bytes == sum(leaf.nbytes for leaf in wanted)
     more = MANY / FEW
     assert size[MANY] < more * size[FEW]
@@ -77,6 +81,11 @@ def test_what_a_rank_writes_is_planned_in_the_same_time_however_many_ranks_hold_
     found: dict[int, float] = {}
     for ranks in (FEW, 16 * FEW):
         everybody = tuple(range(ranks))
-        leaves = [Leaf(t.name, "float32", t.shape, (Box.whole(t.shape),), everybody) for t in model_of(200)]
-        found[ranks] = seconds(lambda leaves=leaves: plan_save(leaves, rank=7, chunk_bytes=16 << 20))  # type: ignore[misc]
+        leaves = [
+            Leaf(t.name, "float32", t.shape, (Box.whole(t.shape),), everybody)
+            for t in model_of(200)
+        ]
+        found[ranks] = seconds(
+            lambda leaves=leaves: plan_save(leaves, rank=7, chunk_bytes=16 << 20)
+        )  # type: ignore[misc]
     assert found[16 * FEW] < 4 * found[FEW]

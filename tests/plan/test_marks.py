@@ -33,14 +33,22 @@ def outcome(work: Callable[[], None]) -> str | None:
 def test_numbers_tell_what_words_tell(told: dict[int, dict[str, str]]) -> None:
     ranks = sorted(told.items())
     frames = [
-        (rank, zstandard.compress(msgspec.json.encode(marks)) if marks else b"") for rank, marks in ranks
+        (rank, zstandard.compress(msgspec.json.encode(marks)) if marks else b"")
+        for rank, marks in ranks
     ]
     assert outcome(lambda: check_frames(frames)) == outcome(lambda: check_replicas(ranks))
 
 
 def test_the_first_two_that_differ_are_named() -> None:
-    marks = [{"w": "(0,)(2,)=1"}, {"w": "(2,)(2,)=2"}, {"w": "(0,)(2,)=1", "v": "=3"}, {"w": "(0,)(2,)=4"}]
-    frames = [(rank, zstandard.compress(msgspec.json.encode(each))) for rank, each in enumerate(marks)]
+    marks = [
+        {"w": "(0,)(2,)=1"},
+        {"w": "(2,)(2,)=2"},
+        {"w": "(0,)(2,)=1", "v": "=3"},
+        {"w": "(0,)(2,)=4"},
+    ]
+    frames = [
+        (rank, zstandard.compress(msgspec.json.encode(each))) for rank, each in enumerate(marks)
+    ]
     check_frames(frames[:3])
     with pytest.raises(ReplicasDiverged, match=r"'w'.*ranks 0, 3"):
         check_frames(frames)

@@ -22,7 +22,9 @@ ALL = Box((0, 0), (12, 4))
 TOP, BOTTOM = Box((0, 0), (6, 4)), Box((6, 0), (6, 4))
 
 
-def leaf(*boxes: Box, name: str = "x", dtype: str = "float32", shape: tuple[int, ...] = (12, 4)) -> Leaf:
+def leaf(
+    *boxes: Box, name: str = "x", dtype: str = "float32", shape: tuple[int, ...] = (12, 4)
+) -> Leaf:
     return Leaf(name, dtype, shape, boxes)
 
 
@@ -30,7 +32,9 @@ def fragments(*ranks: list[Leaf], arrays=None, **changes):
     """One fragment a rank. A change that is a list has one value a rank."""
     found = []
     for rank, leaves in enumerate(ranks):
-        mine = {key: value[rank] if isinstance(value, list) else value for key, value in changes.items()}
+        mine = {
+            key: value[rank] if isinstance(value, list) else value for key, value in changes.items()
+        }
         data = arrays[rank] if isinstance(arrays, list) else arrays or X
         found.append(fragment_of(rank, len(ranks), leaves, data, **mine)[1])
     return found
@@ -38,10 +42,15 @@ def fragments(*ranks: list[Leaf], arrays=None, **changes):
 
 def test_a_merged_manifest_is_valid_and_names_all_parts():
     found = fragments(
-        [leaf(TOP)], [leaf(BOTTOM)], metadata=raw({"run": 1}), tree=raw({"x": {"$": "tensor", "n": "x"}})
+        [leaf(TOP)],
+        [leaf(BOTTOM)],
+        metadata=raw({"run": 1}),
+        tree=raw({"x": {"$": "tensor", "n": "x"}}),
     )
     manifest = merged(found)
-    assert [file.rank for file in manifest.files] == [ref.rank for ref in manifest.fragments] == [0, 1]
+    assert (
+        [file.rank for file in manifest.files] == [ref.rank for ref in manifest.fragments] == [0, 1]
+    )
     assert [(t.name, t.shape, [s.box for s in t.shards]) for t in manifest.tensors] == [
         ("x", (12, 4), [TOP, BOTTOM])
     ]
@@ -61,7 +70,7 @@ def test_the_order_of_fragments_does_not_change_a_byte(seed):
     assert pack(merge(map(with_ref, rng.sample(found, 3)))) == pack(merge(map(with_ref, found)))
 
 
-# -- copies -----------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def test_equal_copies_are_kept_once_from_the_lowest_rank():
@@ -74,7 +83,8 @@ def test_equal_copies_are_kept_once_from_the_lowest_rank():
         )
     )
     shards = {
-        tensor.name: [(shard.rank, shard.box) for shard in tensor.shards] for tensor in manifest.tensors
+        tensor.name: [(shard.rank, shard.box) for shard in tensor.shards]
+        for tensor in manifest.tensors
     }
     assert shards == {"x": [(0, TOP), (2, BOTTOM)], "y": [(1, ALL)]}
 
@@ -99,7 +109,7 @@ def test_digests_of_different_boxes_are_not_compared():
     merged(fragments([leaf(TOP)], [leaf(BOTTOM)], replicas=[{"x": "top=1.0"}, {"x": "bottom=2.0"}]))
 
 
-# -- tensors that are not whole ---------------------------------------------------------------------------------------
+# -- tensors that are not whole --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,9 @@ def test_ranks_that_disagree_about_a_tensor_are_refused(two, told):
 
 def test_a_tensor_without_elements_is_whole():
     nothing = leaf(Box((0, 0), (0, 3)), name="none", shape=(0, 3))
-    manifest = merged(fragments([nothing], [nothing], arrays={"none": np.zeros((0, 3), np.float32)}))
+    manifest = merged(
+        fragments([nothing], [nothing], arrays={"none": np.zeros((0, 3), np.float32)})
+    )
     assert [tensor.name for tensor in manifest.tensors] == ["none"]
 
 
@@ -149,7 +161,7 @@ def test_fragments_of_different_saves_are_refused(field):
         merged([one, replace(two, **{field: other})])
 
 
-# -- ties -------------------------------------------------------------------------------------------------------------
+# -- ties ------------------------------------------------------------------------------------------
 
 
 def test_a_tie_is_dropped_where_another_rank_stores_the_name():
@@ -162,7 +174,7 @@ def test_a_tie_is_dropped_where_another_rank_stores_the_name():
     assert merged(found).tied == {"deep": "x"}
 
 
-# -- trees ------------------------------------------------------------------------------------------------------------
+# -- trees -----------------------------------------------------------------------------------------
 
 
 def tree_of(*trees):
@@ -179,9 +191,12 @@ def test_pipeline_stages_are_joined():
         "sched": {"$": "object", "v": {"n": 1}},
     }
     assert tree_of(one, two) == {
-        "step": 3, "stage0": {"lr": 1}, "stage1": [2], "model": {"$": "module", "values": {"a.extra": 1, "b.extra": 2}},
+        "step": 3,
+        "stage0": {"lr": 1},
+        "stage1": [2],
+        "model": {"$": "module", "values": {"a.extra": 1, "b.extra": 2}},
         "sched": {"$": "object", "v": {"n": 1}},
-    }  # fmt: skip
+    }
 
 
 def optimizer(params, state, **values):
@@ -211,11 +226,23 @@ def test_optimizers_of_stages_have_all_parameters_once():
         ({"a": {"$": "tuple", "v": [1]}}, {"a": [1]}, "a"),
         ({"a": {"$": "tuple", "v": [1]}}, {"a": {"$": "tuple", "v": [2]}}, "a"),
         ({"a": {"$": "tensor", "n": "x"}}, {"a": {"$": "tensor", "n": "y"}}, "a"),
-        ({"m": {"$": "module", "values": {"v": 1}}}, {"m": {"$": "module", "values": {"v": 2}}}, "m/v"),
+        (
+            {"m": {"$": "module", "values": {"v": 1}}},
+            {"m": {"$": "module", "values": {"v": 2}}},
+            "m/v",
+        ),
         ({"o": {"$": "object", "v": {"n": 1}}}, {"o": {"$": "object", "v": {"n": 2}}}, "o/n"),
         (optimizer([], {}), optimizer([], {}, lr=0.2), "opt/param_groups/0"),
-        (optimizer([], {"opt/a/step": 1}), optimizer([], {"opt/a/step": 2}), "opt/state/opt~1a~1step"),
-        ({"opt": {"$": "optimizer", "groups": [], "state": {}}}, optimizer([], {}), "opt/param_groups"),
+        (
+            optimizer([], {"opt/a/step": 1}),
+            optimizer([], {"opt/a/step": 2}),
+            "opt/state/opt~1a~1step",
+        ),
+        (
+            {"opt": {"$": "optimizer", "groups": [], "state": {}}},
+            optimizer([], {}),
+            "opt/param_groups",
+        ),
         ({"a": 1}, {"a": True}, "a"),
         ({"a": 1}, {"a": 1.0}, "a"),
         ({"a": 0.0}, {"a": -0.0}, "a"),
@@ -232,8 +259,16 @@ def test_values_that_differ_are_refused_with_path_and_ranks(one, two, path):
 @pytest.mark.parametrize(
     ("one", "two", "told"),
     [
-        ({"a": {"$": "tensor", "n": "a"}}, {"a": 3}, "'a'.* 0, 1 .tensor on rank 0 and int on rank 1"),
-        ({"a": {"b": 1}}, {"a": {"$": "module", "values": {}}}, "'a'.*dict on rank 0 and module on rank 1"),
+        (
+            {"a": {"$": "tensor", "n": "a"}},
+            {"a": 3},
+            "'a'.* 0, 1 .tensor on rank 0 and int on rank 1",
+        ),
+        (
+            {"a": {"b": 1}},
+            {"a": {"$": "module", "values": {}}},
+            "'a'.*dict on rank 0 and module on rank 1",
+        ),
         ({"a": "1"}, {"a": 1}, "'a'.*string on rank 0 and int on rank 1"),
     ],
 )
@@ -256,7 +291,9 @@ def test_a_tensor_of_a_module_that_is_a_plain_value_elsewhere_is_told(with_value
         arrays={"x": X["x"], "m/x": X["x"]},
         tree=[raw(without), raw(with_value)],
     )
-    with pytest.raises(ReplicasDiverged, match=r"'m/x'.*tensor on rank 0 and plain value on rank 1"):
+    with pytest.raises(
+        ReplicasDiverged, match=r"'m/x'.*tensor on rank 0 and plain value on rank 1"
+    ):
         merged(found)
 
 
@@ -267,7 +304,11 @@ def test_a_mesh_that_changed_on_some_ranks_is_told():
         merged(fragments([leaf(TOP)], [leaf(third[1])], [leaf(third[2])]))
     told = str(caught.value)
     assert "'x': boxes overlap at (4, 0)" in told, told
-    for part in ("rank 0 wrote [6, 4] at [0, 0]", "rank 1 wrote [4, 4] at [4, 0]", "mesh that changed"):
+    for part in (
+        "rank 0 wrote [6, 4] at [0, 0]",
+        "rank 1 wrote [4, 4] at [4, 0]",
+        "mesh that changed",
+    ):
         assert part in told, told
 
 

@@ -1,4 +1,7 @@
-"""What a restore into another layout reads beyond what it wants, and in how many requests. Plans alone: no byte is moved."""
+"""What a restore into another layout reads beyond what it wants, and in how many requests.
+
+Plans alone: no byte is moved.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ def ranges(world_size: int) -> Boxes:
 
 
 def leaves(boxes: Boxes, rank: int) -> list[Leaf]:
-    return [Leaf(name, "float32", shape, tuple(boxes(shape, rank))) for name, shape in SHAPES.items()]
+    return [
+        Leaf(name, "float32", shape, tuple(boxes(shape, rank))) for name, shape in SHAPES.items()
+    ]
 
 
 def saved(world_size: int, boxes: Boxes, chunk_bytes: int = CHUNK) -> Manifest:
@@ -61,12 +66,27 @@ def saved(world_size: int, boxes: Boxes, chunk_bytes: int = CHUNK) -> Manifest:
     for rank in range(world_size):
         plan = plan_save(leaves(boxes, rank), rank=rank, chunk_bytes=chunk_bytes)
         file = File(
-            f"rank-{rank:05d}.safetensors", rank, plan.size, tuple(Chunk(n, "0" * 32) for n in plan.chunks)
+            f"rank-{rank:05d}.safetensors",
+            rank,
+            plan.size,
+            tuple(Chunk(n, "0" * 32) for n in plan.chunks),
         )
         fragment = Fragment(
-            format=FORMAT, step=1, attempt="abc", rank=rank, world_size=world_size, created_at=0.0, chunk_bytes=chunk_bytes,
-            file=file, tensors=plan.tensors, tied={}, tree=raw({}), per_rank=raw({}), replicas={}, metadata=raw({}),
-        )  # fmt: skip
+            format=FORMAT,
+            step=1,
+            attempt="abc",
+            rank=rank,
+            world_size=world_size,
+            created_at=0.0,
+            chunk_bytes=chunk_bytes,
+            file=file,
+            tensors=plan.tensors,
+            tied={},
+            tree=raw({}),
+            per_rank=raw({}),
+            replicas={},
+            metadata=raw({}),
+        )
         parts.append(fragment)
     return merged(parts)
 
@@ -91,8 +111,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_with_chunks_small_beside_shards_little_more_is_read_than_wanted(before: str, after: str) -> None:
-    """At 12 to 16 chunks a shard of eight. A chunk is read whole: what each box reads too much are the chunks that its ends cut."""
+def test_with_chunks_small_beside_shards_little_more_is_read_than_wanted(
+    before: str, after: str
+) -> None:
+    """At 12 to 16 chunks a shard of eight.
+
+    A chunk is read whole: what each box reads too much are the chunks that its ends cut.
+    """
     found = plans(saved(*LAYOUTS[before]), *LAYOUTS[after])
     assert ratio(found) <= (1.0 if before == after else 1.1)
     for rank, plan in enumerate(found):
@@ -118,7 +143,10 @@ def test_chunks_follow_the_shard(before: str, after: str, chunk_bytes: int) -> N
 def test_any_world_to_one_up_to_twice_as_large_reads_little_more_than_it_wants(
     before: int, mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parts of 5 MiB and more are wanted. Who wants less, or a small part of a large shard, reads up to two chunks too many."""
+    """Parts of 5 MiB and more are wanted.
+
+    Who wants less, or a small part of a large shard, reads up to two chunks too many.
+    """
     monkeypatch.setitem(SHAPES, "wide", (mib << 6, 4096))
     manifest = saved(before, rows(before), chunk_bytes=16 << 20)
     for after in (1, 2, 3, 4, 6, 8, 12, 16, 24):
@@ -127,7 +155,10 @@ def test_any_world_to_one_up_to_twice_as_large_reads_little_more_than_it_wants(
 
 
 def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> None:
-    """The one cut that no chunk of rows is small enough for. ``replicas="broadcast"`` has each chunk read by one of those that want it."""
+    """The one cut that no chunk of rows is small enough for.
+
+    ``replicas="broadcast"`` has each chunk read by one of those that want it.
+    """
     manifest = saved(8, rows(8), chunk_bytes=16 << 20)
     found = plans(manifest, 4, columns(4))
     assert 3.9 < ratio(found) <= 4
@@ -137,7 +168,9 @@ def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> Non
     for rank, mine in enumerate(keys):
         sizes = {key: chunk.nbytes for key, chunk in mine.items()}
         shares = share(sizes, tables, worth_bytes=64 << 10, parcel_bytes=4 << 20)
-        parcels = [parcel for group in shares.groups for round_ in group.rounds for parcel in round_]
+        parcels = [
+            parcel for group in shares.groups for round_ in group.rounds for parcel in round_
+        ]
         taken = [*shares.alone, *(key for p in parcels if p.reader == rank for key in p.keys)]
         read += sum(sizes[key] for key in taken)
     assert read <= 1.001 * sum(plan.wanted_bytes for plan in found)

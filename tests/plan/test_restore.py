@@ -19,7 +19,9 @@ DTYPES = ["float64", "float32", "float16", "int8", "uint32", "bool", "complex64"
 def numbers(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     data = np.random.default_rng(seed).bytes(nbytes)
-    return np.frombuffer(bytes(b & 1 for b in data) if dtype == "bool" else data, dtype=dtype).reshape(shape)
+    return np.frombuffer(
+        bytes(b & 1 for b in data) if dtype == "bool" else data, dtype=dtype
+    ).reshape(shape)
 
 
 @st.composite
@@ -54,7 +56,10 @@ def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
     arrays, images, manifest = saved
     wanted = [
         Leaf(
-            name, str(array.dtype), array.shape, tuple(data.draw(st.lists(boxes_in(array.shape), max_size=3)))
+            name,
+            str(array.dtype),
+            array.shape,
+            tuple(data.draw(st.lists(boxes_in(array.shape), max_size=3))),
         )
         for name, array in {**arrays, "tied": arrays["t0"]}.items()
         if data.draw(st.booleans())
@@ -76,7 +81,9 @@ def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
 @given(saved_worlds())
 def test_a_plan_reads_every_chunk_at_most_once_in_file_order_and_no_more_than_is_needed(saved):
     arrays, _, manifest = saved
-    everything = [Leaf(name, str(a.dtype), a.shape, (Box.whole(a.shape),)) for name, a in arrays.items()]
+    everything = [
+        Leaf(name, str(a.dtype), a.shape, (Box.whole(a.shape),)) for name, a in arrays.items()
+    ]
     plan = plan_restore(manifest, everything)
     places = [(read.rank, read.offset) for read in plan.reads]
     assert places == sorted(set(places))
@@ -86,7 +93,9 @@ def test_a_plan_reads_every_chunk_at_most_once_in_file_order_and_no_more_than_is
 
 def manifest_of(array: np.ndarray, chunk_bytes: int = 16) -> Manifest:
     leaf = Leaf("x", str(array.dtype), array.shape, (Box.whole(array.shape),))
-    return merged([fragment_of(0, 1, [leaf], {"x": array}, chunk_bytes=chunk_bytes, tied={"y": "x"})[1]])
+    return merged(
+        [fragment_of(0, 1, [leaf], {"x": array}, chunk_bytes=chunk_bytes, tied={"y": "x"})[1]]
+    )
 
 
 def test_only_chunks_that_meet_the_wanted_box_are_read():

@@ -37,7 +37,9 @@ names = st.text(st.characters(exclude_categories=("Cs",)), max_size=6) | st.samp
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[list[Leaf]]:
-    """The leaves of each rank: replicated on groups, or cut along the first dimension, large and small."""
+    """The leaves of each rank: replicated on groups, or cut along the first dimension, large and
+    small.
+    """
     size = draw(st.integers(1, 4))
     ranks: list[list[Leaf]] = [[] for _ in range(size)]
     for name in draw(st.lists(names, max_size=8, unique=True)):
@@ -75,17 +77,29 @@ def test_all_ranks_together_write_every_tensor_exactly_once(ranks):
         shapes |= {leaf.name: leaf.shape for leaf in leaves}
         for item in plan.items:
             written[leaves[item.leaf].name].append(item.box)
-    assert {name: tiling_fault(shape, written[name]) for name, shape in shapes.items()} == dict.fromkeys(
-        shapes
-    )
+    assert {
+        name: tiling_fault(shape, written[name]) for name, shape in shapes.items()
+    } == dict.fromkeys(shapes)
 
 
 @settings(max_examples=200, deadline=None)
 @given(worlds())
 @example(
-    [[Leaf("a", "float64", (1,), (Box((0,), (1,)),)), Leaf("b", "complex128", (1,), (Box((0,), (1,)),))]]
+    [
+        [
+            Leaf("a", "float64", (1,), (Box((0,), (1,)),)),
+            Leaf("b", "complex128", (1,), (Box((0,), (1,)),)),
+        ]
+    ]
 )
-@example([[Leaf("a", "float16", (1,), (Box((0,), (1,)),)), Leaf("b", "complex32", (1,), (Box((0,), (1,)),))]])
+@example(
+    [
+        [
+            Leaf("a", "float16", (1,), (Box((0,), (1,)),)),
+            Leaf("b", "complex32", (1,), (Box((0,), (1,)),)),
+        ]
+    ]
+)
 def test_an_image_is_gapless_and_every_item_is_aligned_to_its_elements(ranks):
     for leaves, plan in zip(ranks, plans_of(ranks), strict=True):
         assert len(plan.header) % HEADER_ALIGNMENT == 0
@@ -118,7 +132,9 @@ def test_the_fragment_tells_of_every_leaf_and_where_its_boxes_lie(ranks):
             (x.name, x.dtype, x.shape) for x in leaves
         ]
         told = {
-            (i, shard.box, shard.offset) for i, tensor in enumerate(plan.tensors) for shard in tensor.shards
+            (i, shard.box, shard.offset)
+            for i, tensor in enumerate(plan.tensors)
+            for shard in tensor.shards
         }
         assert told == {(item.leaf, item.box, item.offset) for item in plan.items}
         assert {shard.rank for tensor in plan.tensors for shard in tensor.shards} <= {rank}
@@ -156,7 +172,9 @@ def test_safetensors_reads_every_image(ranks):
 def test_a_file_on_disk_gives_the_tensors_under_their_names(tmp_path_factory, names_of_leaves):
     rng = np.random.default_rng(1)
     arrays = {name: rng.standard_normal((4, 3)) for name in names_of_leaves}
-    leaves = [Leaf(name, "float64", (4, 3), (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))) for name in arrays]
+    leaves = [
+        Leaf(name, "float64", (4, 3), (Box((0, 0), (2, 3)), Box((2, 0), (2, 3)))) for name in arrays
+    ]
     path = tmp_path_factory.mktemp("image") / "rank.safetensors"
     path.write_bytes(image_of(plan_save(leaves, rank=0, chunk_bytes=64), leaves, arrays))
     with safetensors.safe_open(path, framework="numpy") as file:
@@ -166,7 +184,9 @@ def test_a_file_on_disk_gives_the_tensors_under_their_names(tmp_path_factory, na
     for name in set(arrays) - {"__metadata__"}:  # the one name that safetensors keeps for itself
         assert np.array_equal(found[name], arrays[name][:2])
     pieces = {array.tobytes() for array in found.values()}
-    assert pieces == {half.tobytes() for array in arrays.values() for half in (array[:2], array[2:])}
+    assert pieces == {
+        half.tobytes() for array in arrays.values() for half in (array[:2], array[2:])
+    }
 
 
 def test_the_second_piece_has_a_serial_that_no_other_leaf_has():
@@ -180,10 +200,18 @@ def transformer(layers: int, width: int, replicas: tuple[int, ...]) -> list[Leaf
     shapes = {"embed": (50257, width)}
     for i in range(layers):
         shapes |= {
-            f"{i}/attn": (3 * width, width), f"{i}/proj": (width, width), f"{i}/up": (4 * width, width), f"{i}/down": (width, 4 * width),
-            f"{i}/attn.bias": (3 * width,), f"{i}/ln": (width,), f"{i}/up.bias": (4 * width,),
-        }  # fmt: skip
-    return [Leaf(name, "float32", shape, (Box.whole(shape),), replicas) for name, shape in shapes.items()]
+            f"{i}/attn": (3 * width, width),
+            f"{i}/proj": (width, width),
+            f"{i}/up": (4 * width, width),
+            f"{i}/down": (width, 4 * width),
+            f"{i}/attn.bias": (3 * width,),
+            f"{i}/ln": (width,),
+            f"{i}/up.bias": (4 * width,),
+        }
+    return [
+        Leaf(name, "float32", shape, (Box.whole(shape),), replicas)
+        for name, shape in shapes.items()
+    ]
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 8, 32])
@@ -201,7 +229,9 @@ def test_replicas_of_a_large_model_write_nearly_equal_shares(count):
 @pytest.mark.parametrize("count", [2, 5])
 def test_many_small_tensors_are_spread_whole(count):
     replicas = tuple(range(count))
-    leaves = [Leaf(f"t{i}", "float32", (100 + i,), (Box.whole((100 + i,)),), replicas) for i in range(200)]
+    leaves = [
+        Leaf(f"t{i}", "float32", (100 + i,), (Box.whole((100 + i,)),), replicas) for i in range(200)
+    ]
     plans = [plan_save(leaves, rank=rank, chunk_bytes=1 << 20) for rank in replicas]
     sizes = [sum(item.nbytes for item in plan.items) for plan in plans]
     assert max(sizes) <= 1.05 * min(sizes)

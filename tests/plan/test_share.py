@@ -23,14 +23,23 @@ def test_every_rank_gets_all_it_wants_once_and_all_agree(data: st.DataObject) ->
     sizes = data.draw(st.dictionaries(st.integers(0, 1 << 40), st.integers(0, 40), max_size=40))
     ranks = data.draw(st.integers(1, 5))
     subsets = st.sets(st.sampled_from(sorted(sizes))) if sizes else st.just(set())
-    wanted = data.draw(st.lists(st.one_of(subsets, st.just(set(sizes))), min_size=ranks, max_size=ranks))
+    wanted = data.draw(
+        st.lists(st.one_of(subsets, st.just(set(sizes))), min_size=ranks, max_size=ranks)
+    )
     found = shares_of(sizes, wanted)
     for rank, (mine, keys) in enumerate(zip(found, wanted, strict=True)):
-        got = [key for g in mine.groups for round_ in g.rounds for parcel in round_ for key in parcel.keys]
+        got = [
+            key
+            for g in mine.groups
+            for round_ in g.rounds
+            for parcel in round_
+            for key in parcel.keys
+        ]
         assert sorted([*got, *mine.alone]) == sorted(keys)
         for group in mine.groups:
             assert rank in group.ranks
-            for other in group.ranks:  # the same group, in the same order among those they both have
+            # the same group, in the same order among those they both have
+            for other in group.ranks:
                 assert group in found[other].groups
             for round_ in group.rounds:
                 readers = [parcel.reader for parcel in round_]
@@ -38,7 +47,8 @@ def test_every_rank_gets_all_it_wants_once_and_all_agree(data: st.DataObject) ->
                 assert set(readers) <= set(group.ranks)
                 for parcel in round_:
                     assert (
-                        len(parcel.keys) == 1 or sum(sizes[k] for k in parcel.keys) <= LIMITS["parcel_bytes"]
+                        len(parcel.keys) == 1
+                        or sum(sizes[k] for k in parcel.keys) <= LIMITS["parcel_bytes"]
                     )
         assert [g.ranks for g in mine.groups] == sorted(g.ranks for g in mine.groups)
 

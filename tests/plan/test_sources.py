@@ -68,7 +68,13 @@ def test_the_reasons_of_several_stores_are_all_told() -> None:
 
 def chunk(rank: int, offset: int) -> ChunkRead:
     return ChunkRead(
-        rank=rank, offset=offset, nbytes=8, checksum="", dtype="int8", box=Box((0,), (8,)), targets=()
+        rank=rank,
+        offset=offset,
+        nbytes=8,
+        checksum="",
+        dtype="int8",
+        box=Box((0,), (8,)),
+        targets=(),
     )
 
 
@@ -76,11 +82,15 @@ def chunk(rank: int, offset: int) -> ChunkRead:
     places=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 50)), unique=True, max_size=30),
     chosen=st.sets(st.integers(0, 29)),
 )
-def test_what_is_left_of_a_plan_keeps_file_order(places: list[tuple[int, int]], chosen: set[int]) -> None:
+def test_what_is_left_of_a_plan_keeps_file_order(
+    places: list[tuple[int, int]], chosen: set[int]
+) -> None:
     plan = RestorePlan(reads=tuple(chunk(*place) for place in sorted(places)), wanted_bytes=5)
     done = [read for index, read in enumerate(plan.reads) if index in chosen]
     left = without(plan, list(reversed(done)))
     assert [read for read in plan.reads if read in done or read in left.reads] == list(plan.reads)
-    assert list(left.reads) == [read for index, read in enumerate(plan.reads) if index not in chosen]
+    assert list(left.reads) == [
+        read for index, read in enumerate(plan.reads) if index not in chosen
+    ]
     assert left.wanted_bytes == 5
     assert without(plan, left.reads).reads == tuple(done)

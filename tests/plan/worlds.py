@@ -64,10 +64,21 @@ def fragment_over(
         chunks.append(Chunk(nbytes, checksum(image[end : end + nbytes])))
         end += nbytes
     fragment = Fragment(
-        format=FORMAT, step=5, attempt="abc123", rank=rank, world_size=world_size, created_at=1000.0 + rank, chunk_bytes=chunk_bytes,
-        file=File(data_name(rank), rank, plan.size, tuple(chunks)), tensors=plan.tensors, tied={}, tree=raw({}), per_rank=raw({}),
-        replicas={}, metadata=raw({}),
-    )  # fmt: skip
+        format=FORMAT,
+        step=5,
+        attempt="abc123",
+        rank=rank,
+        world_size=world_size,
+        created_at=1000.0 + rank,
+        chunk_bytes=chunk_bytes,
+        file=File(data_name(rank), rank, plan.size, tuple(chunks)),
+        tensors=plan.tensors,
+        tied={},
+        tree=raw({}),
+        per_rank=raw({}),
+        replicas={},
+        metadata=raw({}),
+    )
     return msgspec.structs.replace(fragment, **changes)
 
 
@@ -75,7 +86,9 @@ def with_ref(fragment: Fragment) -> tuple[Packed, FragmentRef]:
     """The fragment as it is stored, and its entry in the manifest."""
     packed = pack_fragment(fragment)
     data = pack(packed)
-    return packed, FragmentRef(fragment_name(fragment.rank), fragment.rank, len(data), checksum(data))
+    return packed, FragmentRef(
+        fragment_name(fragment.rank), fragment.rank, len(data), checksum(data)
+    )
 
 
 def merged(fragments: Sequence[Fragment], known: Known | None = None) -> Manifest:

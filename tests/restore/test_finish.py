@@ -46,14 +46,20 @@ def owner_of(root: Path) -> Owner:
     return msgspec.json.decode((root / OWNER).read_bytes(), type=Owner)
 
 
-def restored(root: Path, step: int | None = None) -> tuple[int, tuple[tuple[int, str], ...], list[Event]]:
+def restored(
+    root: Path, step: int | None = None
+) -> tuple[int, tuple[tuple[int, str], ...], list[Event]]:
     events: list[Event] = []
     with CheckpointManager(root, observers=[events.append]) as manager:
         target = state(0)
         report = manager.restore(target, step)
     assert report is not None
     assert bool((target["x"] == report.step).all())
-    return report.step, report.finished, [event for event in events if isinstance(event, CommitFinished)]
+    return (
+        report.step,
+        report.finished,
+        [event for event in events if isinstance(event, CommitFinished)],
+    )
 
 
 def test_the_same_bytes_and_a_word_about_it(
@@ -101,10 +107,15 @@ def test_of_a_job_that_cannot_be_seen_the_command_is_told(
 
 
 @pytest.mark.parametrize(
-    ("run", "restart", "finishes"), [("r", 0, True), ("r", 1, False), ("other", 0, False), ("", 0, False)]
+    ("run", "restart", "finishes"),
+    [("r", 0, True), ("r", 1, False), ("other", 0, False), ("", 0, False)],
 )
 def test_an_earlier_start_of_the_same_torchrun_is_known_to_be_dead(
-    left: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch, run: str, restart: int, finishes: bool
+    left: tuple[Path, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    run: str,
+    restart: int,
+    finishes: bool,
 ) -> None:
     write(left[0], replace(owner_of(left[0]), machine="another", run=run, restart=restart))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "r")

@@ -43,7 +43,9 @@ class Node:
     """Tiers as the ranks of one machine see them; every store counts its calls."""
 
     def __init__(self, *stores: tuple[str, StorageBackend]) -> None:
-        self.tiers = [OpenTier(index, Tier(url), store) for index, (url, store) in enumerate(stores)]
+        self.tiers = [
+            OpenTier(index, Tier(url), store) for index, (url, store) in enumerate(stores)
+        ]
 
     def rank(
         self,
@@ -55,7 +57,9 @@ class Node:
         patience: float = 5,
         together: threading.Barrier | None = None,
     ) -> tuple[np.ndarray[Any, Any], ReadThrough, RestorePlan, Sequence[RestorePlan]]:
-        """What a rank that wants ``box`` gets: its array, its cache, what was left to read and which store gave it."""
+        """What a rank that wants ``box`` gets: its array, its cache, what was left to read and
+        which store gave it.
+        """
         wanted = [Leaf("x", "float64", ARRAY.shape, (box,))]
         origin = TieredReader([tier.backend for tier in self.tiers], ref, retry=IMPATIENT)
         found = origin.filled(origin.manifest(), wanted)
@@ -63,7 +67,11 @@ class Node:
         sink = ArraySink(wanted, direct=True)
         with Workers("test", 2) as workers:
             context = CacheContext(
-                coordinator=coordinator, subject=subject, patience=patience, workers=workers, retry=IMPATIENT
+                coordinator=coordinator,
+                subject=subject,
+                patience=patience,
+                workers=workers,
+                retry=IMPATIENT,
             )
             cache = ReadThrough(self.tiers, origin, found, context)
             cache.look(plan)
@@ -112,7 +120,9 @@ def test_replicas_on_a_node_fetch_each_file_once(
         assert len(given[1].reads) == 0
         assert set(cache.fetched.values()) <= {1}
     assert data_reads(far) == sizes(written)
-    assert sum(cache.cached_bytes for _, cache, _, _ in outcomes.values()) == written.manifest.nbytes
+    assert (
+        sum(cache.cached_bytes for _, cache, _, _ in outcomes.values()) == written.manifest.nbytes
+    )
     with Workers("test", 2) as workers:
         assert verify_step(open_backend(near), written.ref, workers=workers).intact
     before = len(far.calls)
@@ -129,7 +139,9 @@ def test_who_fetches_does_not_read_again_what_has_passed_by(
     _, cache, left, _ = node.rank(written.ref, World(1).coordinator(0), ALL)
     assert left.reads == ()
     assert cache.taken[1] == ARRAY.nbytes
-    asked = [call.key for call in near.calls if call.verb == "read_into" and "safetensors" in call.key]
+    asked = [
+        call.key for call in near.calls if call.verb == "read_into" and "safetensors" in call.key
+    ]
     assert sorted(asked) == sorted(sizes(written))  # once, to find that it is not there
 
 
@@ -170,7 +182,9 @@ def test_a_folder_that_all_machines_see_is_filled_once(
     near = str(tmp_path / "near")
     shared = open_backend(near, {"shared": True})
     nodes = [Node((near, shared), ("far", far)) for _ in range(2)]
-    outcomes = World(2, patience=5).run(lambda mine: nodes[mine.rank].rank(written.ref, mine, ALL)[0])
+    outcomes = World(2, patience=5).run(
+        lambda mine: nodes[mine.rank].rank(written.ref, mine, ALL)[0]
+    )
     assert all(np.array_equal(array, ARRAY) for array in outcomes.values())
     assert data_reads(far) == sizes(written)
     assert is_committed(shared, written.ref)
@@ -254,8 +268,12 @@ def test_a_rank_that_dies_while_it_fetches_does_not_hold_up_the_others_for_good(
     assert len(given[1].reads) == 6
 
 
-def test_the_waits_for_others_do_not_add_up(tmp_path: Path, far: FaultyBackend, written: Written) -> None:
-    """Another rank has begun all four files and is no more: that is waited out once, not four times."""
+def test_the_waits_for_others_do_not_add_up(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
+    """Another rank has begun all four files and is no more: that is waited out once, not four
+    times.
+    """
     near = str(tmp_path / "near")
     node = Node((near, open_backend(near)), ("far", far))
     world = World(2, patience=5)
@@ -273,7 +291,9 @@ def test_the_waits_for_others_do_not_add_up(tmp_path: Path, far: FaultyBackend, 
     assert time.monotonic() - began < 1.5
 
 
-def test_replicas_mend_a_damaged_file_once(tmp_path: Path, far: FaultyBackend, written: Written) -> None:
+def test_replicas_mend_a_damaged_file_once(
+    tmp_path: Path, far: FaultyBackend, written: Written
+) -> None:
     near = FaultyBackend(open_backend(str(tmp_path / "near")))
     node = Node((str(tmp_path / "near"), near), ("far", far))
     write_checkpoint(near, 7, {"x": ARRAY}, world_size=4, chunk_bytes=128)
@@ -281,7 +301,9 @@ def test_replicas_mend_a_damaged_file_once(tmp_path: Path, far: FaultyBackend, w
     flip_byte(near, key, -9)
     uploads = len([call for call in near.calls if call.verb == "upload"])
     together = threading.Barrier(3)
-    outcomes = World(3, patience=5).run(lambda mine: node.rank(written.ref, mine, ALL, together=together))
+    outcomes = World(3, patience=5).run(
+        lambda mine: node.rank(written.ref, mine, ALL, together=together)
+    )
     for array, cache, _, _ in outcomes.values():
         assert np.array_equal(array, ARRAY)
         assert [(repair.key, repair.mended) for repair in cache.origin.repairs] == [(key, True)]

@@ -51,7 +51,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def files(root: Path, step: int) -> dict[str, Path]:
-    (folder,) = (path for path in root.iterdir() if (ref := parse_folder(path.name)) and ref.step == step)
+    (folder,) = (
+        path for path in root.iterdir() if (ref := parse_folder(path.name)) and ref.step == step
+    )
     return {
         "data": folder / "rank-00000.safetensors",
         "manifest": folder / "manifest.json",
@@ -78,7 +80,9 @@ def test_the_newest_step_is_restored_and_the_report_says_what_it_took(root: Path
     assert report.tier.endswith("run")
 
 
-def test_the_log_says_where_from_how_much_and_how_fast(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_where_from_how_much_and_how_fast(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with CheckpointManager(root) as manager, caplog.at_level(logging.INFO, "ckpt"):
         report = manager.restore(blank())
     assert report is not None
@@ -94,7 +98,10 @@ def test_the_garbage_collector_is_left_as_it_was(root: Path, collecting: bool, f
     was = gc.isenabled()
     (gc.enable if collecting else gc.disable)()
     try:
-        with CheckpointManager(root) as manager, nullcontext() if fits else pytest.raises(RestoreError):
+        with (
+            CheckpointManager(root) as manager,
+            nullcontext() if fits else pytest.raises(RestoreError),
+        ):
             manager.restore(target)
         assert gc.isenabled() is collecting
     finally:
@@ -174,8 +181,12 @@ def test_a_step_without_its_manifest_was_never_a_checkpoint(root: Path) -> None:
     assert_is(target, 2)
 
 
-@pytest.mark.parametrize("harm", [flip, cut, empty, Path.unlink], ids=["flip", "cut", "empty", "gone"])
-def test_a_step_whose_fragment_is_damaged_is_passed_over(root: Path, harm: Callable[[Path], None]) -> None:
+@pytest.mark.parametrize(
+    "harm", [flip, cut, empty, Path.unlink], ids=["flip", "cut", "empty", "gone"]
+)
+def test_a_step_whose_fragment_is_damaged_is_passed_over(
+    root: Path, harm: Callable[[Path], None]
+) -> None:
     """The fragment says what is in the data file, so its loss is that of the file."""
     harm(files(root, 3)["fragment"])
     target = blank()
@@ -204,7 +215,10 @@ def test_when_all_are_damaged_the_error_says_so_for_each(root: Path) -> None:
     for step in (1, 2, 3):
         flip(files(root, step)["data"])
     target = blank()
-    with CheckpointManager(root) as manager, pytest.raises(NoCheckpoint, match="none is intact") as error:
+    with (
+        CheckpointManager(root) as manager,
+        pytest.raises(NoCheckpoint, match="none is intact") as error,
+    ):
         manager.restore(target)
     for step in (1, 2, 3):
         assert f"step {step}: checksum mismatch" in str(error.value)
@@ -237,7 +251,9 @@ def test_nothing_to_restore_is_none_and_creates_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "missing").exists()
 
 
-def test_a_tier_that_cannot_be_listed_is_an_error_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tier_that_cannot_be_listed_is_an_error_not_an_empty_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A training that starts from nothing because a store was down for a minute is a lost one."""
     rules = [Rule(verb="folders", fault=Raise(OutOfSpace))]
     monkeypatch.setattr(
@@ -319,7 +335,9 @@ def test_nothing_is_ever_unpickled(
 
 
 def large(step: int) -> dict[str, Any]:
-    """Tensors that are read straight into their place: whole chunks, odd lengths, one of many chunks."""
+    """Tensors that are read straight into their place: whole chunks, odd lengths, one of many
+    chunks.
+    """
     generator = torch.Generator().manual_seed(step)
     numbers = torch.randint(0, 256, (4_000_003,), dtype=torch.uint8, generator=generator)
     return {

@@ -20,7 +20,9 @@ def doomed(
     committed: list[StepRef], rule: Retention, metrics: Metrics | None = None, *, own: str = ""
 ) -> list[StepRef]:
     """Those that the rule gives up, oldest first."""
-    return sorted(ref for ref, why in reasons(committed, rule, metrics or {}, own=own).items() if not why)
+    return sorted(
+        ref for ref, why in reasons(committed, rule, metrics or {}, own=own).items() if not why
+    )
 
 
 def going(committed: list[StepRef], own: str = "", **rule: int) -> list[int]:
@@ -68,7 +70,8 @@ def test_the_newest_of_all_and_of_ones_own_never_go(found, last, every, own):
 
 
 @pytest.mark.parametrize(
-    "rule", [{"keep_last": 0}, {"keep_last": True}, {"keep_every": 3}, {"keep_last": 1, "keep_every": 0}]
+    "rule",
+    [{"keep_last": 0}, {"keep_last": True}, {"keep_every": 3}, {"keep_last": 1, "keep_every": 0}],
 )
 def test_a_rule_that_makes_no_sense_is_refused(rule):
     with pytest.raises(ConfigError):
@@ -89,7 +92,8 @@ def test_the_best_stay_beside_the_newest():
     found = losses(s1=3.0, s2=1.0, s3=2.0, s4=9.0)
     assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "min")) == [2, 4]
     assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "min", 2)) == [2, 3, 4]
-    assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "max")) == [4]  # which is the newest anyway
+    # which is the newest anyway
+    assert best(found, 1, 2, 3, 4, keep_best=Best("loss", "max")) == [4]
     assert best(found, 1, 2, 3, 4, keep_best=Best("accuracy", "max")) == [4]
 
 

@@ -34,7 +34,9 @@ from ckpt.storage.tiers import OpenTier, open_tiers
 ONE, TWO = "aaaaaaaaaaaa", "bbbbbbbbbbbb"
 
 
-def attempt(root: Path, step: int, of: str, *, version: int | None = FORMAT, days: float = 0.0) -> Path:
+def attempt(
+    root: Path, step: int, of: str, *, version: int | None = FORMAT, days: float = 0.0
+) -> Path:
     """A folder with a data file of 1,000 bytes, and a manifest of that format unless it is None."""
     folder = root / StepRef(step, of).folder
     folder.mkdir(parents=True)
@@ -89,7 +91,9 @@ def test_nor_does_it_go_for_room(tmp_path: Path) -> None:
 
 
 def owned_by(root: Path, attempt: str, *, machine: str | None = None) -> None:
-    """The root belongs to a job of another process, which has ended; or may live on, on another ``machine``."""
+    """The root belongs to a job of another process, which has ended; or may live on, on another
+    ``machine``.
+    """
     owner = Owner.here(attempt)
     owner = replace(owner, machine=machine) if machine else replace(owner, started=1)
     tier(root).backend.put(OWNER, [msgspec.json.encode(owner)])
@@ -150,7 +154,9 @@ def test_a_manifest_that_cannot_be_read_stops_no_pruning(tmp_path: Path) -> None
 
 
 def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: Path) -> None:
-    """A full disk is met by several ranks in the same moment: each looks and takes off for itself."""
+    """A full disk is met by several ranks in the same moment: each looks and takes off for
+    itself.
+    """
     for step in range(1, 9):
         attempt(tmp_path, step, ONE)
     waited_for = frozenset({StepRef(3, ONE)})
@@ -209,7 +215,9 @@ def test_a_folder_that_cannot_be_removed_keeps_no_other_from_being_removed(tmp_p
 def test_a_store_that_does_not_answer_is_not_asked_for_every_folder(tmp_path: Path) -> None:
     for step in range(1, 6):
         attempt(tmp_path, step, ONE)
-    backend = FaultyBackend(tier(tmp_path).backend, [Rule(verb="delete", fault=Raise(TransientStorageError))])
+    backend = FaultyBackend(
+        tier(tmp_path).backend, [Rule(verb="delete", fault=Raise(TransientStorageError))]
+    )
     with pytest.raises(TransientStorageError):
         prune(backend, Retention(keep_last=1), PruneContext(own=ONE))
     assert [call.verb for call in backend.calls].count("delete") == 1
@@ -271,13 +279,20 @@ def test_a_step_that_cannot_be_removed_gives_no_room(tmp_path: Path) -> None:
     assert [step.exists() for step in steps] == [True, False, True]
 
 
-def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_committed(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_committed(
+    tmp_path: Path,
+) -> None:
     steps = [attempt(tmp_path, step, ONE) for step in (1, 2, 3)]
     left = cut_off(tmp_path, 4, ONE, 40_960)
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
-    claim_of(tmp_path, TWO).take()  # the leader, which knows that a farther tier still needs some of them
+    # the leader, which knows that a farther tier still needs some of them
+    claim_of(tmp_path, TWO).take()
     other = Pruner(
-        tier(tmp_path, keep_last=1), claim_of(tmp_path, TWO), FixedGuard(), SaveConfig(), leads=False
+        tier(tmp_path, keep_last=1),
+        claim_of(tmp_path, TWO),
+        FixedGuard(),
+        SaveConfig(),
+        leads=False,
     )
     assert other.make_room(None)
     other.close()
@@ -286,10 +301,13 @@ def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_comm
 
 
 @pytest.mark.parametrize("what", ["clear", "prune"])
-def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(tmp_path: Path, what: str) -> None:
+def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
+    tmp_path: Path, what: str
+) -> None:
     part = attempt(tmp_path, 3, ONE, version=None)
     (part / "rank-00000.json").write_bytes(b"{}")
-    cut = attempt(tmp_path, 4, ONE, version=None)  # its fragment is missing, so no node lists this one
+    # its fragment is missing, so no node lists this one
+    cut = attempt(tmp_path, 4, ONE, version=None)
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()
@@ -323,7 +341,9 @@ def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_p
     assert {"rank-00000.json", "rank-00000.safetensors"} <= {path.name for path in part.iterdir()}
 
 
-def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restored(tmp_path: Path) -> None:
+def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restored(
+    tmp_path: Path,
+) -> None:
     parts = [attempt(tmp_path, step, ONE, version=None) for step in (3, 4)]
     for part in parts:
         (part / "rank-00000.json").write_bytes(b"{}")
@@ -337,7 +357,10 @@ def test_a_full_node_gives_up_its_part_of_a_step_but_for_the_one_that_was_restor
 
 
 def test_a_rank_that_does_not_lead_evicts_only_what_its_job_answers_for(tmp_path: Path) -> None:
-    """The leader found step 1 when it took the root. Another job has saved step 2 since, and closed."""
+    """The leader found step 1 when it took the root.
+
+    Another job has saved step 2 since, and closed.
+    """
     steps = [attempt(tmp_path, 1, ONE), attempt(tmp_path, 2, "c" * 12), attempt(tmp_path, 3, TWO)]
     found = FoundSteps(SingleCoordinator(), 0)
     found.post([StepRef(1, ONE)])

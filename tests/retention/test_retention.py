@@ -66,13 +66,17 @@ def test_a_prune_cut_anywhere_leaves_whole_checkpoints_and_the_next_one_ends_it(
     for at in range(1, 12):
         root = tmp_path / str(at)
         saved(root, [1, 2, 3])
-        backend = FaultyBackend(open_backend(str(root)), [Rule(verb="delete", key="", nth=at, fault=Crash())])
+        backend = FaultyBackend(
+            open_backend(str(root)), [Rule(verb="delete", key="", nth=at, fault=Crash())]
+        )
         try:
             prune(backend, Retention(keep_last=1))
         except SimulatedCrash:
             assert set(whole(root)) >= {3}
             prune(
-                open_backend(str(root)), Retention(keep_last=1), PruneContext(grace_seconds=0, undated=True)
+                open_backend(str(root)),
+                Retention(keep_last=1),
+                PruneContext(grace_seconds=0, undated=True),
             )
         assert whole(root) == [3]
         assert len(list(root.glob("step-*"))) == 1, at
@@ -86,7 +90,8 @@ def test_remains_are_left_alone_while_somebody_may_still_commit_them(tmp_path):
     assert prune(backend, Retention(keep_last=5)) == []
     old, young = sorted(tmp_path.glob("step-*"))[:2]
     (old / "rank-00000.json").unlink()
-    assert prune(backend, Retention(keep_last=5), PruneContext(undated=True)) == []  # young, says the store
+    # young, says the store
+    assert prune(backend, Retention(keep_last=5), PruneContext(undated=True)) == []
     dry = prune(backend, Retention(keep_last=5), PruneContext(grace_seconds=-1), dry_run=True)
     assert [(one.ref.step, one.state) for one in dry] == [(1, "begun"), (2, "begun")]
     assert len(list(tmp_path.glob("step-*"))) == 3
@@ -182,7 +187,10 @@ def test_only_cut_off_writes_are_left_in_a_folder(tmp_path):
     assert not folder.exists()
 
 
-def test_a_checkpoint_that_has_lost_files_does_not_count_and_goes_after_the_grace_time(tmp_path, cli):  # noqa: F811
+def test_a_checkpoint_that_has_lost_files_does_not_count_and_goes_after_the_grace_time(
+    tmp_path,
+    cli,  # noqa: F811
+):
     root = tmp_path / "runs"
     saved(root, [1, 2, 3, 4])
     folders = sorted(root.glob("step-*"))
@@ -194,7 +202,10 @@ def test_a_checkpoint_that_has_lost_files_does_not_count_and_goes_after_the_grac
     assert listed == {1: "committed", 2: "committed", 3: "damaged", 4: "damaged"}
     gone = prune(backend, Retention(keep_last=1))
     assert [(one.ref.step, one.state) for one in gone] == [(1, "whole"), (4, "broken")]
-    assert [path.name[:14] for path in sorted(root.glob("step-*"))] == ["step-000000002", "step-000000003"]
+    assert [path.name[:14] for path in sorted(root.glob("step-*"))] == [
+        "step-000000002",
+        "step-000000003",
+    ]
     age(folders[2], hours=25)
     assert [one.ref.step for one in prune(backend, Retention(keep_last=1))] == [3]
 
@@ -220,7 +231,9 @@ def test_a_listing_that_lags_behind_costs_nothing(tmp_path):
             return getattr(self.inner, name)
 
         def list(self, prefix):
-            return (info for info in self.inner.list(prefix) if not info.key.endswith(".safetensors"))
+            return (
+                info for info in self.inner.list(prefix) if not info.key.endswith(".safetensors")
+            )
 
     lagging = Lagging(open_backend(str(tmp_path)))
     assert [one.ref.step for one in prune(lagging, Retention(keep_last=2))] == [1]
@@ -245,7 +258,8 @@ def test_a_tier_that_keeps_all_is_looked_through_for_remains_once_in_a_job(tmp_p
     backend = FaultyBackend(open_backend(str(tmp_path)))
     monkeypatch.setattr("ckpt.storage.tiers.open_backend", lambda url, options: backend)
     saved(tmp_path, [1, 2, 3, 4, 5])
-    assert [call.verb for call in backend.calls].count("folders") == 2  # whose the root is, and the remains
+    # whose the root is, and the remains
+    assert [call.verb for call in backend.calls].count("folders") == 2
 
 
 def test_prune_says_why_remains_stay_and_which_option_another_one_adds_to(tmp_path, cli):  # noqa: F811

@@ -33,7 +33,9 @@ Parameters = Iterable[nn.Parameter]
 ADAMW: Final[Build] = partial(torch.optim.AdamW, lr=0.01)
 WITHOUT_DTENSORS: Final = ("plain", "DDP")
 ONE_KIND: Final = ("plain", "DDP", "FSDP2")
-"""Where all parameters are of one kind: under TP some are plain, which ``torch._foreach_*`` and fused steps do not take beside DTensors."""
+"""Where all parameters are of one kind: under TP some are plain, which ``torch._foreach_*`` and
+fused steps do not take beside DTensors.
+"""
 
 
 def nothing(job: Job) -> None:
@@ -52,7 +54,8 @@ class Case:
         changes: Whether the state is another after ``act``.
         columns: The layouts in which PyTorch, or the package, can do it.
         quick: Whether it is measured in every run of the tests, not in ``make torture`` alone.
-        checks: The settings of ``check`` that it is measured with. With "sampled" alone the result is the same for all of them.
+        checks: The settings of ``check`` that it is measured with. With "sampled" alone the result
+            is the same for all of them.
         sparse: Whether it changes so little that "sampled" need not see it.
         needs: A package that it is skipped without.
     """
@@ -83,7 +86,7 @@ class Case:
         return self.quick or which == "all"
 
 
-# -- what the acts do -------------------------------------------------------------------------------------------------
+# -- what the acts do ------------------------------------------------------------------------------
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -122,7 +125,9 @@ def scaled_step(job: Job) -> None:
 
 
 def schedule_free(kind: str, parameters: Parameters) -> Optimizer:
-    made = getattr(importlib.import_module("schedulefree"), kind)(parameters, lr=0.01, foreach=False)
+    made = getattr(importlib.import_module("schedulefree"), kind)(
+        parameters, lr=0.01, foreach=False
+    )
     if hasattr(made, "train"):
         made.train()
     return made
@@ -189,7 +194,10 @@ def clip_judge(job: Job) -> None:
 
 
 def captured(job: Job) -> None:
-    """A step that is captured in a graph before the first save. There is no graph on a CPU: that it is captured is simulated."""
+    """A step that is captured in a graph before the first save.
+
+    There is no graph on a CPU: that it is captured is simulated.
+    """
     job.backward(2)
     with mock.patch("ckpt.staging.fence.is_capturing", return_value=True):
         job.optimizer.step()
@@ -202,10 +210,15 @@ def capturable(job: Job) -> None:
 
 
 def replay(job: Job) -> None:
-    """What a graph's replay is to ckpt: the step without its hooks, and without a version counter that moves."""
+    """What a graph's replay is to ckpt: the step without its hooks, and without a version
+    counter that moves.
+    """
     for group in job.optimizer.param_groups:
         group["capturable"] = False
-    moved = [*job.parameters, *(held for state in job.optimizer.state.values() for held in state.values())]
+    moved = [
+        *job.parameters,
+        *(held for state in job.optimizer.state.values() for held in state.values()),
+    ]
     with torch.autograd._unsafe_preserve_version_counter(tuple(map(local, moved))):
         type(job.optimizer).step.__wrapped__(job.optimizer)
 
@@ -329,7 +342,7 @@ def foreach(names: Callable[[Job], list[torch.Tensor]]) -> Act:
     return act
 
 
-# -- the rows ---------------------------------------------------------------------------------------------------------
+# -- the rows --------------------------------------------------------------------------------------
 
 STEP: Final = "A step of an optimizer"
 AROUND: Final = "Around a step"
@@ -354,63 +367,225 @@ unseen = partial(Case, group=UNSEEN, checks=("sampled", "full"))
 
 CASES: Final[tuple[Case, ...]] = (
     stepping("`step()` of `torch.optim.AdamW`", ADAMW, quick=True),
-    stepping("the same, `foreach=True`", partial(torch.optim.AdamW, lr=0.01, foreach=True), columns=ONE_KIND),
-    stepping("the same, `fused=True`", partial(torch.optim.AdamW, lr=0.01, fused=True), columns=ONE_KIND),
-    *(of_torch(kind) for kind in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Adagrad", "ASGD")),
+    stepping(
+        "the same, `foreach=True`",
+        partial(torch.optim.AdamW, lr=0.01, foreach=True),
+        columns=ONE_KIND,
+    ),
+    stepping(
+        "the same, `fused=True`", partial(torch.optim.AdamW, lr=0.01, fused=True), columns=ONE_KIND
+    ),
+    *(
+        of_torch(kind)
+        for kind in ("Adam", "NAdam", "RAdam", "Adamax", "RMSprop", "Adadelta", "Adagrad", "ASGD")
+    ),
     *(of_torch(kind, WITHOUT_DTENSORS) for kind in ("Rprop", "Adafactor")),
     of_torch("SGD", momentum=0.9),
     of_torch("LBFGS", lr=0.1, max_iter=2, columns=ONE_KIND),
-    stepping("`step()` of `torch.optim.Muon`", lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.01)),
-    stepping("`step()` of `ZeroRedundancyOptimizer`", lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=0.01), columns=("DDP",)),
+    stepping(
+        "`step()` of `torch.optim.Muon`",
+        lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.01),
+    ),
+    stepping(
+        "`step()` of `ZeroRedundancyOptimizer`",
+        lambda ps: ZeroRedundancyOptimizer(ps, torch.optim.AdamW, lr=0.01),
+        columns=("DDP",),
+    ),
     stepping("`step()` in another thread", ADAMW, in_another_thread, before=with_gradients),
-    stepping("`GradScaler.step()` and `update()`", ADAMW, scaled_step, before=scaled, columns=ONE_KIND),
+    stepping(
+        "`GradScaler.step()` and `update()`", ADAMW, scaled_step, before=scaled, columns=ONE_KIND
+    ),
     stepping("`step()` compiled by `torch.compile`", ADAMW, compiled_step, before=traced),
-    stepping("a graph of the step, captured before the first save, replayed (simulated)", ADAMW, replay, before=captured, quick=True),
+    stepping(
+        "a graph of the step, captured before the first save, replayed (simulated)",
+        ADAMW,
+        replay,
+        before=captured,
+        quick=True,
+    ),
     stepping("a step of `capturable=True`, replayed (simulated)", ADAMW, replay, before=capturable),
     stepping("`step()` of a model compiled by `torch.compile`", ADAMW, before=compiled_model),
-    stepping("a GAN's two optimizers, one after the other", ADAMW, both_steps, before=two_models, quick=True),
-    stepping("schedule-free: `train()` after `eval()` and the save", partial(schedule_free, "AdamWScheduleFree"), lambda job: job.optimizer.train(), before=lambda job: job.optimizer.eval(), needs="schedulefree", quick=True),
-    stepping("schedule-free: `eval()` after the save", partial(schedule_free, "SGDScheduleFree"), lambda job: job.optimizer.eval(), needs="schedulefree"),
-    stepping("schedule-free: `step(closure)` of `AdamWScheduleFreeClosure`", partial(schedule_free, "AdamWScheduleFreeClosure"), needs="schedulefree"),
-    stepping("SAM: `first_step()`, with `base_optimizer` in the state too", sharp, lambda job: job.optimizer.first_step(), before=with_base, quick=True),
-    stepping("SAM: `second_step()`, with `base_optimizer` in the state too", sharp, lambda job: job.optimizer.second_step(), before=climbed),
-    stepping("SAM: `first_step()`, with `base_optimizer` alone in the state", sharp, lambda job: job.optimizer.first_step(), before=base_alone),
+    stepping(
+        "a GAN's two optimizers, one after the other",
+        ADAMW,
+        both_steps,
+        before=two_models,
+        quick=True,
+    ),
+    stepping(
+        "schedule-free: `train()` after `eval()` and the save",
+        partial(schedule_free, "AdamWScheduleFree"),
+        lambda job: job.optimizer.train(),
+        before=lambda job: job.optimizer.eval(),
+        needs="schedulefree",
+        quick=True,
+    ),
+    stepping(
+        "schedule-free: `eval()` after the save",
+        partial(schedule_free, "SGDScheduleFree"),
+        lambda job: job.optimizer.eval(),
+        needs="schedulefree",
+    ),
+    stepping(
+        "schedule-free: `step(closure)` of `AdamWScheduleFreeClosure`",
+        partial(schedule_free, "AdamWScheduleFreeClosure"),
+        needs="schedulefree",
+    ),
+    stepping(
+        "SAM: `first_step()`, with `base_optimizer` in the state too",
+        sharp,
+        lambda job: job.optimizer.first_step(),
+        before=with_base,
+        quick=True,
+    ),
+    stepping(
+        "SAM: `second_step()`, with `base_optimizer` in the state too",
+        sharp,
+        lambda job: job.optimizer.second_step(),
+        before=climbed,
+    ),
+    stepping(
+        "SAM: `first_step()`, with `base_optimizer` alone in the state",
+        sharp,
+        lambda job: job.optimizer.first_step(),
+        before=base_alone,
+    ),
     stepping("SAM without its `base_optimizer` in the state", sharp, before=with_gradients),
-    stepping("`step()` of `lion_pytorch.Lion`", partial(of_package, "lion_pytorch", "Lion"), needs="lion_pytorch"),
-    stepping("`step()` of `pytorch_optimizer.AdaBelief`", partial(of_package, "pytorch_optimizer", "AdaBelief"), needs="pytorch_optimizer", columns=ONE_KIND),
-    stepping("`step()` of `torchao.optim.AdamW8bit`, moments in 32 bits", partial(of_package, "torchao.optim", "AdamW8bit"), needs="torchao"),
-    stepping("`step()` of `torchao.optim.AdamW8bit`, moments in 8 bits", with_large, before=quantised, needs="torchao"),
-    stepping("`step()` of `bitsandbytes.optim.AdamW`", partial(of_package, "bitsandbytes.optim", "AdamW"), needs="bitsandbytes", columns=WITHOUT_DTENSORS),
-    around(way="forward and backward, BatchNorm in training mode", act=lambda job: job.backward(7), quick=True),
-    around(way="`clip_grad_norm_`, `clip_grad_value_`", act=clip_gradients, before=with_gradients, changes=False, columns=ONE_KIND),
-    around(way="`zero_grad()`", act=lambda job: job.optimizer.zero_grad(set_to_none=False), before=with_gradients, changes=False),
+    stepping(
+        "`step()` of `lion_pytorch.Lion`",
+        partial(of_package, "lion_pytorch", "Lion"),
+        needs="lion_pytorch",
+    ),
+    stepping(
+        "`step()` of `pytorch_optimizer.AdaBelief`",
+        partial(of_package, "pytorch_optimizer", "AdaBelief"),
+        needs="pytorch_optimizer",
+        columns=ONE_KIND,
+    ),
+    stepping(
+        "`step()` of `torchao.optim.AdamW8bit`, moments in 32 bits",
+        partial(of_package, "torchao.optim", "AdamW8bit"),
+        needs="torchao",
+    ),
+    stepping(
+        "`step()` of `torchao.optim.AdamW8bit`, moments in 8 bits",
+        with_large,
+        before=quantised,
+        needs="torchao",
+    ),
+    stepping(
+        "`step()` of `bitsandbytes.optim.AdamW`",
+        partial(of_package, "bitsandbytes.optim", "AdamW"),
+        needs="bitsandbytes",
+        columns=WITHOUT_DTENSORS,
+    ),
+    around(
+        way="forward and backward, BatchNorm in training mode",
+        act=lambda job: job.backward(7),
+        quick=True,
+    ),
+    around(
+        way="`clip_grad_norm_`, `clip_grad_value_`",
+        act=clip_gradients,
+        before=with_gradients,
+        changes=False,
+        columns=ONE_KIND,
+    ),
+    around(
+        way="`zero_grad()`",
+        act=lambda job: job.optimizer.zero_grad(set_to_none=False),
+        before=with_gradients,
+        changes=False,
+    ),
     around(way="`step()` of an LR scheduler", act=schedule, before=scheduled),
     around(way="an EMA in the state: its update", act=average, before=averaged),
-    around(way="`AveragedModel` in the state: `update_parameters`, `update_bn`", act=swa_update, before=swa, columns=("plain", "DDP", "TP")),
+    around(
+        way="`AveragedModel` in the state: `update_parameters`, `update_bn`",
+        act=swa_update,
+        before=swa,
+        columns=("plain", "DDP", "TP"),
+    ),
     in_place(way="`p.mul_()`", act=each(lambda p: p.mul_(0.5))),
     in_place(way="`p.clamp_()`", act=each(lambda p: p.clamp_(-0.01, 0.01)), quick=True),
     in_place(way="`p.lerp_()`", act=each(lambda p: p.lerp_(torch.zeros_like(p), 0.5))),
-    in_place(way="`p.copy_()`: an average swapped in for an evaluation", act=swap_in, before=shadowed),
+    in_place(
+        way="`p.copy_()`: an average swapped in for an evaluation", act=swap_in, before=shadowed
+    ),
     in_place(way="`nn.init.normal_(p)`", act=each(nn.init.normal_)),
-    in_place(way="`model.load_state_dict()`", act=lambda job: job.model.load_state_dict(job.other), before=other_model),
-    in_place(way="`set_model_state_dict()`", act=lambda job: set_model_state_dict(job.model, job.other), before=lambda job: setattr(job, "other", {key.removeprefix("module."): value * 0.5 for key, value in job.model.state_dict().items()})),
+    in_place(
+        way="`model.load_state_dict()`",
+        act=lambda job: job.model.load_state_dict(job.other),
+        before=other_model,
+    ),
+    in_place(
+        way="`set_model_state_dict()`",
+        act=lambda job: set_model_state_dict(job.model, job.other),
+        before=lambda job: setattr(
+            job,
+            "other",
+            {
+                key.removeprefix("module."): value * 0.5
+                for key, value in job.model.state_dict().items()
+            },
+        ),
+    ),
     in_place(way="a view: `p[1:].zero_()`", act=lambda job: local(job.weight).detach()[1:].zero_()),
     in_place(way="a moment: `exp_avg.zero_()`", act=lambda job: job.moment.zero_()),
-    elsewhere(way="`p.data = other`: an average swapped in", act=swap_in_by_pointer, before=shadowed, columns=WITHOUT_DTENSORS, quick=True),
-    elsewhere(way="`optimizer.load_state_dict()`", act=lambda job: job.optimizer.load_state_dict(job.other), before=other_optimizer),
+    elsewhere(
+        way="`p.data = other`: an average swapped in",
+        act=swap_in_by_pointer,
+        before=shadowed,
+        columns=WITHOUT_DTENSORS,
+        quick=True,
+    ),
+    elsewhere(
+        way="`optimizer.load_state_dict()`",
+        act=lambda job: job.optimizer.load_state_dict(job.other),
+        before=other_optimizer,
+    ),
     elsewhere(way="`optimizer.state.clear()`", act=lambda job: job.optimizer.state.clear()),
     elsewhere(way="`model.double()`", act=lambda job: job.model.double()),
-    elsewhere(way="`load_state_dict(assign=True)`", act=lambda job: job.model.load_state_dict(job.other, assign=True), before=other_model),
-    unseen(way="`torch._foreach_mul_(parameters)`", act=foreach(lambda job: job.parameters), quick=True),
-    unseen(way="`p.data.clamp_()`", act=each(lambda p: p.data.clamp_(-0.01, 0.01)), checks=("sampled", "full", "off"), quick=True),
+    elsewhere(
+        way="`load_state_dict(assign=True)`",
+        act=lambda job: job.model.load_state_dict(job.other, assign=True),
+        before=other_model,
+    ),
+    unseen(
+        way="`torch._foreach_mul_(parameters)`", act=foreach(lambda job: job.parameters), quick=True
+    ),
+    unseen(
+        way="`p.data.clamp_()`",
+        act=each(lambda p: p.data.clamp_(-0.01, 0.01)),
+        checks=("sampled", "full", "off"),
+        quick=True,
+    ),
     unseen(way="a GAN's `p.data.clamp_()` of its critic", act=clip_judge, before=two_models),
-    unseen(way="`p.data.copy_()`: an average swapped in for an evaluation", act=swap_in_by_data, before=shadowed),
+    unseen(
+        way="`p.data.copy_()`: an average swapped in for an evaluation",
+        act=swap_in_by_data,
+        before=shadowed,
+    ),
     unseen(way="a moment: `exp_avg.data.zero_()`", act=lambda job: job.moment.data.zero_()),
-    unseen(way="`torch._foreach_mul_` on `p.data`", act=foreach(lambda job: [p.data for p in job.parameters])),
-    unseen(way="a graph of the step, captured before the manager was built, replayed (simulated)", act=replay),
+    unseen(
+        way="`torch._foreach_mul_` on `p.data`",
+        act=foreach(lambda job: [p.data for p in job.parameters]),
+    ),
+    unseen(
+        way="a graph of the step, captured before the manager was built, replayed (simulated)",
+        act=replay,
+    ),
     unseen(way="`dist.all_reduce(p)`", act=each(dist.all_reduce), columns=("DDP",)),
-    unseen(way="`dist.all_reduce(p.data)`", act=each(lambda p: dist.all_reduce(p.data)), columns=("DDP",)),
+    unseen(
+        way="`dist.all_reduce(p.data)`",
+        act=each(lambda p: dist.all_reduce(p.data)),
+        columns=("DDP",),
+    ),
     unseen(way="a NumPy view: `p.detach().numpy()[...] *= 0.5`", act=each(by_numpy)),
     unseen(way="another library, by address (`memset`)", act=each(by_address)),
-    unseen(way="one element of a large parameter, through a NumPy view", act=one_element, sparse=True, quick=True),
-)  # fmt: skip
+    unseen(
+        way="one element of a large parameter, through a NumPy view",
+        act=one_element,
+        sparse=True,
+        quick=True,
+    ),
+)

@@ -1,4 +1,6 @@
-"""One case in one layout: the change is made between the call of ``save_async`` and the copy, and what was committed is compared with the state at the call."""
+"""One case in one layout: the change is made between the call of ``save_async`` and the copy,
+and what was committed is compared with the state at the call.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,14 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
 
-def measure(case: Case, column: str, manager: CheckpointManager, window: Window, step: int) -> Outcome:
+def measure(
+    case: Case, column: str, manager: CheckpointManager, window: Window, step: int
+) -> Outcome:
     """What becomes of a save: the worst that a rank finds.
 
     Raises:
-        AssertionError: The case proves nothing, since the state is not changed; the error names no value of the state; or ranks disagree.
+        AssertionError: The case proves nothing, since the state is not changed; the error names no
+            value of the state; or ranks disagree.
     """
     here: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(here, _on_this_rank(case, column, manager, window, step))

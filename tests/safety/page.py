@@ -1,4 +1,5 @@
-"""Write the table of docs/safety.md: every row is measured, in every layout that it has a column for.
+"""Write the table of docs/safety.md: every row is measured, in every layout that it has a column
+for.
 
 ``python -m tests.safety.page`` does it in two minutes.
 """
@@ -82,7 +83,9 @@ def table(said: dict[Cell, str]) -> str:
 
 def _rows(case: Case, said: dict[Cell, str], *, several: bool) -> Iterator[list[str]]:
     for check in case.checks:
-        outcomes = [said[case.way, check, column] if column in case.columns else "-" for column in COLUMNS]
+        outcomes = [
+            said[case.way, check, column] if column in case.columns else "-" for column in COLUMNS
+        ]
         yield [case.way, *([f"`{check}`"] if several else []), *outcomes]
 
 
@@ -100,7 +103,9 @@ def told() -> dict[Cell, str]:
             continue
         check = texts[1].strip("`") if len(texts) > len(COLUMNS) + 1 else "sampled"
         found |= {
-            (way, check, column): said for column, said in zip(COLUMNS, outcomes, strict=True) if said != "-"
+            (way, check, column): said
+            for column, said in zip(COLUMNS, outcomes, strict=True)
+            if said != "-"
         }
     return found
 
@@ -113,7 +118,9 @@ def _between(text: str) -> tuple[str, str, str]:
 
 def main() -> None:
     """Measure all, and write. Rows whose package is not installed stay as they are."""
-    missing = {case.needs for case in CASES if case.needs and importlib.util.find_spec(case.needs) is None}
+    missing = {
+        case.needs for case in CASES if case.needs and importlib.util.find_spec(case.needs) is None
+    }
     if missing:
         print(f"not installed, so their rows are kept: {', '.join(sorted(missing))}")
     with tempfile.TemporaryDirectory() as folder:

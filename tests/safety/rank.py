@@ -1,4 +1,7 @@
-"""A rank that measures cases in every layout. Started by torchrun: rank.py FOLDER WHICH; the first rank writes FOLDER/outcomes.json."""
+"""A rank that measures cases in every layout.
+
+Started by torchrun: rank.py FOLDER WHICH; the first rank writes FOLDER/outcomes.json.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ from tests.safety.measure import Found, measure
 def manager_of(root: str, column: str, check: CheckMode) -> CheckpointManager:
     if column == "plain":  # each rank is a job of its own
         return CheckpointManager(
-            Tier(f"{root}-{dist.get_rank()}", keep_last=1), coordinator=SingleCoordinator(), check=check
+            Tier(f"{root}-{dist.get_rank()}", keep_last=1),
+            coordinator=SingleCoordinator(),
+            check=check,
         )
     return CheckpointManager(Tier(root, keep_last=1), check=check)
 
@@ -37,7 +42,9 @@ def main(folder: str, which: str) -> None:
     warnings.simplefilter("ignore")  # packages under test deprecate and advise
     dist.init_process_group("gloo")
     window = Window()
-    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(self, work, *args, **kwargs)  # type: ignore[method-assign]
+    Workers.submit = lambda self, work, /, *args, **kwargs: window.submit(
+        self, work, *args, **kwargs
+    )  # type: ignore[method-assign]
     cases = [case for case in CASES if case.runs(which)]
     found: list[Found] = []
     failed = False

@@ -1,4 +1,6 @@
-"""No way of changing the state gives a checkpoint that differs from the state at the call without a word, and docs/safety.md says what each gives."""
+"""No way of changing the state gives a checkpoint that differs from the state at the call
+without a word, and docs/safety.md says what each gives.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def test_every_way_is_correct_or_a_named_error_as_the_page_says(which: str, tmp_
 
 def test_the_page_has_all_rows_and_no_others() -> None:
     assert set(told()) == {
-        (case.way, check, column) for case in CASES for check in case.checks for column in case.columns
+        (case.way, check, column)
+        for case in CASES
+        for check in case.checks
+        for column in case.columns
     }
 
 

@@ -71,7 +71,12 @@ def test_the_newest_follow_and_restore_from_there(near, far, caplog):
 def test_only_what_the_far_tier_takes_and_would_keep(near, far, tmp_path):
     left_by_a_job(near, 100, 150, 200, 250, 300, 310)
     some = tmp_path / "some"
-    go_on(near, Tier(str(far), every=50, keep_last=2, keep_every=100), Tier(str(some), every=300), step=320)
+    go_on(
+        near,
+        Tier(str(far), every=50, keep_last=2, keep_every=100),
+        Tier(str(some), every=300),
+        step=320,
+    )
     assert whole(far) == [100, 200, 250, 300]
     assert whole(some) == [300]
 
@@ -88,7 +93,9 @@ def test_a_far_tier_gets_what_was_left_with_its_own_codec(near, far, tmp_path, c
         backend = open_backend(str(tmp_path / "away"))
         manifests = [read_manifest(backend, ref) for ref in committed(backend)]
         codec = codecs[0 if folder == near else 1].partition(":")[0]
-        assert [manifest.codecs for manifest in manifests] == [() if codec == "none" else ("zstd",)] * 2
+        assert [manifest.codecs for manifest in manifests] == [
+            () if codec == "none" else ("zstd",)
+        ] * 2
         assert len({file.name for manifest in manifests for file in manifest.files}) == 1
         assert whole(tmp_path / "away") == [1, 2]
         with CheckpointManager(tmp_path / "away") as manager:
@@ -137,7 +144,8 @@ def test_a_far_tier_that_does_not_take_it_costs_a_warning(near, far, monkeypatch
 def test_a_far_tier_that_was_away_has_it_in_the_end(near, far, monkeypatch):
     left_by_a_job(near, 1, 2)
     away = [
-        Rule(verb="upload", key="step-000000002", nth=n, fault=Raise(TransientStorageError)) for n in (1, 2)
+        Rule(verb="upload", key="step-000000002", nth=n, fault=Raise(TransientStorageError))
+        for n in (1, 2)
     ]
     faulty(monkeypatch, far, away)
     go_on(near, far, step=3)
@@ -195,13 +203,16 @@ def test_the_leader_takes_the_files_of_all_ranks(near, far, monkeypatch):
     assert whole(far) == [1, 2, 3]
 
 
-def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(near, far, monkeypatch):
+def test_what_the_near_tier_kept_meanwhile_goes_when_it_is_not_needed_any_more(
+    near, far, monkeypatch
+):
     left_by_a_job(near, 1, 2)
     pruned = threading.Event()
     go, prune = Backfill._go, Pruner._prune
 
     def slow(self, writer, line):
-        pruned.wait(30)  # the prune after the first commit comes while the steps are still to be read
+        # the prune after the first commit comes while the steps are still to be read
+        pruned.wait(30)
         go(self, writer, line)
 
     def told(self):

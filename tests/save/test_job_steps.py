@@ -42,7 +42,9 @@ def test_who_waits_for_an_idle_tier_goes_on_when_it_is_idle_or_when_told_to_stop
     steps.begin_waiting(ONE, "far")
 
     def wait(name: str) -> threading.Thread:
-        thread = threading.Thread(target=lambda: (steps.wait_idle("far", stop), through.append(name)))
+        thread = threading.Thread(
+            target=lambda: (steps.wait_idle("far", stop), through.append(name))
+        )
         thread.start()
         return thread
 
@@ -105,7 +107,9 @@ def test_a_job_that_restored_nothing_has_nothing_to_fill(tiers) -> None:
     assert earlier.needed() == frozenset()
 
 
-def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails(tmp_path: Path) -> None:
+def test_a_step_in_a_slot_is_removed_manifest_first_and_stays_kept_if_that_fails(
+    tmp_path: Path,
+) -> None:
     names = (ONE.manifest, ONE.key(fragment_name(0)), ONE.key(data_name(0, encoded=False)))
     inner = open_backend(str(tmp_path))
     for name in names:

@@ -35,19 +35,28 @@ def folder_of(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("chunk_bytes", [64, 16 << 20])
-def test_a_rank_file_is_a_safetensors_file_with_the_same_tensors(tmp_path: Path, chunk_bytes: int) -> None:
+def test_a_rank_file_is_a_safetensors_file_with_the_same_tensors(
+    tmp_path: Path, chunk_bytes: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def some(dtype: str, *shape: int) -> torch.Tensor:
-        data = torch.randint(0, 2, (*shape, DTYPES[dtype].itemsize), generator=generator, dtype=torch.uint8)
+        data = torch.randint(
+            0, 2, (*shape, DTYPES[dtype].itemsize), generator=generator, dtype=torch.uint8
+        )
         return data.view(getattr(torch, dtype)).reshape(shape)
 
     state: dict[str, torch.Tensor] = {}
     for dtype in [*KNOWN, "uint8"]:
-        state |= {f"{dtype}.{i}": some(dtype, *shape) for i, shape in enumerate([(), (0, 3), (5,), (3, 7)])}
+        state |= {
+            f"{dtype}.{i}": some(dtype, *shape)
+            for i, shape in enumerate([(), (0, 3), (5,), (3, 7)])
+        }
     model = nn.Linear(30, 20).to(memory_format=torch.preserve_format)
     with CheckpointManager(tmp_path, chunk_bytes=chunk_bytes) as manager:
-        manager.save({**state, "model": model, "turned": torch.arange(12).reshape(3, 4).t(), "step": 4})
+        manager.save(
+            {**state, "model": model, "turned": torch.arange(12).reshape(3, 4).t(), "step": 4}
+        )
     path = folder_of(tmp_path) / "rank-00000.safetensors"
     expected = {
         **state,
@@ -76,7 +85,9 @@ def test_what_safetensors_does_not_know_is_held_as_something_it_does(tmp_path: P
 def test_a_step_is_three_files_and_the_root_names_its_writer_while_it_lives(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save({"x": torch.ones(5)}, 12)
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([folder_of(tmp_path).name, OWNER])
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+            [folder_of(tmp_path).name, OWNER]
+        )
         names = {path.name for path in folder_of(tmp_path).iterdir()}
         assert names == {"rank-00000.safetensors", "rank-00000.json", "manifest.json"}
     assert folder_of(tmp_path).name.startswith("step-000000012.")
@@ -130,7 +141,9 @@ def test_a_store_that_stumbles_once_costs_nothing_but_a_moment(
         assert torch.equal(target["x"], torch.arange(9))
 
 
-def test_a_store_that_failed_at_the_first_save_may_serve_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_failed_at_the_first_save_may_serve_the_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for verb in ("folders", "put", "upload", "write", "finish"):
         rules = [Rule(verb=verb, nth=1, fault=Raise(OutOfSpace))]  # type: ignore[arg-type]
         monkeypatch.setattr(

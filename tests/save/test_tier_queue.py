@@ -45,7 +45,9 @@ class Served:
         assert self.queue.take() is None
 
 
-def drained(world: World, rank: int, arrivals: list[tuple[float, int]], backlog: int, seconds: float):
+def drained(
+    world: World, rank: int, arrivals: list[tuple[float, int]], backlog: int, seconds: float
+):
     """What one rank took, in order, and what it gave up."""
     served = Served(TierQueue(1, world.coordinator(rank), backlog=backlog, timeout=20))
     took: list[int] = []
@@ -167,7 +169,9 @@ class Staged(WorldCoordinator):
 def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
     tmp_path, monkeypatch, leader_first
 ):
-    """One rank comes to step 3 while it has step 2 on its way to the far tier, the other before it has."""
+    """One rank comes to step 3 while it has step 2 on its way to the far tier, the other before
+    it has.
+    """
     begun = {rank: {step: threading.Event() for step in (2, 3)} for rank in (0, 1)}
     commit, stream = TierWriter.commit, Saver._stream
 
@@ -202,8 +206,12 @@ def test_a_step_that_no_nearer_tier_takes_is_served_in_the_order_of_all_ranks(
     assert (whole(tmp_path / "a"), whole(tmp_path / "b")) == ([2], [2, 3])
 
 
-def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_step(tmp_path, monkeypatch):
-    """Step 2 fails on the middle tier while the leader, which has a slot more, has step 3 in the last queue."""
+def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_step(
+    tmp_path, monkeypatch
+):
+    """Step 2 fails on the middle tier while the leader, which has a slot more, has step 3 in the
+    last queue.
+    """
     pushed = {(rank, step): threading.Event() for rank in (0, 1) for step in (2, 3)}
     commit, push = TierWriter.commit, TierQueue.push
 
@@ -245,7 +253,9 @@ def test_a_middle_tier_that_fails_keeps_no_rank_with_fewer_slots_from_the_next_s
 def test_a_rank_without_a_part_in_a_step_that_only_a_far_tier_takes_holds_up_nobody(tmp_path, lazy):
     def save(coordinator):
         tiers = [Tier(str(tmp_path / "a"), every=2), Tier(str(tmp_path / "b"))]
-        with CheckpointManager(tiers, coordinator=coordinator, commit_timeout_seconds=20) as manager:
+        with CheckpointManager(
+            tiers, coordinator=coordinator, commit_timeout_seconds=20
+        ) as manager:
             state = {f"x{coordinator.rank}": torch.ones(1000)}
             saves = [manager.save_async(state, 2)]
             if coordinator.rank == lazy:

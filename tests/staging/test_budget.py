@@ -29,7 +29,9 @@ def machine(monkeypatch):
     ],
 )
 def test_as_many_slots_as_fit_and_shared_if_one_does(memory, shared, slots, is_shared):
-    budget = decide(100 * MIB, wanted=2, room=Room(memory=memory * MIB, shared=shared * MIB, ranks=1))
+    budget = decide(
+        100 * MIB, wanted=2, room=Room(memory=memory * MIB, shared=shared * MIB, ranks=1)
+    )
     assert (budget.slots, budget.shared, budget.nbytes) == (slots, is_shared, 100 * MIB)
     assert f"{slots} slot(s) of 100 MiB" in budget.sentence
     assert ("lost with the process" in budget.sentence) != is_shared
@@ -57,7 +59,8 @@ def test_the_last_rank_to_ask_gets_as_much_as_the_first(cgroup, tmp_path):
     first = measure(str(tmp_path), ranks=4).memory
     cgroup(("/job", 1000, 3 * first // MIB, 0))
     assert first <= measure(str(tmp_path), ranks=4, held=3 * first).memory <= 1.1 * first
-    assert measure(str(tmp_path), ranks=4).memory < first / 2  # what it would get if they were strangers
+    # what it would get if they were strangers
+    assert measure(str(tmp_path), ranks=4).memory < first / 2
 
 
 def test_a_rank_gets_no_more_than_there_is_whatever_the_others_hold(cgroup, tmp_path):
@@ -71,9 +74,13 @@ def test_a_shared_memory_that_is_not_there_has_no_room(tmp_path):
     assert measure(str(tmp_path / "missing"), ranks=1).shared == 0
 
 
-# -- memory cgroups: a tree of files as the kernel shows it, since few machines let a test make real ones ---------------
+# -- memory cgroups: a tree of files as the kernel shows it -------------------------------------
 
-V1 = {"limit": "memory.limit_in_bytes", "used": "memory.usage_in_bytes", "stat": "total_inactive_file {}\ntotal_active_file 0\n"}  # fmt: skip
+V1 = {
+    "limit": "memory.limit_in_bytes",
+    "used": "memory.usage_in_bytes",
+    "stat": "total_inactive_file {}\ntotal_active_file 0\n",
+}
 V2 = {
     "limit": "memory.max",
     "used": "memory.current",
@@ -89,7 +96,9 @@ def cgroup(request, tmp_path, monkeypatch):
     kind = {"v1": "_V1", "v2": "_V2"}[request.param]
     monkeypatch.setattr(budget, kind, replace(getattr(budget, kind), mount=str(tmp_path)))
     other = {"_V1": "_V2", "_V2": "_V1"}[kind]
-    monkeypatch.setattr(budget, other, replace(getattr(budget, other), mount=str(tmp_path / "not mounted")))
+    monkeypatch.setattr(
+        budget, other, replace(getattr(budget, other), mount=str(tmp_path / "not mounted"))
+    )
 
     def make(*groups: tuple[str, int | None, int, int], told: str | None = None) -> None:
         for path, limit, used, cache in groups:

@@ -13,7 +13,9 @@ CPU, OTHER = torch.device("cpu"), torch.device("xla", 0)
 
 
 def test_only_host_memory_is_ordered_where_there_is_no_accelerator(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
     device.side_stream.cache_clear()
     assert device.is_ordered(CPU)
     assert not device.is_ordered(OTHER)
@@ -43,7 +45,9 @@ def test_a_device_that_lacks_something_is_not_ordered(monkeypatch, missing):
     )
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: "the only one")
     monkeypatch.setattr(torch, "Stream", Stream)
-    monkeypatch.setattr(torch, "Event", type("Event", (), {"synchronize": staticmethod(lambda: None)}))
+    monkeypatch.setattr(
+        torch, "Event", type("Event", (), {"synchronize": staticmethod(lambda: None)})
+    )
     device.side_stream.cache_clear()
     assert not device.is_ordered(torch.device("mps", 0))
     device.side_stream.cache_clear()
@@ -52,14 +56,18 @@ def test_a_device_that_lacks_something_is_not_ordered(monkeypatch, missing):
 def test_a_call_during_a_capture_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(device, "is_capturing", lambda at: at == OTHER)
     device.refuse_capture([CPU], "save_async")
-    with pytest.raises(StagingError, match=r"save_async\(\) was called while a graph is captured on xla:0"):
+    with pytest.raises(
+        StagingError, match=r"save_async\(\) was called while a graph is captured on xla:0"
+    ):
         device.refuse_capture([CPU, OTHER], "save_async")
 
 
 def test_draining_asks_each_device_for_what_it_has(monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cpu, "synchronize", lambda: waited.append("cpu"))
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
     device.drain([CPU, OTHER, torch.device("meta")])
     assert waited == ["cpu"]
 
@@ -70,7 +78,9 @@ class Runtime:
     def __init__(self, monkeypatch, *, code: int = 0) -> None:
         self.calls: list[str] = []
         at = "ckpt.staging.slot.cuda"
-        monkeypatch.setattr(f"{at}.register", lambda address, size: self.calls.append(f"pin {size}") or code)
+        monkeypatch.setattr(
+            f"{at}.register", lambda address, size: self.calls.append(f"pin {size}") or code
+        )
         monkeypatch.setattr(f"{at}.unregister", lambda address: self.calls.append("unpin"))
         monkeypatch.setattr("ckpt.staging.slot.background", self._on)
 

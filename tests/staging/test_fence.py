@@ -153,7 +153,9 @@ def test_a_fence_does_not_keep_an_optimizer_alive():
 
 
 def test_a_snapshot_that_has_landed_is_not_held_against_a_step_after_the_next_one():
-    """It is still being written when the next one is taken: its last look at the versions comes after the step."""
+    """It is still being written when the next one is taken: its last look at the versions comes
+    after the step.
+    """
     parameter, optimizer = trained()
     fence = Fence()
     fence.guard([optimizer])

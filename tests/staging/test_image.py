@@ -25,13 +25,17 @@ def random(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     for n in shape:
         count *= n
     generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 2 if dtype == "bool" else 256, (count,), generator=generator, dtype=torch.uint8)
+    raw = torch.randint(
+        0, 2 if dtype == "bool" else 256, (count,), generator=generator, dtype=torch.uint8
+    )
     return raw.view(getattr(torch, dtype)).view(shape)
 
 
 def views(image: Image) -> list[torch.Tensor]:
     """The place of each item, none of which is cut here."""
-    return [target.view for i in range(len(image.plan.items)) for target in image.targets(i, flat=True)]
+    return [
+        target.view for i in range(len(image.plan.items)) for target in image.targets(i, flat=True)
+    ]
 
 
 def written(image: Image) -> memoryview:
@@ -67,12 +71,19 @@ def test_copying_to_a_view_is_serializing_bit_for_bit(slot, dtype, shape):
     assert bytes(written(image)[: len(plan.header)]) == plan.header
     for item in plan.items:
         expected = tensors[leaves[item.leaf].name].view(-1).view(torch.uint8)
-        assert bytes(written(image)[item.offset : item.offset + item.nbytes]) == bytes(expected.tolist())
+        assert bytes(written(image)[item.offset : item.offset + item.nbytes]) == bytes(
+            expected.tolist()
+        )
 
 
 @pytest.mark.parametrize(
     "dtypes",
-    [("float64", "complex128"), ("float16", "complex32"), ("float32", "complex64"), ("uint8", "bits16")],
+    [
+        ("float64", "complex128"),
+        ("float16", "complex32"),
+        ("float32", "complex64"),
+        ("uint8", "bits16"),
+    ],
 )
 def test_odd_neighbours_do_not_break_the_alignment_that_views_need(slot, dtypes):
     leaves = [Leaf(f"{i}", dtype, (1,), (Box((0,), (1,)),)) for i, dtype in enumerate(dtypes)]

@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def shm(monkeypatch):
-    """A folder of this test's own in /dev/shm takes its place, so that no other job's slots are seen and none of ours are seen there."""
+    """A folder of this test's own in /dev/shm takes its place, so that no other job's slots are
+    seen and none of ours are seen there.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ckpt-test-", dir="/dev/shm"))
     monkeypatch.setattr(slots_module, "_SHM", str(folder))
     yield folder
@@ -46,7 +48,11 @@ def pools(shm):
 
 
 def own_files() -> set[str]:
-    return {name for name in os.listdir(slots_module._SHM) if name.startswith(f"ckpt-slot-{os.getpid()}-")}
+    return {
+        name
+        for name in os.listdir(slots_module._SHM)
+        if name.startswith(f"ckpt-slot-{os.getpid()}-")
+    }
 
 
 def take(pool: SlotPool, nbytes: int):
@@ -151,7 +157,8 @@ def child() -> subprocess.Popen:
     """A process that holds a slot in this test's folder, and has said where it is."""
     script = (
         "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; "
-        "s = slots.SlotPool(1).acquire(1 << 20, wait=False); print(s.path, flush=True); sys.stdin.read()"
+        "s = slots.SlotPool(1).acquire(1 << 20, wait=False); print(s.path, flush=True); "
+        "sys.stdin.read()"
     )
     return subprocess.Popen(
         [sys.executable, "-c", script, slots_module._SHM],
@@ -159,7 +166,9 @@ def child() -> subprocess.Popen:
     )  # fmt: skip
 
 
-def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_live_one_is_kept(pools):
+def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_live_one_is_kept(
+    pools,
+):
     with child() as one, child() as two:
         paths = [one.stdout.readline().strip(), two.stdout.readline().strip()]
         pools(1)
@@ -176,8 +185,13 @@ def test_the_slot_of_a_dead_process_is_removed_by_the_next_pool_and_that_of_a_li
 
 
 def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
-    """Those that the same process has started; this test's own are not among them, and it is not among theirs."""
-    script = "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; print(slots._held_by_siblings())"
+    """Those that the same process has started; this test's own are not among them, and it is not
+    among theirs.
+    """
+    script = (
+        "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; "
+        "print(slots._held_by_siblings())"
+    )
     take(pools(1), 32 * MIB)
     with child() as rank:
         rank.stdout.readline()
@@ -199,7 +213,13 @@ def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
 
 @pytest.mark.parametrize(
     "name",
-    ["ckpt-slot-note", "ckpt-slot-1-2-3", "ckpt-slot-x-1-1-a", "ckpt-slots-1-1-1-a", "other-slot-1-1-1-a"],
+    [
+        "ckpt-slot-note",
+        "ckpt-slot-1-2-3",
+        "ckpt-slot-x-1-1-a",
+        "ckpt-slots-1-1-1-a",
+        "other-slot-1-1-1-a",
+    ],
 )
 def test_files_that_are_not_ours_are_left_alone(pools, name):
     foreign = Path(slots_module._SHM, name)
@@ -208,7 +228,9 @@ def test_files_that_are_not_ours_are_left_alone(pools, name):
     assert foreign.exists()
 
 
-def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(pools, monkeypatch, tmp_path, caplog):
+def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(
+    pools, monkeypatch, tmp_path, caplog
+):
     monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
     with caplog.at_level(logging.WARNING, logger="ckpt"):
         slot = take(pools(1), MIB)
@@ -223,7 +245,9 @@ def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(pools, monke
 def tiny_shm(tmp_path):
     """A /dev/shm of 4 MiB."""
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "none", tmp_path],
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip("cannot mount a tmpfs here")
@@ -231,7 +255,9 @@ def tiny_shm(tmp_path):
     subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
-def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(pools, monkeypatch, tiny_shm):
+def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(
+    pools, monkeypatch, tiny_shm
+):
     monkeypatch.setattr(slots_module, "_SHM", str(tiny_shm))
     pool = pools(2)
     slot = take(pool, 16 * MIB)
@@ -319,13 +345,17 @@ def raise_exhausted(slot) -> None:
 
 
 def test_memory_that_went_with_the_shared_memory_is_not_taken_twice(pools, monkeypatch, tmp_path):
-    """The room for two was there when it was measured; then somebody took it, and anonymous memory would be an OOM kill."""
+    """The room for two was there when it was measured; then somebody took it, and anonymous
+    memory would be an OOM kill.
+    """
     monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
     pool = pools(2)
     first = take(pool, MIB)
     real = slots_module.measure
     with monkeypatch.context() as eaten:
-        eaten.setattr(slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=MIB // 2))
+        eaten.setattr(
+            slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=MIB // 2)
+        )
         with pytest.raises(HostMemoryExhausted, match="are left since"):
             pool.acquire(MIB, wait=True)
         pool.release(first)
@@ -344,12 +374,16 @@ def test_a_slot_that_could_not_be_made_holds_nothing_though_its_error_is_kept(po
 def test_memory_that_the_slots_have_taken_is_no_error_when_the_budget_is_thought_over(
     pools, monkeypatch, tmp_path
 ):
-    """It is after the first commit: the others would never hear of it, and farther tiers never get it."""
+    """It is after the first commit: the others would never hear of it, and farther tiers never
+    get it.
+    """
     monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
     pool = pools(1)
     slot = take(pool, MIB)
     real = slots_module.measure
-    monkeypatch.setattr(slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=0))
+    monkeypatch.setattr(
+        slots_module, "measure", lambda shm, **how: replace(real(shm, **how), memory=0)
+    )
     pool.reconsider()
     pool.release(slot)
     assert take(pool, MIB) is slot
@@ -416,7 +450,9 @@ def fill(folder: Path) -> Path:
 def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_there_is_room(
     pools, monkeypatch, tiny_shm, caplog
 ):
-    """It was cut when a store in memory took the image in it, and another process has taken what was cut off."""
+    """It was cut when a store in memory took the image in it, and another process has taken what
+    was cut off.
+    """
     monkeypatch.setattr(slots_module, "_SHM", str(tiny_shm))
     pool = pools(1)
     slot = take(pool, MIB)
@@ -444,7 +480,9 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
     assert take(pool, MIB).shared
 
 
-def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(pools, monkeypatch, tmp_path, shm):
+def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(
+    pools, monkeypatch, tmp_path, shm
+):
     monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
     pool = pools(2)
     one, two = take(pool, MIB), take(pool, MIB)
@@ -487,7 +525,9 @@ def test_whoever_waits_for_a_slot_is_told_though_the_step_in_it_cannot_be_taken_
     small = take(pool, MIB)
     pool.plan(9 * MIB)  # what is released now is too small
     found: list[object] = []
-    waiting = threading.Thread(target=lambda: found.append(pool.acquire(9 * MIB, wait=True)), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: found.append(pool.acquire(9 * MIB, wait=True)), daemon=True
+    )
     waiting.start()
     while not pool._changed._waiters:
         time.sleep(0.001)

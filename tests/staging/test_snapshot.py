@@ -69,7 +69,7 @@ def test_batches_are_copied_together():
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x.add_(1), lambda x: x.__setitem__(0, 5), lambda x: x[1:].zero_(), lambda x: x.copy_(torch.zeros(3)), lambda x: x.detach().mul_(1)],
+    [lambda x: x.add_(1), lambda x: x.__setitem__(0, 5), lambda x: x[1:].zero_(), lambda x: x.copy_(torch.zeros(3)), lambda x: x.detach().mul_(1)],  # noqa: E501
     ids=["in place", "item", "view", "copy", "detached"],
 )  # fmt: skip
 @pytest.mark.parametrize("parameter", [True, False])
@@ -112,7 +112,8 @@ def test_sources_are_let_go_when_all_has_landed():
     source = torch.ones(4)
     alive = weakref.ref(source)
     snapshot = snapshot_of(
-        late=[Copy("x", source, torch.zeros(4), source)], checks=[Check("x", "b", (source,), late=True)]
+        late=[Copy("x", source, torch.zeros(4), source)],
+        checks=[Check("x", "b", (source,), late=True)],
     )
     snapshot.copy_eager()
     snapshot.copy_late()
@@ -135,7 +136,7 @@ def test_the_fence_waits_for_the_copy_and_no_longer():
     waiter.join()
 
 
-# -- digests ----------------------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------
 
 
 def test_digests_are_taken_with_the_copies_they_belong_to():
@@ -151,7 +152,9 @@ def test_digests_are_taken_with_the_copies_they_belong_to():
 
 
 def test_a_rank_that_copies_nothing_late_still_takes_late_digests():
-    """Another replica writes the tensor; this one must tell all the same whether it holds the same."""
+    """Another replica writes the tensor; this one must tell all the same whether it holds the
+    same.
+    """
     tensor = torch.ones(3)
     snapshot = snapshot_of(checks=[Check("w", "all", (tensor,), late=True)])
     snapshot.copy_eager()
@@ -234,7 +237,9 @@ def test_one_flipped_bit_gives_another_digest(name):
 
 @pytest.mark.parametrize("size", [2, 4, 16, 64, 1000, 4096, 1 << 16, 1 << 20])
 def test_constant_tensors_of_different_values_have_different_digests(size):
-    """A fresh bias is all zeros, a fresh norm all ones: a replica that was never loaded must be found."""
+    """A fresh bias is all zeros, a fresh norm all ones: a replica that was never loaded must be
+    found.
+    """
     values = [torch.full((size,), value) for value in (0.0, 1.0, 2.0, -1.0, 0.5, 3.0)]
     assert len({digest(value) for value in values}) == len(values)
 
@@ -290,7 +295,10 @@ def test_a_save_that_fails_is_over_when_the_gpu_writes_to_its_slot_no_more(monke
 
 
 def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatch):
-    """Torch resolves it in the target, which an asynchronous copy has not filled by then. The CPU plays the device."""
+    """Torch resolves it in the target, which an asynchronous copy has not filled by then.
+
+    The CPU plays the device.
+    """
     lazy = {
         "conj": torch.complex(torch.ones(3), torch.arange(3.0)).conj(),
         "neg": torch._neg_view(torch.ones(3)),
@@ -302,7 +310,9 @@ def test_what_is_lazy_is_resolved_before_a_copy_that_is_only_launched(monkeypatc
     launched = []
     copy = torch._foreach_copy_
     monkeypatch.setattr(
-        torch, "_foreach_copy_", lambda to, of, non_blocking=False: (launched.extend(of), copy(to, of))
+        torch,
+        "_foreach_copy_",
+        lambda to, of, non_blocking=False: (launched.extend(of), copy(to, of)),
     )
     late = Late(())
     late._streams = {torch.device("cpu"): None}

@@ -96,7 +96,9 @@ def test_a_ring_frees_what_is_both_written_and_hashed_whatever_the_order():
     chunk=st.integers(1, 7),
 )
 def test_everything_passes_through_a_ring_unharmed(size, capacity, piece, part, chunk):
-    """A copier, a writer and a hasher of different strides: all bytes arrive, none is overwritten before both have seen it."""
+    """A copier, a writer and a hasher of different strides: all bytes arrive, none is
+    overwritten before both have seen it.
+    """
     data = bytes(i % 251 for i in range(size))
     memory = bytearray(capacity)
     window = Window(memoryview(memory), size)

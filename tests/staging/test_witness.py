@@ -119,7 +119,9 @@ def test_places_are_spread_over_the_source_and_over_the_columns_of_its_rows():
     lines = 64 * MIB // SPACING_BYTES
     assert len(sample._targets) == lines
     begin = sample._copies[0].target.data_ptr()
-    offsets = [torch.frombuffer(view, dtype=torch.uint8).data_ptr() - begin for view in sample._targets]
+    offsets = [
+        torch.frombuffer(view, dtype=torch.uint8).data_ptr() - begin for view in sample._targets
+    ]
     assert all(0 <= offset <= 64 * MIB - LINE_BYTES for offset in offsets)
     assert {two - one for one, two in itertools.pairwise(offsets)} == {SPACING_BYTES}
     columns = {offset % 16384 // LINE_BYTES for offset in offsets}  # rows of 4,096 floats
@@ -163,12 +165,16 @@ def test_in_a_ring_each_part_is_compared_before_others_take_its_place(check, mon
         for half in range(2):
             piece = slice(half * part // 8, (half + 1) * part // 8)
             place = memory[half * part // 2 : (half + 1) * part // 2].view(torch.float32)
-            found.append(Copy("turned", turned, place, turned, 6 * part + (half + 1) * part // 2, piece))
+            found.append(
+                Copy("turned", turned, place, turned, 6 * part + (half + 1) * part // 2, piece)
+            )
         return found
 
     def run(change: Callable[[], object]) -> bytes:
         window = Window(memory.numpy().data, 7 * part)
-        snapshot = Snapshot(7, [Batch(eager=(), late=tuple(late()), checks=())], window, check=check)
+        snapshot = Snapshot(
+            7, [Batch(eager=(), late=tuple(late()), checks=())], window, check=check
+        )
         snapshot.copy_eager()
         change()
         copier = threading.Thread(target=snapshot.copy_late)

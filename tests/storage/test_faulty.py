@@ -103,7 +103,12 @@ def test_after_a_crash_nothing_works_any_more(memory, when, there):
     with pytest.raises(SimulatedCrash):
         faulty.put("manifest", [b"x"])
     assert faulty.crashed
-    for verb in (lambda: faulty.head("x"), lambda: list(faulty.list("")), upload.finish, upload.abort):
+    for verb in (
+        lambda: faulty.head("x"),
+        lambda: list(faulty.list("")),
+        upload.finish,
+        upload.abort,
+    ):
         with pytest.raises(SimulatedCrash):
             verb()
     assert [info.key for info in memory.list("")] == (["manifest"] if there else [])

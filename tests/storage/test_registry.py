@@ -80,7 +80,8 @@ def test_an_entry_point_is_found(monkeypatch):
 def test_a_folder_costs_no_import_of_clients_or_torch():
     code = (
         "import sys; from ckpt.storage.registry import open_backend; open_backend('/tmp/x');"
-        "print([name for name in ('s3fs', 'gcsfs', 'fsspec', 'botocore', 'aiohttp', 'torch') if name in sys.modules])"
+        "print([name for name in ('s3fs', 'gcsfs', 'fsspec', 'botocore', 'aiohttp', 'torch') if "
+        "name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -33,7 +33,9 @@ from ckpt.storage.api import aligned_memory
 PARCEL_BYTES: Final = 32 << 20
 """Of what travels as one, but for a chunk that is larger."""
 FLIGHT_BYTES: Final = 128 << 20
-"""Of parcels that travel at once: memory that a rank needs beside its state, with two parcels of its own."""
+"""Of parcels that travel at once: memory that a rank needs beside its state, with two parcels of
+its own.
+"""
 WORTH_BYTES: Final = 1 << 20
 TIMEOUT: Final = timedelta(seconds=600)
 """Of a collective."""
@@ -48,7 +50,8 @@ def can_broadcast(world_size: int) -> bool:
 
 
 class Broadcast:
-    """One restore's reading, shared by all ranks of the default process group, which make and use it alike.
+    """One restore's reading, shared by all ranks of the default process group, which make and use
+    it alike.
 
     Args:
         plan: What this rank wants of the files of ``manifest``.
@@ -111,7 +114,9 @@ class Broadcast:
         self._alone, self._rounds = shares.alone, int(most.item())
 
     def _group(self, ranks: Sequence[int]) -> Any:
-        group = dist.new_group(list(ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
+        group = dist.new_group(
+            list(ranks), timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
         self._groups.append(group)
         return group
 
@@ -125,7 +130,7 @@ class Broadcast:
         if reading is not None:
             reading.result()
 
-    # -- reading ------------------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def _fill(self, number: int) -> None:
         """Read this rank's parcels of a round, and in the first round what it does not share."""
@@ -143,16 +148,19 @@ class Broadcast:
         self._full.update({load.parcel: load for load in mine})
 
     def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
-        part = replace(self._plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset))))
+        part = replace(
+            self._plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset)))
+        )
         self._read(part, sink)
         self.read_bytes += part.read_bytes
 
-    # -- sending ------------------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------
 
     def _exchange(self, parcels: Sequence[Parcel], process_group: Any) -> None:
         for flight in self._flights(parcels):
             loads = [
-                self._full.pop(parcel) if parcel in self._full else _Load(parcel, self) for parcel in flight
+                self._full.pop(parcel) if parcel in self._full else _Load(parcel, self)
+                for parcel in flight
             ]
             works = [
                 dist.broadcast(load.tensor, load.parcel.reader, group=process_group, async_op=True)
@@ -182,12 +190,13 @@ class Broadcast:
         data = load.data(read)
         if load.parcel.reader != self._rank and checksum(data) != read.checksum:
             raise RestoreError(
-                f'what rank {load.parcel.reader} read of the file of rank {read.rank} has not arrived as it was sent: restore again, or with replicas="read"'
+                f"what rank {load.parcel.reader} read of the file of rank {read.rank} has not "
+                'arrived as it was sent: restore again, or with replicas="read"'
             )
         if not load.in_place:
             self._sink.place(read, data)
 
-    # -- memory -------------------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def reads_of(self, parcel: Parcel) -> list[ChunkRead]:
         return [self._reads[key] for key in parcel.keys]
@@ -207,7 +216,7 @@ class Broadcast:
         with self._lock:
             self._free.append(memory)
 
-    # -- the end ------------------------------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
     @contextmanager
     def _collective(self) -> Generator[None]:
@@ -230,7 +239,9 @@ class Broadcast:
 
 
 class _Load:
-    """A parcel and its memory: the target's own, or a buffer with its chunks one after the other."""
+    """A parcel and its memory: the target's own, or a buffer with its chunks one after the
+    other.
+    """
 
     def __init__(self, parcel: Parcel, owner: Broadcast) -> None:
         self.parcel, self._owner = parcel, owner

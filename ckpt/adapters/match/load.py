@@ -1,6 +1,11 @@
-"""A manifest -> a state. First everything is matched, with nothing changed; then bytes are read into place; then the rest is set.
+"""A manifest -> a state.
 
-Tensors that exist are filled where they are. Tensors that do not yet (an optimizer that has not stepped, a tensor inside a ``state_dict``) are made. Plain values replace what is there; objects get ``load_state_dict``.
+First everything is matched, with nothing changed; then bytes are read into place; then the rest is
+set.
+
+Tensors that exist are filled where they are. Tensors that do not yet (an optimizer that has not
+stepped, a tensor inside a ``state_dict``) are made. Plain values replace what is there; objects get
+``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -26,7 +31,13 @@ from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.walk.collect import declares_state, find_parameters, is_stateful, look_again, walk_objects
+from ckpt.adapters.walk.collect import (
+    declares_state,
+    find_parameters,
+    is_stateful,
+    look_again,
+    walk_objects,
+)
 from ckpt.adapters.walk.modules import asked, unwrapped
 from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
@@ -47,9 +58,12 @@ def match(
     """Fit ``manifest`` to ``state``, as far as ``selection`` goes; changes neither.
 
     Raises:
-        EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: They do not fit.
-        ConfigError: A ``PerRank`` value under another world size, without a policy; a renaming that fails.
-        RestoreError: The state is no dict, the tree is none that we write, or an object of the state fails.
+        EntryMissing, ShapeMismatch, DtypeMismatch, KindMismatch, OptimizerMismatch: They do not
+            fit.
+        ConfigError: A ``PerRank`` value under another world size, without a policy; a renaming that
+            fails.
+        RestoreError: The state is no dict, the tree is none that we write, or an object of the
+            state fails.
     """
     if not isinstance(state, MutableMapping):
         way = "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
@@ -57,7 +71,9 @@ def match(
     try:
         return _Match(state, manifest, rank, world_size, selection).run()
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise RestoreError(f"step {manifest.step} cannot be matched with the state: {error!r}") from error
+        raise RestoreError(
+            f"step {manifest.step} cannot be matched with the state: {error!r}"
+        ) from error
 
 
 class _Match:
@@ -93,7 +109,7 @@ class _Match:
         )
         return matched
 
-    # -- containers ---------------------------------------------------------------------------------------------------------
+    # -- containers --------------------------------------------------------------------------------
 
     def _child(self, value: Any, name: str, put: Callable[[Any], None]) -> None:
         """Match one value of a container, which is found by its name in the checkpoint."""
@@ -130,10 +146,15 @@ class _Match:
         else:
             self._actions.append(lambda: put(tuple(fresh)))
 
-    # -- one value ----------------------------------------------------------------------------------------------------------
+    # -- one value ---------------------------------------------------------------------------------
 
-    def _item(self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]) -> None:
-        """``put`` replaces the value in its container. ``node`` is ``ABSENT`` only for what is looked into."""
+    def _item(
+        self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
+    ) -> None:
+        """``put`` replaces the value in its container.
+
+        ``node`` is ``ABSENT`` only for what is looked into.
+        """
         if not is_stateful(target):
             target = adapted(target)
         match target:
@@ -144,7 +165,11 @@ class _Match:
                 match_optimizer(self._all, unwrapped(target), node, path, source)
                 self._restored.append(target)
             case MutableMapping() if not is_stateful(target) and has_live(target):
-                if node is not ABSENT and not is_mapping(node) and tag(node) not in ("module", "object"):
+                if (
+                    node is not ABSENT
+                    and not is_mapping(node)
+                    and tag(node) not in ("module", "object")
+                ):
                     raise KindMismatch(path, kind(node), "dict")
                 self._mapping(target, path, source)
             case list() | tuple() if has_live(target):
@@ -160,7 +185,11 @@ class _Match:
 
         These are objects of a ``Stateful`` class, and objects with sharded tensors.
         """
-        if not (is_stateful(target) and (tag(node) == "object" or is_mapping(node)) and holds_tensors(node)):
+        if not (
+            is_stateful(target)
+            and (tag(node) == "object" or is_mapping(node))
+            and holds_tensors(node)
+        ):
             return None
         declared = declares_state(target)
         if not declared and not (dist.is_available() and dist.is_initialized()):
@@ -181,7 +210,9 @@ class _Match:
         self._in_object = before
         self._actions.append(lambda: target.load_state_dict(live))
 
-    def _leaf(self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]) -> None:
+    def _leaf(
+        self, target: Any, node: Node, path: str, source: str, put: Callable[[Any], None]
+    ) -> None:
         if self._in_object and self._is_resized(target, node):
             target = None  # such as a queue of samples: a new tensor takes its place
         match target:
@@ -196,7 +227,8 @@ class _Match:
                     self._all.expect(node, path, "per_rank")
                 self._per_rank(target, node, path, source)
             case _ if is_stateful(target):
-                if not is_mapping(node):  # a plain one is what another program has kept of such an object
+                # a plain one is what another program has kept of such an object
+                if not is_mapping(node):
                     self._all.expect(node, path, "object")
                 made = self._all.values.order(node["v"] if tag(node) == "object" else node, path)
                 self._actions.append(lambda: target.load_state_dict(made()))
@@ -220,7 +252,12 @@ class _Match:
         self._actions.append(lambda: put(made()))
 
     def _array(
-        self, target: np.ndarray[Any, Any], node: Node, path: str, source: str, put: Callable[[Any], None]
+        self,
+        target: np.ndarray[Any, Any],
+        node: Node,
+        path: str,
+        source: str,
+        put: Callable[[Any], None],
     ) -> None:
         self._all.expect(node, path, "array", "tensor")
         if target.flags.c_contiguous and target.flags.writeable:
@@ -256,7 +293,8 @@ class _Match:
         match policy:
             case "error":
                 raise ConfigError(
-                    f"{path!r} is a PerRank value of {saved_world} rank(s), this world has {self._world}: say whose it takes with "
+                    f"{path!r} is a PerRank value of {saved_world} rank(s), this world has "
+                    f"{self._world}: say whose it takes with "
                     'PerRank(..., on_resize="same_rank" | "first" | function)'
                 )
             case "first":
@@ -265,5 +303,6 @@ class _Match:
                 return self._rank if self._rank < saved_world else None
             case _:
                 raise ConfigError(
-                    f'on_resize={policy!r} of {path!r}: give "error", "same_rank", "first" or a function'
+                    f'on_resize={policy!r} of {path!r}: give "error", "same_rank", "first" or a '
+                    "function"
                 )

@@ -1,6 +1,7 @@
 """An optimizer of the state, matched with what a checkpoint holds of one.
 
-State is found by the names of parameters. Where a parameter was renamed its state follows it, from whichever optimizer holds it.
+State is found by the names of parameters. Where a parameter was renamed its state follows it, from
+whichever optimizer holds it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.saved import ABSENT, SavedParameter
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import keeper_of
-from ckpt.adapters.walk.modules import PLACELESS, Part, fits, new_state, part_groups, placeless, state_name
+from ckpt.adapters.walk.modules import (
+    PLACELESS,
+    Part,
+    fits,
+    new_state,
+    part_groups,
+    placeless,
+    state_name,
+)
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import OptimizerMismatch, RestoreError
 from ckpt.model.manifest import Tensor
@@ -32,7 +41,9 @@ _OF_SCHEDULERS: Final = frozenset(
 )
 
 
-def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str, source: str) -> None:
+def match_optimizer(
+    match: Matching, optimizer: Optimizer, node: Node, path: str, source: str
+) -> None:
     """Match an optimizer.
 
     State is filled in place if it exists, created if it does not, and dropped if it was not saved.
@@ -64,7 +75,11 @@ def match_optimizer(match: Matching, optimizer: Optimizer, node: Node, path: str
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """A parameter of the optimizer, or a part of it. ``name``, ``source`` are those of its state here and there, ``weight`` its own name there. ``is_here``: whether this rank keeps any state of it."""
+    """A parameter of the optimizer, or a part of it.
+
+    ``name``, ``source`` are those of its state here and there, ``weight`` its own name there.
+    ``is_here``: whether this rank keeps any state of it.
+    """
 
     group: dict[str, Any]
     parameter: torch.Tensor
@@ -83,11 +98,15 @@ class _Loader:
         self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
         self._all = list(self._look(source))
         settings = match.takes(f"{path}/param_groups")
-        self.found = [each for each in self._all if each.saved and (match.takes(each.name) or settings)]
+        self.found = [
+            each for each in self._all if each.saved and (match.takes(each.name) or settings)
+        ]
 
     def _look(self, source: str) -> Iterator[_Found]:
         groups = part_groups(self._optimizer, self._match.parameters)
-        for g, (group, group_parts) in enumerate(zip(self._optimizer.param_groups, groups, strict=True)):
+        for g, (group, group_parts) in enumerate(
+            zip(self._optimizer.param_groups, groups, strict=True)
+        ):
             pairs = enumerate(zip(group["params"], group_parts, strict=True))
             for p, parameter, part in (
                 (p, parameter, part) for p, (parameter, parts) in pairs for part in parts
@@ -95,16 +114,20 @@ class _Loader:
                 short, is_here = part.path, part.is_here and self._keeper.keeps(parameter)
                 if short.startswith(PLACELESS) and is_meta(parameter):
                     raise RestoreError(
-                        f"{self._path!r} owns a parameter on the meta device that no module of the state has: build the optimizer after its model was made real, or give the model too"
+                        f"{self._path!r} owns a parameter on the meta device that no module of "
+                        "the state has: build the optimizer after its model was made real, or "
+                        "give the model too"
                     )
                 name = f"{self._path}/{short}"
                 weight = self._match.source(short)
                 there = self._match.source(name)
-                if there in (name, f"{source}/{short}"):  # no rule speaks of it: it follows its parameter
+                # no rule speaks of it: it follows its parameter
+                if there in (name, f"{source}/{short}"):
                     there = f"{source}/{weight}"
                 saved = self._match.saved.parameter(there)
                 if saved is None and not self._match.parameters.in_module(parameter):
-                    older = f"{source}/{placeless(g, p)}"  # where its place in the optimizer was all that was known
+                    # where its place in the optimizer was all that was known
+                    older = f"{source}/{placeless(g, p)}"
                     saved = self._match.saved.parameter(older)
                     there = older if saved else there
                 yield _Found(group, parameter, part, is_here, name, there, weight, saved)
@@ -126,7 +149,8 @@ class _Loader:
         there = settings - _HOW - _OF_SCHEDULERS
         here = {key for key in self._optimizer.defaults if isinstance(key, str)} - _HOW
         known = {key for group in self._optimizer.param_groups for key in group}
-        # two on each side: a new default of a later torch and a key of a user's own are not another optimizer
+        # two on each side: a new default of a later torch and a key of a user's own are not another
+        # optimizer
         if len(here - there) > 1 and len(there - known) > 1:
             return "settings", sorted(there - known), sorted(here - there)
         return None
@@ -145,7 +169,12 @@ class _Loader:
         if match.takes(f"{self._path}/param_groups"):
             for group in self._optimizer.param_groups:
                 self._group(
-                    group, [each.saved.settings for each in self._all if each.group is group and each.saved]
+                    group,
+                    [
+                        each.saved.settings
+                        for each in self._all
+                        if each.group is group and each.saved
+                    ],
                 )
 
     def _group(self, group: dict[str, Any], values: list[Node]) -> None:
@@ -153,13 +182,16 @@ class _Loader:
             return
         if any(other != values[0] for other in values[1:]):
             raise RestoreError(
-                f"{self._path}/param_groups: parameters with different settings in the checkpoint share a group here: group them as they were saved"
+                f"{self._path}/param_groups: parameters with different settings in the checkpoint "
+                "share a group here: group them as they were saved"
             )
         made = self._match.values.order(values[0])
 
         def apply() -> None:
             for key, value in made().items():
-                if isinstance(current := group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                if isinstance(current := group.get(key), torch.Tensor) and isinstance(
+                    value, torch.Tensor
+                ):
                     current.copy_(value)  # a capturable optimizer's learning rate keeps its address
                 else:
                     group[key] = value
@@ -167,7 +199,10 @@ class _Loader:
         self._match.actions.append(apply)
 
     def _keys(self, each: _Found) -> set[str]:
-        names = [*below(self._match.saved.names, each.source), *(each.saved.values if each.saved else ())]
+        names = [
+            *below(self._match.saved.names, each.source),
+            *(each.saved.values if each.saved else ()),
+        ]
         return {name[len(each.source) + 1 :].partition("/")[0] for name in names}
 
     def _state(self, each: _Found, saved: SavedParameter) -> None:
@@ -184,7 +219,9 @@ class _Loader:
             key = keys.get(part, unescape(part))
             if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
                 continue  # one step counter for all parts
-            held = self._held(each, key, fresh.get(key, current.get(key)), match.saved.tensors[source])
+            held = self._held(
+                each, key, fresh.get(key, current.get(key)), match.saved.tensors[source]
+            )
             fresh[key] = held
             match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
         for source, node in saved.values.items():
@@ -209,11 +246,15 @@ class _Loader:
             return kept
         parameter = self._match.real.like(each.name, each.parameter)
         if isinstance(self._optimizer, OptimizerStandIn):
-            return self._optimizer.new_state(parameter, key, getattr(torch, saved.dtype), saved.shape)
+            return self._optimizer.new_state(
+                parameter, key, getattr(torch, saved.dtype), saved.shape
+            )
         return new_state(parameter, each.group, key, saved, each.part.piece)
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
-        """The saved one; where it may be converted that of what is there, or of the parameter if both had the same when they were saved."""
+        """The saved one; where it may be converted that of what is there, or of the parameter if
+        both had the same when they were saved.
+        """
         if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")
         weight = self._match.saved.tensors.get(each.weight)

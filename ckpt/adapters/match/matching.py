@@ -139,14 +139,17 @@ class Matching:
         known = self._filled.setdefault(memory_of(target), stored)
         if known != stored:
             raise RestoreError(
-                f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their memory in the target, but were saved apart: untie them first"
+                f"{name!r} ({stored!r} in the checkpoint) and what {known!r} is for share their "
+                "memory in the target, but were saved apart: untie them first"
             )
         if leaf.shape != tensor.shape:
             raise ShapeMismatch(name, tensor.shape, leaf.shape, source)
         if leaf.dtype != tensor.dtype:
             if not (self.selection.cast and converts(tensor.dtype, leaf.dtype)):
                 way = (
-                    _ASK if converts(tensor.dtype, leaf.dtype) else "one cannot become the other without loss"
+                    _ASK
+                    if converts(tensor.dtype, leaf.dtype)
+                    else "one cannot become the other without loss"
                 )
                 raise DtypeMismatch(name, tensor.dtype, leaf.dtype, source, way)
             self._converted.append((name, tensor.dtype, leaf.dtype))

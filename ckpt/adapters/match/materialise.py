@@ -29,7 +29,8 @@ def is_meta(value: object) -> bool:
 
 
 class RealTensors:
-    """Real tensors for those of a match that are on the meta device; one for each, however often it is named.
+    """Real tensors for those of a match that are on the meta device; one for each, however often it
+    is named.
 
     They are made on the device of a DTensor's mesh, else on torch's default device.
     """
@@ -48,7 +49,8 @@ class RealTensors:
         return real
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it is real, else what it would be: to lay out by it what belongs to it. It stays as it is unless it is filled.
+        """The tensor itself if it is real, else what it would be: to lay out by it what belongs to
+        it. It stays as it is unless it is filled.
 
         Raises:
             RestoreError: Something else than Python holds on to the tensor that is to be replaced.
@@ -72,18 +74,24 @@ class RealTensors:
         """Names of the module's tensors that stay without memory."""
         names = canonical(module)
         named = (*module.named_parameters(), *module.named_buffers())
-        return [f"{path}/{names(key)}" for key, tensor in named if is_meta(tensor) and tensor not in self]
+        return [
+            f"{path}/{names(key)}"
+            for key, tensor in named
+            if is_meta(tensor) and tensor not in self
+        ]
 
 
 def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
     hooked: Any = tensor  # torch's stubs do not know its hooks
     if weakref.getweakrefs(tensor) or hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
         raise RestoreError(
-            f"{name!r} is on the meta device and has hooks or weak references, which a real tensor would not take over: {_WAY}"
+            f"{name!r} is on the meta device and has hooks or weak references, which a real "
+            f"tensor would not take over: {_WAY}"
         )
     if _is_held(tensor):
         raise RestoreError(
-            f"{name!r} is on the meta device, and a graph or a view of it is still alive, which a real tensor would not take over: let go of what was computed with it, or {_WAY}"
+            f"{name!r} is on the meta device, and a graph or a view of it is still alive, which a "
+            f"real tensor would not take over: let go of what was computed with it, or {_WAY}"
         )
     device = (
         torch.device(tensor.device_mesh.device_type)
@@ -92,14 +100,19 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
     )
     if device.type == "meta":
         raise RestoreError(
-            f"{name!r} is on the meta device, and so is all that is made here: call restore() outside of torch.device('meta')"
+            f"{name!r} is on the meta device, and so is all that is made here: call restore() "
+            "outside of torch.device('meta')"
         )
     with torch.no_grad():
         made = torch.empty_like(tensor.detach(), device=device)
     if isinstance(tensor, nn.Parameter):
         plain = type(tensor) in (nn.Parameter, DTensor)
         kept = tensor.requires_grad
-        made = nn.Parameter(made, kept) if plain else torch.Tensor._make_subclass(type(tensor), made, kept)
+        made = (
+            nn.Parameter(made, kept)
+            if plain
+            else torch.Tensor._make_subclass(type(tensor), made, kept)
+        )
     vars(made).update(vars(tensor))
     return made
 

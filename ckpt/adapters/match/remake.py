@@ -22,7 +22,9 @@ class Remaker:
         want: Called with the name and the memory of each tensor that is to be read.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], object]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], want: Callable[[str, torch.Tensor], object]
+    ) -> None:
         self._tensors, self._want = tensors, want
         self._made: dict[str, torch.Tensor] = {}
 
@@ -37,8 +39,12 @@ class Remaker:
         if tag in ("tensor", "array") and node["n"] not in self._made:
             name = node["n"]
             if (tensor := self._tensors.get(name)) is None:
-                raise ManifestCorrupt("tree", f"it names the tensor {str(name)[:80]!r}, which is not there")
-            self._made[name] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
+                raise ManifestCorrupt(
+                    "tree", f"it names the tensor {str(name)[:80]!r}, which is not there"
+                )
+            self._made[name] = torch.empty(
+                tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu"
+            )
             self._want(name, self._made[name])
         elif tag == "object":
             decode(node["v"], partial(self._order, path))

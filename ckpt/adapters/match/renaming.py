@@ -50,13 +50,15 @@ class Renaming:
         if isinstance(rename, Mapping):
             if not rename:
                 raise ConfigError(
-                    'rename={}: give {"name in the state": "name in the checkpoint"}, or leave it out'
+                    'rename={}: give {"name in the state": "name in the checkpoint"}, or leave it '
+                    "out"
                 )
             return cls(tuple(_rule(here, there) for here, there in rename.items()))
         if callable(rename):
             return cls(function=rename)
         raise ConfigError(
-            f"rename={rename!r}: give a dict of names in the state to names in the checkpoint, or a function from one to the other"
+            f"rename={rename!r}: give a dict of names in the state to names in the checkpoint, or "
+            "a function from one to the other"
         )
 
     def __bool__(self) -> bool:
@@ -79,12 +81,17 @@ SAME: Final = Renaming()
 
 
 def _rule(here: Any, there: Any) -> _Rule:
-    if not (isinstance(here, str) and isinstance(there, str) and here.strip("/") and there.strip("/")):
-        raise ConfigError(f"rename={{{here!r}: {there!r}}}: both must be names, such as 'model/encoder.*'")
+    if not (
+        isinstance(here, str) and isinstance(there, str) and here.strip("/") and there.strip("/")
+    ):
+        raise ConfigError(
+            f"rename={{{here!r}: {there!r}}}: both must be names, such as 'model/encoder.*'"
+        )
     stars, others = here.count("*"), there.count("*")
     if others not in (0, stars):
         raise ConfigError(
-            f"rename={{{here!r}: {there!r}}}: each * stands for the same text on both sides, so both need as many (or the second none)"
+            f"rename={{{here!r}: {there!r}}}: each * stands for the same text on both sides, so "
+            "both need as many (or the second none)"
         )
     text = "(.*?)".join(map(re.escape, here.rstrip("/").split("*")))
     return _Rule(here, re.compile(f"{text}(/.*)?", re.DOTALL), tuple(there.rstrip("/").split("*")))
@@ -97,6 +104,7 @@ def _called(function: Callable[[str], str], name: str) -> str:
         raise ConfigError(f"rename({name!r}) failed: {error!r}") from error
     if not isinstance(renamed, str) or not renamed:
         raise ConfigError(
-            f"rename({name!r}) gave {renamed!r}: give the name in the checkpoint, the same if nothing changes"
+            f"rename({name!r}) gave {renamed!r}: give the name in the checkpoint, the same if "
+            "nothing changes"
         )
     return renamed

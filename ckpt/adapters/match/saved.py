@@ -73,7 +73,9 @@ class Saved:
         return found
 
     def _find(self, path: str) -> Node:
-        """In the innermost container that has it: a key that is no string may have slashes in it."""
+        """In the innermost container that has it: a key that is no string may have slashes in
+        it.
+        """
         end = len(path)
         while end > 0:
             end = max(path.rfind("/", 0, end), 0)
@@ -111,17 +113,24 @@ class Saved:
         return self._held(path, self.node(path)).keys()
 
     def entries(self, path: str) -> list[str]:
-        """Full names of the entries of the module at ``path``. Tensors inside an extra state are none."""
+        """Full names of the entries of the module at ``path``.
+
+        Tensors inside an extra state are none.
+        """
         node = self.node(path)
         values = (
-            [f"{path}/{fqn}" for fqn in node["values"]] if tag(node) == "module" else list(self._of(path))
+            [f"{path}/{fqn}" for fqn in node["values"]]
+            if tag(node) == "module"
+            else list(self._of(path))
         )
         inside = {each for name in values for each in below(self.names, name)}
         tensors = [name for name in below(self.names, path) if name not in inside]
         return sorted({*values, *tensors})
 
     def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
-        """The topmost names of what is neither ``taken`` nor in something that is; in what was ``opened``, or has something taken in it, they are looked for inside."""
+        """The topmost names of what is neither ``taken`` nor in something that is; in what was
+        ``opened``, or has something taken in it, they are looked for inside.
+        """
         names = sorted(taken)
 
         def look(path: str) -> Iterator[str]:
@@ -135,7 +144,7 @@ class Saved:
 
         return list(look(""))
 
-    # -- inside -------------------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _inside(self, path: str) -> Collection[str]:
         node = self.node(path)
@@ -153,7 +162,9 @@ class Saved:
         """Return the children of a container, by their full names."""
         known = self._children.get(path)
         if known is None:
-            known = self._children[path] = dict(_children(path, self._own.get(path, self.node(path))))
+            known = self._children[path] = dict(
+                _children(path, self._own.get(path, self.node(path)))
+            )
         return known
 
     def _held(self, path: str, node: Node) -> Mapping[str, SavedParameter]:
@@ -161,7 +172,9 @@ class Saved:
         if known is None:
             values, names = node["state"], sorted(node["state"])
             known = self._parameters[path] = {
-                name: SavedParameter(group["values"], {each: values[each] for each in below(names, name)})
+                name: SavedParameter(
+                    group["values"], {each: values[each] for each in below(names, name)}
+                )
                 for group in node["groups"]
                 for name in (f"{path}/{each}" for each in group["params"])
             }

@@ -19,8 +19,10 @@ class Selection:
     """Names as ``ckpt show`` prints them.
 
     Attributes:
-        only: Names, each with all below it, or patterns of the shell, whose ``*`` takes slashes and dots too; what none of them fits keeps what it has. None: everything.
-        strict: Whether names must be on both sides. If not, a target that the checkpoint has no value for keeps what it has, and what has no target is left.
+        only: Names, each with all below it, or patterns of the shell, whose ``*`` takes slashes and
+            dots too; what none of them fits keeps what it has. None: everything.
+        strict: Whether names must be on both sides. If not, a target that the checkpoint has no
+            value for keeps what it has, and what has no target is left.
         renaming: What names of the state are called in the checkpoint.
         cast: Whether a dtype may be converted to that of the target.
     """
@@ -46,9 +48,13 @@ class Selection:
         renaming = Renaming.of(rename)
         if only is None:
             return cls(None, strict, renaming, cast)
-        patterns = (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else ()
+        patterns = (
+            (only,) if isinstance(only, str) else tuple(only) if isinstance(only, Iterable) else ()
+        )
         if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-            raise ConfigError(f'only={only!r}: give names or patterns such as "model/*", or leave it out')
+            raise ConfigError(
+                f'only={only!r}: give names or patterns such as "model/*", or leave it out'
+            )
         return cls(patterns, strict, renaming, cast)
 
     def takes(self, name: str) -> bool:
@@ -58,7 +64,9 @@ class Selection:
     def fitting(self, name: str) -> list[str]:
         """The patterns that fit it, or something that it is below."""
         return [
-            each for each in self.only or () if _fits(name, each.rstrip("/")) or fnmatchcase(f"{name}/", each)
+            each
+            for each in self.only or ()
+            if _fits(name, each.rstrip("/")) or fnmatchcase(f"{name}/", each)
         ]
 
     def reaches(self, name: str) -> bool:
@@ -66,7 +74,9 @@ class Selection:
         if self.only is None:
             return True
         heads = [_MAGIC.split(each, maxsplit=1)[0] for each in self.only]
-        return any(f"{head}/".startswith(f"{name}/") or f"{name}/".startswith(head) for head in heads)
+        return any(
+            f"{head}/".startswith(f"{name}/") or f"{name}/".startswith(head) for head in heads
+        )
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -36,7 +36,8 @@ class TensorSink:
     def __init__(self, leaves: Sequence[Leaf], targets: Sequence[Source]) -> None:
         self._leaves = leaves
         self._converted = [
-            str(target.dtype) != f"torch.{leaf.dtype}" for leaf, target in zip(leaves, targets, strict=True)
+            str(target.dtype) != f"torch.{leaf.dtype}"
+            for leaf, target in zip(leaves, targets, strict=True)
         ]
         self._locals = [
             [
@@ -50,7 +51,9 @@ class TensorSink:
         refuse_capture(devices, "restore")
         drain(devices)
         self._streams = {
-            device: torch.accelerator.current_stream(device) for device in devices if is_ordered(device)
+            device: torch.accelerator.current_stream(device)
+            for device in devices
+            if is_ordered(device)
         }
 
     def direct(self, read: ChunkRead) -> memoryview | None:
@@ -71,7 +74,8 @@ class TensorSink:
         flat = region.as_strided(
             (region.numel(),), (1,)
         )  # one element is contiguous whatever its stride says
-        return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # 3.11 has no Buffer
+        # 3.11 has no Buffer.
+        return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
         """Copy the wanted parts of a chunk."""
@@ -84,7 +88,9 @@ class TensorSink:
             converted = self._converted[
                 target.leaf
             ]  # from the dtype itself, not from integers that stand for it
-            chunk = raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
+            chunk = (
+                raw.view(getattr(torch, read.dtype)).view(read.box.shape) if converted else plain
+            )
             part = chunk[target.part.relative_to(read.box).slices()]
             region = self._region(read, index)
             with on(self._streams.get(region.device)):
@@ -98,7 +104,9 @@ class TensorSink:
 
 
 def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
-    """Copy, also to an expanded tensor, whose one element stands for many that must then be equal."""
+    """Copy, also to an expanded tensor, whose one element stands for many that must then be
+    equal.
+    """
     once = region
     for dim, stride in enumerate(region.stride()):
         if stride == 0 and region.shape[dim] > 1:
@@ -110,5 +118,6 @@ def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
     once.copy_(first)
     if not torch.equal(region, part.to(region.device, region.dtype)):
         raise RestoreError(
-            f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a target of its own memory"
+            f"{name!r} is an expanded tensor in the target, but its saved elements differ: give a "
+            "target of its own memory"
         )

@@ -30,9 +30,9 @@ def memory_of(target: Source) -> Hashable:
 
 def has_live(value: Any, depth: int = 0) -> bool:
     """Return True if a container holds a value that is loaded in place."""
-    if isinstance(value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank) or (
-        depth and is_stateful(adapted(value))
-    ):
+    if isinstance(
+        value, torch.Tensor | LocalShards | np.ndarray | nn.Module | Optimizer | PerRank
+    ) or (depth and is_stateful(adapted(value))):
         return True
     if isinstance(value, Mapping):
         return any(has_live(item, depth + 1) for item in value.values())
@@ -52,4 +52,8 @@ def holds_names(target: Any) -> bool:
     """Return True if the values below it have names of their own."""
     if isinstance(target, nn.Module | Optimizer):
         return not declares_state(target)
-    return isinstance(target, MutableMapping | list | tuple) and not is_stateful(target) and has_live(target)
+    return (
+        isinstance(target, MutableMapping | list | tuple)
+        and not is_stateful(target)
+        and has_live(target)
+    )

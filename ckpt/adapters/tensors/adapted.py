@@ -35,7 +35,9 @@ def _adapters() -> tuple[Adapter, ...]:
         try:
             found.append(cast(Adapter, entry.load()))
         except Exception as error:  # noqa: BLE001 - another package's mistake must not cost a save
-            _log.warning("ckpt: the adapter %r of %r cannot be loaded: %s", entry.name, entry.value, error)
+            _log.warning(
+                "ckpt: the adapter %r of %r cannot be loaded: %s", entry.name, entry.value, error
+            )
     return tuple(found)
 
 

@@ -28,14 +28,20 @@ class DeclaredPart(NamedTuple):
         return 0 not in self.own_shape
 
     def fits(self, memory: torch.Tensor) -> bool:
-        """Return True for the memory of the parameter, or of optimizer state with the same layout."""
+        """Return True for the memory of the parameter, or of optimizer state with the same
+        layout.
+        """
         return tuple(memory.shape) == self.own_shape
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """The whole tensor, as far as it is in ``memory``. Raises ``ConfigError`` if the parameter is another one by now."""
+        """The whole tensor, as far as it is in ``memory``.
+
+        Raises ``ConfigError`` if the parameter is another one by now.
+        """
         if not self.fits(memory):
             raise ConfigError(
-                f"{name!r} has the shape {list(memory.shape)}, and had {list(self.own_shape)} when declare_part() was called: call it again"
+                f"{name!r} has the shape {list(memory.shape)}, and had {list(self.own_shape)} "
+                "when declare_part() was called: call it again"
             )
         shards = [(self.offsets, memory)] if self.is_here else []
         return LocalShards(self.shape, shards, self.replicas, dtype=memory.dtype)
@@ -62,7 +68,8 @@ def declare_part(
     box = Box(tuple(offsets), tuple(tensor.shape))
     if not box.inside(shape):
         raise ConfigError(
-            f"declare_part: {list(box.shape)} at {list(box.offsets)} is not inside a tensor of {list(shape)}"
+            f"declare_part: {list(box.shape)} at {list(box.offsets)} is not inside a tensor of "
+            f"{list(shape)}"
         )
     part = DeclaredPart(tuple(shape), box.offsets, box.shape, tuple(sorted(set(replicas))))
     setattr(tensor, _MARK, part)

@@ -29,7 +29,9 @@ def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are read and written."""
+    """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are
+    read and written.
+    """
     held = _held(tensor)
     if is_plain(held):
         return held
@@ -99,7 +101,10 @@ def _format(held: torch.Tensor) -> Hashable:
 
 
 def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
-    """The leaf of ``tensor``. ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor and ``LocalShards`` know their own.
+    """The leaf of ``tensor``.
+
+    ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor and ``LocalShards``
+    know their own.
 
     Raises:
         UnsupportedValue: A partial, sparse, quantized, nested or meta tensor, with the way out.
@@ -110,12 +115,17 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             if (part.dtype, tuple(part.shape)) != (tensor.dtype, box.shape):
                 raise UnsupportedValue(
                     name,
-                    f"LocalShards made for {box.shape} of {tensor.dtype}, whose memory is now {tuple(part.shape)} of {part.dtype}",
+                    f"LocalShards made for {box.shape} of {tensor.dtype}, whose memory is now "
+                    f"{tuple(part.shape)} of {part.dtype}",
                     "make new LocalShards when their memory takes another shape or dtype",
                 )
         dtype = dtype_name(name, tensor.dtype)
         return Leaf(
-            name, dtype, tensor.shape, tensor.boxes, tensor.replicas if len(tensor.replicas) > 1 else ()
+            name,
+            dtype,
+            tensor.shape,
+            tensor.boxes,
+            tensor.replicas if len(tensor.replicas) > 1 else (),
         )
     dtype = check(name, tensor)
     if not isinstance(tensor, DTensor):
@@ -126,7 +136,11 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             (Box.whole(tensor.shape),),
             replicas if len(replicas) > 1 else (),
         )
-    boxes = tuple(cut_boxes(tensor.shape, _cuts(name, tensor))) if tensor.device_mesh.get_coordinate() else ()
+    boxes = (
+        tuple(cut_boxes(tensor.shape, _cuts(name, tensor)))
+        if tensor.device_mesh.get_coordinate()
+        else ()
+    )
     memory = local(tensor)
     if memory.dtype != tensor.dtype:
         raise UnsupportedValue(
@@ -139,14 +153,17 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
     ):
         raise UnsupportedValue(
             name,
-            f"DTensor that holds {list(memory.shape)} of {list(tensor.shape)}, which {tensor.placements} on a mesh of {list(tensor.device_mesh.shape)} does not say",
+            f"DTensor that holds {list(memory.shape)} of {list(tensor.shape)}, which "
+            f"{tensor.placements} on a mesh of {list(tensor.device_mesh.shape)} does not say",
             "make it with distribute_tensor(), or give LocalShards in its place",
         )
     return Leaf(name, dtype, tuple(tensor.shape), boxes, replicas_of(tensor, replicas))
 
 
 def check_initialized(name: str, tensor: Source) -> None:
-    """Raises ``UnsupportedValue`` for a parameter of a lazy module that has no shape yet: it can be asked for nothing."""
+    """Raises ``UnsupportedValue`` for a parameter of a lazy module that has no shape yet: it can
+    be asked for nothing.
+    """
     if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
         raise UnsupportedValue(
             name, "parameter that is not initialized", "run a forward pass, which gives it a shape"
@@ -157,16 +174,24 @@ def check(name: str, tensor: torch.Tensor) -> str:
     """The name of its dtype, if it can be saved at all."""
     check_initialized(name, tensor)
     if tensor.is_meta:
-        raise UnsupportedValue(name, "tensor on the meta device", "it has no data: materialise it first")
+        raise UnsupportedValue(
+            name, "tensor on the meta device", "it has no data: materialise it first"
+        )
     if tensor.is_nested:
-        raise UnsupportedValue(name, "nested tensor", "save what unbind() gives, or its values and offsets")
+        raise UnsupportedValue(
+            name, "nested tensor", "save what unbind() gives, or its values and offsets"
+        )
     if tensor.layout is not torch.strided:
         raise UnsupportedValue(
-            name, f"{tensor.layout} tensor", "save its parts (indices, values) as tensors of their own"
+            name,
+            f"{tensor.layout} tensor",
+            "save its parts (indices, values) as tensors of their own",
         )
     if tensor.is_quantized:
         raise UnsupportedValue(
-            name, f"quantized tensor ({tensor.dtype})", "save int_repr(), q_scale() and q_zero_point()"
+            name,
+            f"quantized tensor ({tensor.dtype})",
+            "save int_repr(), q_scale() and q_zero_point()",
         )
     held, memory = _held(tensor), local(tensor)
     if memory.is_meta:
@@ -175,7 +200,8 @@ def check(name: str, tensor: torch.Tensor) -> str:
         raise UnsupportedValue(
             name,
             f"{type(held).__name__}, a tensor whose elements are in other tensors",
-            f"save the tensors that it holds{_inside(held)} under names of their own, or dequantise it first",
+            f"save the tensors that it holds{_inside(held)} under names of their own, or "
+            "dequantise it first",
         )
     check_storage(name, memory)
     return dtype_name(name, tensor.dtype)
@@ -191,14 +217,21 @@ def has_storage(memory: torch.Tensor) -> bool:
     last = memory.storage_offset() + sum(
         (length - 1) * stride for length, stride in zip(memory.shape, memory.stride(), strict=True)
     )
-    return memory.data_ptr() != 0 and (last + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
+    return (
+        memory.data_ptr() != 0
+        and (last + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
+    )
 
 
 def check_storage(name: str, memory: torch.Tensor) -> None:
-    """Raises ``UnsupportedValue`` for memory that cannot be read: the process would end with a signal."""
+    """Raises ``UnsupportedValue`` for memory that cannot be read: the process would end with a
+    signal.
+    """
     if not has_storage(memory):
         raise UnsupportedValue(
-            name, "tensor without storage, which was freed", "save while it is there, or leave it out"
+            name,
+            "tensor without storage, which was freed",
+            "save while it is there, or leave it out",
         )
 
 
@@ -214,16 +247,21 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     """Return the stored name of a dtype. Raises ``UnsupportedValue`` for others."""
     found = str(dtype).removeprefix("torch.")
     if found not in DTYPES:
-        raise UnsupportedValue(name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold")
+        raise UnsupportedValue(
+            name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
+        )
     return found
 
 
 def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Global ranks that hold the same boxes: those that differ from this one only along replicated mesh dimensions.
+    """Global ranks that hold the same boxes: those that differ from this one only along replicated
+    mesh dimensions.
 
     Args:
-        around: The ranks of the widest mesh in the same unit. If the tensor's mesh is cut from that one (``mesh["dp"]`` of a 2-D mesh), the dimensions left out count as
-            replicated, since the unit has one tensor of that name on all its ranks. Without it only the tensor's own mesh counts.
+        around: The ranks of the widest mesh in the same unit. If the tensor's mesh is cut from that
+            one (``mesh["dp"]`` of a 2-D mesh), the dimensions left out count as replicated, since
+            the unit has one tensor of that name on all its ranks. Without it only the tensor's own
+            mesh counts.
     """
     here = tensor.device_mesh.get_coordinate()
     if here is None:
@@ -238,7 +276,10 @@ def replicas_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...
 
 
 def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Global ranks that have a tensor of this name, whatever they hold of it. ``around`` is that of ``replicas_of``."""
+    """Global ranks that have a tensor of this name, whatever they hold of it.
+
+    ``around`` is that of ``replicas_of``.
+    """
     return _alike(tensor, {}, around)
 
 
@@ -248,14 +289,19 @@ def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) -> tuple[int, ...]:
-    """Ranks at the place ``kept`` (dimension of the tensor's mesh -> coordinate): of that mesh, or ``around`` where it is cut from a wider one."""
+    """Ranks at the place ``kept`` (dimension of the tensor's mesh -> coordinate): of that mesh,
+    or ``around`` where it is cut from a wider one.
+    """
     mesh = tensor.device_mesh
-    own = mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
+    own = (
+        mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
+    )
     root = mesh._get_root_mesh()
     names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and names and set(names) <= set(root_names):
         index = tuple(
-            kept.get(names.index(name), slice(None)) if name in names else slice(None) for name in root_names
+            kept.get(names.index(name), slice(None)) if name in names else slice(None)
+            for name in root_names
         )
         wider = set(root.mesh[index].flatten().tolist()) & set(around)
         if wider.issuperset(own):

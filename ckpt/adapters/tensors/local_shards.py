@@ -60,14 +60,16 @@ class LocalShards:
         for box in self.boxes:
             if not box.inside(self.shape):
                 raise ConfigError(
-                    f"LocalShards: {box} is not inside the shape {self.shape}: give offsets in elements of the whole tensor, one per dimension, "
+                    f"LocalShards: {box} is not inside the shape {self.shape}: give offsets in "
+                    "elements of the whole tensor, one per dimension, "
                     "and memory that has as many dimensions"
                 )
         dtypes = {tensor.dtype for tensor in self.tensors} | ({dtype} if dtype else set())
         if len(dtypes) != 1:
             told = " and ".join(sorted(map(str, dtypes))) or "no dtype"
             raise ConfigError(
-                f"LocalShards: {told}: give all parts one dtype, and say dtype= where there is no part"
+                f"LocalShards: {told}: give all parts one dtype, and say dtype= where there is no "
+                "part"
             )
         (self.dtype,) = dtypes
 

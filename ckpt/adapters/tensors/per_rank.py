@@ -1,4 +1,6 @@
-"""Values that differ between ranks, declared as such; and the one nearly everybody has: the random number generators."""
+"""Values that differ between ranks, declared as such; and the one nearly everybody has: the
+random number generators.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,18 @@ from ckpt.errors import ConfigError
 _Rule = Literal["error", "same_rank", "first"]
 _RULES: Final = get_args(_Rule)
 OnResize = _Rule | Callable[[int, int, int], int | None]
-"""Whose value a rank takes when the world has another size: nobody's (an error), its own if there was one, rank 0's, or
-``policy(rank, world_size, saved_world_size)`` -> saved rank, or None to keep what it has."""
+"""Whose value a rank takes when the world has another size: nobody's (an error), its own if there
+was one, rank 0's, or ``policy(rank, world_size, saved_world_size)`` -> saved rank, or None to keep
+what it has.
+"""
 
 
 class PerRank:
     """Marks a value of the state that each rank saves and restores for itself.
 
     Args:
-        value: Anything a state may hold: plain values (replaced on restore), or an object with ``state_dict``/``load_state_dict`` (loaded in place).
+        value: Anything a state may hold: plain values (replaced on restore), or an object with
+            ``state_dict``/``load_state_dict`` (loaded in place).
         on_resize: Whose value a rank takes when the world has another size: see ``OnResize``.
 
     Raises:
@@ -35,7 +40,8 @@ class PerRank:
     def __init__(self, value: Any, *, on_resize: OnResize = "error") -> None:
         if not callable(on_resize) and on_resize not in _RULES:
             raise ConfigError(
-                f"on_resize={on_resize!r}: give one of {', '.join(map(repr, _RULES))}, or a function"
+                f"on_resize={on_resize!r}: give one of {', '.join(map(repr, _RULES))}, or a "
+                "function"
             )
         self.value = value
         self.on_resize = on_resize
@@ -45,7 +51,8 @@ class PerRank:
 
 
 class RngState:
-    """The random number generators of this process: Python's, NumPy's global one, torch's on the CPU and, once the accelerator is in use, on each of its devices.
+    """The random number generators of this process: Python's, NumPy's global one, torch's on the
+    CPU and, once the accelerator is in use, on each of its devices.
 
     Nearly always wrapped: ``PerRank(RngState())``.
     """
@@ -74,7 +81,10 @@ class RngState:
 
 
 def _accelerator(*, in_use: bool = True) -> tuple[str, Any] | None:
-    """The accelerator's name and module, if it has generators that can be kept. ``in_use``: nothing is asked that would make a context."""
+    """The accelerator's name and module, if it has generators that can be kept.
+
+    ``in_use``: nothing is asked that would make a context.
+    """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         return None

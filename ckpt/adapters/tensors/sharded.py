@@ -48,7 +48,10 @@ class Piece(NamedTuple):
         return memory.shape == (self.size,)
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """The tensor in ``memory``. Raises ``UnsupportedValue`` if all of it is there just now, gathered."""
+        """The tensor in ``memory``.
+
+        Raises ``UnsupportedValue`` if all of it is there just now, gathered.
+        """
         if not self.fits(memory):
             raise gathered(name)
         part = memory[self.at : self.at + self.length]
@@ -60,17 +63,24 @@ def gathered(name: str) -> UnsupportedValue:
     return UnsupportedValue(
         name,
         "parameter of FSDP1 that is gathered now",
-        "save after backward() and before the next forward(), and outside of summon_full_params(): under SHARD_GRAD_OP "
+        "save after backward() and before the next forward(), and outside of "
+        "summon_full_params(): under SHARD_GRAD_OP "
         "parameters are gathered from forward() to backward()",
     )
 
 
 Flat = Mapping[str, Piece]
-"""What lies in one parameter that an optimizer may have: pieces by their keys in the module. The key of the one piece in a parameter that has keys itself is ''."""
+"""What lies in one parameter that an optimizer may have: pieces by their keys in the module.
+
+The key of the one piece in a parameter that has keys itself is ''.
+"""
 
 
 def flat_parameters(module: nn.Module) -> dict[int, Flat]:
-    """By identity, the parameters of ``module`` that are pieces, or full of them. None without FSDP1."""
+    """By identity, the parameters of ``module`` that are pieces, or full of them.
+
+    None without FSDP1.
+    """
     found: dict[int, Flat] = {}
     for name, wrapper in _wrappers(module):
         if (handle := wrapper._handle) is not None:  # None: it has no parameters of its own
@@ -79,7 +89,9 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
 
 
 def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
-    """Keys of the parameters that FSDP1 has flattened and that were DTensors before, as ``parallelize_module`` makes them."""
+    """Keys of the parameters that FSDP1 has flattened and that were DTensors before, as
+    ``parallelize_module`` makes them.
+    """
     for name, wrapper in _wrappers(module):
         flat = wrapper._handle.flat_param if wrapper._handle is not None else None
         for fqn, extension in (
@@ -150,11 +162,16 @@ def _flats(prefix: str, wrapper: Any, handle: Any) -> Iterator[tuple[int, Flat]]
     if handle._use_orig_params and not sharded:
         return  # ordinary parameters
     if handle._use_orig_params:
-        described = zip(flat._params, flat._fqns, flat._shard_param_infos, flat._shapes, strict=True)
+        described = zip(
+            flat._params, flat._fqns, flat._shard_param_infos, flat._shapes, strict=True
+        )
         for parameter, fqn, info, shape in described:
             length = info.numel_in_shard or 0
             start = info.intra_param_start_idx or 0
-            yield id(parameter), {"": Piece(f"{lead}{fqn}", tuple(shape), start, 0, length, length, replicas)}
+            yield (
+                id(parameter),
+                {"": Piece(f"{lead}{fqn}", tuple(shape), start, 0, length, length, replicas)},
+            )
         return
     size = (flat._sharded_size if sharded else flat._unpadded_unsharded_size).numel()
     keyed: dict[str, Piece] = {}

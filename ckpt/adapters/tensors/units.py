@@ -25,10 +25,13 @@ class Unit:
     """A part of a module.
 
     Attributes:
-        ranks: Ranks that the wrapper keeps alike. Where it is empty, they are those of the DTensors in the unit.
-        is_first: Whether the buffers of this rank are the ones that count; None if all ranks must have the same. No wrapper keeps
-            buffers alike while they change (DDP overwrites them before a forward), so a BatchNorm's differ from rank to rank.
-        ignored: Identity of the parameters and buffers that the wrapper leaves alone. Nothing keeps them alike if they change.
+        ranks: Ranks that the wrapper keeps alike. Where it is empty, they are those of the DTensors
+            in the unit.
+        is_first: Whether the buffers of this rank are the ones that count; None if all ranks must
+            have the same. No wrapper keeps buffers alike while they change (DDP overwrites them
+            before a forward), so a BatchNorm's differ from rank to rank.
+        ignored: Identity of the parameters and buffers that the wrapper leaves alone. Nothing keeps
+            them alike if they change.
     """
 
     ranks: tuple[int, ...] = ()
@@ -48,7 +51,9 @@ def units_of(module: nn.Module) -> Callable[[str], Unit]:
     return unit
 
 
-def _walk(module: nn.Module, path: str, around: Unit, known: dict[int, Unit]) -> Iterator[tuple[str, Unit]]:
+def _walk(
+    module: nn.Module, path: str, around: Unit, known: dict[int, Unit]
+) -> Iterator[tuple[str, Unit]]:
     """Return the paths of all modules, each with its unit."""
     unit = _own_unit(module, known) or around
     yield path, unit
@@ -62,7 +67,10 @@ def _walk(module: nn.Module, path: str, around: Unit, known: dict[int, Unit]) ->
 
 
 def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
-    """The unit that begins at ``module``, if one does. ``known`` holds those of ``fully_shard``, which may begin at several modules."""
+    """The unit that begins at ``module``, if one does.
+
+    ``known`` holds those of ``fully_shard``, which may begin at several modules.
+    """
     if isinstance(module, DistributedDataParallel):
         ranks = _ranks(module.process_group)
         named = (*module.module.named_parameters(), *module.module.named_buffers())
@@ -84,7 +92,9 @@ def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
             for group in state._fsdp_param_groups
             for kind in ("shard", "replicate")
         ]
-        ignored = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        ignored = [
+            parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)
+        ]
         known[id(state)] = Unit((), not any(places), frozenset(map(id, ignored)))
     return known.get(id(state))
 

@@ -55,4 +55,6 @@ def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
             "make it with overlap_with_ddp=False",
         )
     inner: Optimizer = optimizer.optim  # type: ignore[attr-defined]
-    return Keeper(inner.state, frozenset(id(p) for group in inner.param_groups for p in group["params"]))
+    return Keeper(
+        inner.state, frozenset(id(p) for group in inner.param_groups for p in group["params"])
+    )

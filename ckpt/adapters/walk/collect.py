@@ -1,7 +1,9 @@
 """A state -> its tensors with names, and a tree of everything else.
 
-The tree has the shape of the state. Containers and plain values are themselves; what is alive leaves a node: ``tensor`` and ``array`` (with the name of their bytes),
-``module`` and ``optimizer`` (their tensors are found by name, below their path), ``object`` (a ``state_dict()``), ``per_rank`` (the value is in this rank's own tree).
+The tree has the shape of the state. Containers and plain values are themselves; what is alive
+leaves a node: ``tensor`` and ``array`` (with the name of their bytes), ``module`` and ``optimizer``
+(their tensors are found by name, below their path), ``object`` (a ``state_dict()``), ``per_rank``
+(the value is in this rank's own tree).
 """
 
 from __future__ import annotations
@@ -83,7 +85,10 @@ def collect(
     lasting: bool = False,
     captured: Collection[Optimizer] = (),
 ) -> Collected:
-    """Walk ``state``. Nothing is copied: tensors are those of the state. ``lasting``: so are its large dicts of tensors; else that is believed when they come a second time.
+    """Walk ``state``.
+
+    Nothing is copied: tensors are those of the state. ``lasting``: so are its large dicts of
+    tensors; else that is believed when they come a second time.
 
     Args:
         captured: Optimizers whose steps run no hook, since a graph replays them.
@@ -93,18 +98,26 @@ def collect(
     """
     if not isinstance(state, Mapping):
         raise UnsupportedValue(
-            "state", type(state).__name__, "a state is a dict: {'model': model, 'optimizer': optimizer, ...}"
+            "state",
+            type(state).__name__,
+            "a state is a dict: {'model': model, 'optimizer': optimizer, ...}",
         )
     memory = memory or Memory()
     objects = list(walk_objects(state))
     look_again(objects)
     optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
     holds = partial(_holds, captured)
-    modules = [(value, memory.items(path, value)) for path, value in objects if isinstance(value, nn.Module)]
+    modules = [
+        (value, memory.items(path, value))
+        for path, value in objects
+        if isinstance(value, nn.Module)
+    ]
     parameters = Parameters(modules)
     parameters.look_for(optimizers, walk_tensors(state))
     walk = _Walk(parameters, optimizers, holds, rank, memory, lasting=lasting)
-    walk.out.tree = {key: encode(value, join("", key), walk.other) for key, value in _string_keys(state)}
+    walk.out.tree = {
+        key: encode(value, join("", key), walk.other) for key, value in _string_keys(state)
+    }
     return walk.out
 
 
@@ -138,7 +151,9 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def is_stateful(value: object) -> bool:
     """Return True if the object saves and loads itself."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
 
 
 def declares_state(value: object) -> bool:
@@ -149,7 +164,9 @@ def declares_state(value: object) -> bool:
     kind.
     """
     api = sys.modules.get("torch.distributed.checkpoint.stateful")
-    return api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
+    return (
+        api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
+    )
 
 
 def look_again(objects: Sequence[tuple[str, Any]]) -> None:
@@ -225,7 +242,11 @@ class _Walk:
                 return {"$": "tensor", "n": self._tensor(path, as_source(value))}
             case LocalShards():
                 if self._made_anew:
-                    way = "let its class inherit from torch.distributed.checkpoint.stateful.Stateful, or put them into the state itself"
+                    way = (
+                        "let its class inherit from "
+                        "torch.distributed.checkpoint.stateful.Stateful, or put them into the "
+                        "state itself"
+                    )
                     raise UnsupportedValue(path, "LocalShards in a state_dict()", way)
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # no subclass: those are not plain
@@ -256,10 +277,12 @@ class _Walk:
                 self._made_anew = before
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
-    # -- tensors alone ------------------------------------------------------------------------------------------------------
+    # -- tensors alone -----------------------------------------------------------------------------
 
     def _tensor(self, name: str, tensor: Source) -> str:
-        """Register a tensor that belongs to no module or optimizer; returns the name its bytes are stored under."""
+        """Register a tensor that belongs to no module or optimizer; returns the name its bytes
+        are stored under.
+        """
         if self._alone:  # its own bytes: what ranks share must not hang on what they do not
             if isinstance(tensor, DTensor | LocalShards):
                 kind = type(tensor).__name__
@@ -284,7 +307,10 @@ class _Walk:
         return self._holds(owner)
 
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
-        """``name``, or that of an earlier tensor which is this one. All that were seen are kept: no identity comes twice."""
+        """``name``, or that of an earlier tensor which is this one.
+
+        All that were seen are kept: no identity comes twice.
+        """
         check_initialized(name, tensor)
         self._read()
         stored = self._seen.get(id(tensor)) or seen.get(id(tensor))
@@ -305,10 +331,14 @@ class _Walk:
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Node:
         if isinstance(array, np.ma.MaskedArray):
-            raise UnsupportedValue(path, "masked array", "save its data and its mask as arrays of their own")
+            raise UnsupportedValue(
+                path, "masked array", "save its data and its mask as arrays of their own"
+            )
         try:
             plain = np.ascontiguousarray(array)
-            tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy()).reshape(array.shape)
+            tensor = torch.from_numpy(plain if plain.flags.writeable else plain.copy()).reshape(
+                array.shape
+            )
         except (TypeError, ValueError):
             raise UnsupportedValue(
                 path, f"NumPy array of dtype {array.dtype}", "convert it to a numeric dtype"
@@ -351,7 +381,7 @@ class _Walk:
             table.segment = segment
         return table.node
 
-    # -- segments -----------------------------------------------------------------------------------------------------------
+    # -- segments ----------------------------------------------------------------------------------
 
     def _segment(
         self,
@@ -360,7 +390,9 @@ class _Walk:
         tensors: Sequence[Source],
         make: Callable[[], Iterator[Held]],
     ) -> None:
-        """Register tensors together: as in the last walk if they are the same, else as ``make`` names them."""
+        """Register tensors together: as in the last walk if they are the same, else as ``make``
+        names them.
+        """
         if not self._take_again(path, key, tensors):
             self._take(path, self._build(key, tensors, make()))
 
@@ -370,9 +402,13 @@ class _Walk:
         if segment is None or not segment.closed or not segment.still(key, tensors):
             return False
         before = self._segments_before()
-        if before is None or before != segment.apart_from:  # segments are equal to none but themselves
+        # segments are equal to none but themselves
+        if before is None or before != segment.apart_from:
             self._read()
-            if not (self._seen.keys().isdisjoint(segment.seen) and self._at.keys().isdisjoint(segment.at)):
+            if not (
+                self._seen.keys().isdisjoint(segment.seen)
+                and self._at.keys().isdisjoint(segment.at)
+            ):
                 return False
             segment.apart_from = before
         self._take(path, segment)
@@ -390,13 +426,18 @@ class _Walk:
         self.out.parts.append(segment)
 
     def _read(self) -> None:
-        """Bring ``_seen`` and ``_at`` up to date. A walk that finds the segments of the last one in the same order does not need them."""
+        """Bring ``_seen`` and ``_at`` up to date.
+
+        A walk that finds the segments of the last one in the same order does not need them.
+        """
         for segment in self._unread:
             self._seen.update(segment.seen)
             self._at.update(segment.at)
         self._unread.clear()
 
-    def _build(self, key: Sequence[object], tensors: Sequence[Source], candidates: Iterator[Held]) -> Segment:
+    def _build(
+        self, key: Sequence[object], tensors: Sequence[Source], candidates: Iterator[Held]
+    ) -> Segment:
         held: list[Held] = []
         tied: dict[str, str] = {}
         seen: dict[int, str] = {}
@@ -408,23 +449,33 @@ class _Walk:
             else:
                 tied[item.name] = stored
         self._read()  # also where there is no candidate
-        for address in at.keys() & self._at.keys():  # other views of the same memory: keep both in sight
+        # other views of the same memory: keep both in sight
+        for address in at.keys() & self._at.keys():
             at[address] = [*self._at[address], *at[address]]
         return Segment(key, tensors, held=held, tied=tied, seen=seen, at=at)
 
     def _module(self, module: nn.Module, path: str) -> Node:
         if self._alone:
-            raise UnsupportedValue(path, "module in a PerRank", "give it a name of its own on each rank")
+            raise UnsupportedValue(
+                path, "module in a PerRank", "give it a name of its own on each rank"
+            )
         if (items := self._parameters.of(module)) is None:
-            raise UnsupportedValue(path, "module in a state_dict()", "give its own state_dict() there")
-        values = {entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.other) for entry in items.others}
+            raise UnsupportedValue(
+                path, "module in a state_dict()", "give its own state_dict() there"
+            )
+        values = {
+            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.other)
+            for entry in items.others
+        }
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
             made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
             for entry, tensor, is_late in zip(items.held, items.tensors, late, strict=True):
                 name = f"{path}/{entry.fqn}"
-                source = made.setdefault((id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor))
+                source = made.setdefault(
+                    (id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor)
+                )
                 yield Held(name, source, is_late, entry.replicas, entry.left)
 
         self._segment(path, (items, *late), items.tensors, named)
@@ -432,7 +483,9 @@ class _Walk:
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
         if self._alone:
-            raise UnsupportedValue(path, "optimizer in a PerRank", "give it a name of its own on each rank")
+            raise UnsupportedValue(
+                path, "optimizer in a PerRank", "give it a name of its own on each rank"
+            )
         check_optimizer(path, optimizer, self._optimizers)
         self._tell(optimizer)
         late = self._holds(optimizer)
@@ -456,7 +509,9 @@ class _Walk:
             node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
         return node
 
-    def _named(self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool) -> Iterator[Held]:
+    def _named(
+        self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool
+    ) -> Iterator[Held]:
         """Return the tensors of an optimizer's state by name.
 
         ``is_partial``: this rank keeps only a part of the state.
@@ -472,9 +527,11 @@ class _Walk:
         if methods and kind not in self._memory.told:
             self._memory.told.add(kind)
             _log.info(
-                "ckpt: %s has methods beyond step() (%s): its tensors are copied before save_async returns",
-                kind.__qualname__, ", ".join(methods[:4]) + (", ..." if len(methods) > 4 else ""),
-            )  # fmt: skip
+                "ckpt: %s has methods beyond step() (%s): its tensors are copied before "
+                "save_async returns",
+                kind.__qualname__,
+                ", ".join(methods[:4]) + (", ..." if len(methods) > 4 else ""),
+            )
 
     def _groups(self, optimizer: Optimizer, names: list[list[str]], path: str) -> list[Node]:
         return [
@@ -486,7 +543,9 @@ class _Walk:
                     self.other,
                 ),
             }
-            for index, (group, group_names) in enumerate(zip(optimizer.param_groups, names, strict=True))
+            for index, (group, group_names) in enumerate(
+                zip(optimizer.param_groups, names, strict=True)
+            )
         ]
 
     def _per_rank(self, value: PerRank, path: str) -> Node:

@@ -40,11 +40,16 @@ class Memory:
         self.segments: dict[str, Segment] = {}
         self.told: set[type] = set()
         self.tables: dict[str, Table] = {}
-        self.modules: dict[str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...] | None, ModuleItems]] = {}
+        self.modules: dict[
+            str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...] | None, ModuleItems]
+        ] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
-        """``items_of``, remembered while the module has the same values under the same keys. Other values than tensors are never the same."""
+        """``items_of``, remembered while the module has the same values under the same keys.
+
+        Other values than tensors are never the same.
+        """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
         raw = raw_state(path, module)
@@ -70,14 +75,17 @@ class Memory:
 
 
 class Structure:
-    """The parameters of an optimizer and the values of its state, in the order in which they stand there.
+    """The parameters of an optimizer and the values of its state, in the order in which they stand
+    there.
 
     It is made and compared in a few passes at the speed of C, since there may be thousands.
     """
 
     __slots__ = ("kinds", "objects", "sizes", "values")
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[Any, Any]]) -> None:
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[Any, Any]]
+    ) -> None:
         parameters = [group["params"] for group in groups]
         entries = list(state.values())
         self.objects = [*chain.from_iterable(parameters), *state, *chain.from_iterable(entries)]
@@ -86,7 +94,9 @@ class Structure:
         self.kinds = list(map(type, self.values))
 
     def is_as(self, known: Structure, sources: Iterable[int]) -> bool:
-        """Return whether all is the same, but for the values of state other than those at the indices ``sources``."""
+        """Return whether all is the same, but for the values of state other than those at the
+        indices ``sources``.
+        """
         if self.sizes != known.sizes or self.kinds != known.kinds:
             return False
         mine, theirs = self.values, known.values
@@ -105,15 +115,32 @@ class OptimizerItems:
         others: Indices and names of the values of its state that are not tensors.
     """
 
-    __slots__ = ("_alone", "_items", "_known", "_own", "_sources", "names", "others", "owners", "tensors")
+    __slots__ = (
+        "_alone",
+        "_items",
+        "_known",
+        "_own",
+        "_sources",
+        "names",
+        "others",
+        "owners",
+        "tensors",
+    )
 
     def __init__(
-        self, path: str, optimizer: Optimizer, keeper: Keeper, parameters: Parameters, now: Structure
+        self,
+        path: str,
+        optimizer: Optimizer,
+        keeper: Keeper,
+        parameters: Parameters,
+        now: Structure,
     ) -> None:
         check_owners(path, optimizer)
         self._known, self._own = now, keeper.own
         self._items, self._alone = parameters.items, dict(parameters.alone)
-        self._sources = [index for index, value in enumerate(now.values) if isinstance(value, Source)]
+        self._sources = [
+            index for index, value in enumerate(now.values) if isinstance(value, Source)
+        ]
         self.names: list[list[str]] = []
         self.owners: list[tuple[Part, object, Source]] = []
         self.tensors: list[Source] = []
@@ -138,7 +165,9 @@ class OptimizerItems:
                             self.others.append((index, state_name(path, part.path, key)))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure) -> bool:
-        """Return whether it is still so: all tensors are the same objects, and values that are no tensors stand where they stood."""
+        """Return whether it is still so: all tensors are the same objects, and values that are
+        no tensors stand where they stood.
+        """
         return (
             self._items == parameters.items
             and self._alone == parameters.alone

@@ -1,7 +1,8 @@
 """Modules and optimizers: one name for a parameter, whatever wraps the module it lives in.
 
-DDP, ``torch.compile``, FSDP1 and activation checkpointing put a segment of their own into names; it is taken out here. An optimizer's state is named by its
-parameters, not by their position, so groups and ids may differ between save and restore.
+DDP, ``torch.compile``, FSDP1 and activation checkpointing put a segment of their own into names; it
+is taken out here. An optimizer's state is named by its parameters, not by their position, so groups
+and ids may differ between save and restore.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Entry:
         fqn: The canonical one.
         piece: It is no more than that of ``value``.
         replicas: Ranks known to hold the same, if it is a plain tensor.
-        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold something else.
+        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold
+            something else.
     """
 
     key: str
@@ -96,14 +98,18 @@ class Part(NamedTuple):
         )
 
     def of(self, name: str, value: Source) -> Source:
-        """A value of the optimizer's state, as far as it belongs to this part: a step counter belongs to all."""
+        """A value of the optimizer's state, as far as it belongs to this part: a step counter
+        belongs to all.
+        """
         if self.piece is None or not isinstance(value, torch.Tensor) or not self.piece.fits(value):
             return value
         return self.piece.of(name, value)
 
 
 def unwrapped(optimizer: Any) -> Optimizer:
-    """The optimizer whose ``step`` does the work: Accelerate and others hold it as ``.optimizer``."""
+    """The optimizer whose ``step`` does the work: Accelerate and others hold it as
+    ``.optimizer``.
+    """
     found: Optimizer = optimizer
     while (inner := _inner(found)) is not None and (
         found.state is inner.state and found.param_groups is inner.param_groups
@@ -113,15 +119,19 @@ def unwrapped(optimizer: Any) -> Optimizer:
 
 
 def _inner(optimizer: Optimizer) -> Optimizer | None:
-    held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))  # Accelerate, Lightning
+    # Accelerate, Lightning
+    held = (optimizer.__dict__.get(name) for name in ("optimizer", "_optimizer"))
     return next((each for each in held if isinstance(each, Optimizer)), None)
 
 
 def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
-    """Public methods by which an optimizer may change its tensors, beside those of ``torch.optim.Optimizer``.
+    """Public methods by which an optimizer may change its tensors, beside those of
+    ``torch.optim.Optimizer``.
 
-    Without any, only ``step`` changes them, which a hook can hold: they may be copied while training goes on. Schedule-free optimizers have ``train`` and ``eval``,
-    sharpness-aware ones ``first_step`` and ``second_step``. The classes of torch and of ckpt are known to have none that matters.
+    Without any, only ``step`` changes them, which a hook can hold: they may be copied while
+        training goes on. Schedule-free optimizers have ``train`` and ``eval``,
+    sharpness-aware ones ``first_step`` and ``second_step``. The classes of torch and of ckpt are
+    known to have none that matters.
     """
     inner: Optimizer = getattr(optimizer, "optim", optimizer) if is_zero(optimizer) else optimizer
     kind: Any = type(inner)  # mypy takes the hash of an optimizer for that of its class
@@ -135,19 +145,27 @@ def is_capturable(optimizer: Optimizer) -> bool:
 
 @cache
 def _own_methods(kind: type) -> tuple[str, ...]:
-    unknown = [each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "ckpt")]
+    unknown = [
+        each for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "ckpt")
+    ]
     named = {name: value for each in unknown for name, value in vars(each).items()}
-    methods = (name for name, value in named.items() if callable(value) or isinstance(value, classmethod))
+    methods = (
+        name for name, value in named.items() if callable(value) or isinstance(value, classmethod)
+    )
     return tuple(sorted(n for n in methods if not n.startswith("_") and not hasattr(Optimizer, n)))
 
 
 def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer] = ()) -> None:
-    """Raises ``UnsupportedValue`` for an optimizer whose state is not all in ``state`` and ``param_groups``. ``others``: the optimizers in the same state."""
+    """Raises ``UnsupportedValue`` for an optimizer whose state is not all in ``state`` and
+    ``param_groups``. ``others``: the optimizers in the same state.
+    """
     kind = type(optimizer).__qualname__
     if is_zero(optimizer):
         return
     if type(optimizer).state_dict is not Optimizer.state_dict:
-        raise UnsupportedValue(path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE)
+        raise UnsupportedValue(
+            path, f"{kind}, an optimizer with a state_dict() of its own", OWN_STATE
+        )
     for name, held in vars(optimizer).items():
         inside = held if isinstance(held, list | tuple) else [held]
         alone = [
@@ -160,13 +178,16 @@ def check_optimizer(path: str, optimizer: Optimizer, others: Sequence[Optimizer]
         if alone:
             raise UnsupportedValue(
                 path,
-                f"{kind}, which holds another optimizer ({type(alone[0]).__qualname__}) with state of its own",
+                f"{kind}, which holds another optimizer ({type(alone[0]).__qualname__}) with "
+                "state of its own",
                 f"put that one into the state as well, under a name of its own: .{name}",
             )
 
 
 def check_owners(path: str, optimizer: Optimizer) -> None:
-    """Raises ``UnsupportedValue`` for an optimizer with state that belongs to none of its parameters."""
+    """Raises ``UnsupportedValue`` for an optimizer with state that belongs to none of its
+    parameters.
+    """
     if is_zero(optimizer):
         return
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -191,18 +212,25 @@ def asked(path: str, value: object) -> Generator[None]:
 
 
 def raw_state(path: str, module: nn.Module) -> dict[str, Any]:
-    """The module's own state dict, its tensors as they are: with its hooks run, but for those of FSDP1, which gather."""
+    """The module's own state dict, its tensors as they are: with its hooks run, but for those of
+    FSDP1, which gather.
+    """
     with asked(path, module):
         return hookless_state(module) if is_fsdp1(module) else module.state_dict(keep_vars=True)
 
 
 def entries(path: str, module: nn.Module) -> Iterator[Entry]:
-    """The module's state dict with canonical names, tensors not detached. Order is the module's own."""
+    """The module's state dict with canonical names, tensors not detached.
+
+    Order is the module's own.
+    """
     prefixes = _wrapper_prefixes(module)
     flats: Mapping[int, Mapping[str, AnyPiece | None]] = flat_parameters(module)
     for key, value in raw_state(path, module).items():
         for name, piece in flats.get(id(value), {"": declared(value)}).items():
-            yield Entry(key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece)
+            yield Entry(
+                key=name or key, fqn=_clean(name or key, prefixes), value=value, piece=piece
+            )
 
 
 def canonical(module: nn.Module) -> Callable[[str], str]:
@@ -236,7 +264,8 @@ class ModuleItems:
 
     Attributes:
         parts: Identity of each parameter -> its canonical path, or what it consists of.
-        holders: Identity of each parameter -> the ranks known to have one of its name, whatever they hold of it.
+        holders: Identity of each parameter -> the ranks known to have one of its name, whatever
+            they hold of it.
         held: The entries that are tensors.
         tensors: The tensors of these.
         others: The entries that are no tensors.
@@ -268,7 +297,11 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
     for entry in found:
         if isinstance(value := entry.value, nn.Parameter):
             parts[id(value)].setdefault(entry.piece, Part(f"{path}/{entry.fqn}", entry.piece))
-            ranks = entry.replicas if not isinstance(value, DTensor) else holders_of(value, entry.replicas)
+            ranks = (
+                entry.replicas
+                if not isinstance(value, DTensor)
+                else holders_of(value, entry.replicas)
+            )
             holders.setdefault(id(value), ranks)
     return ModuleItems(
         entries=found, parts={key: tuple(of.values()) for key, of in parts.items()}, holders=holders
@@ -276,7 +309,9 @@ def items_of(path: str, module: nn.Module) -> ModuleItems:
 
 
 def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
-    """Raises ``UnsupportedValue`` for flat parameters that are not in their places, or are parts of parts."""
+    """Raises ``UnsupportedValue`` for flat parameters that are not in their places, or are parts
+    of parts.
+    """
     if not is_fsdp1(module):
         return
     name = canonical(module)
@@ -327,11 +362,15 @@ class Parameters:
         self.items = tuple(self._items.values())
         self.alone: dict[int, str] = {}
 
-    def look_for(self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Find the parameters of ``optimizers`` that no module holds among ``tensors``, which stand in the state by themselves: each as
-        itself, or as another tensor of the same memory, as ``state_dict()`` gives it.
+    def look_for(
+        self, optimizers: Iterable[Optimizer], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Find the parameters of ``optimizers`` that no module holds among ``tensors``, which stand
+        in the state by themselves: each as itself, or as another tensor of the same memory, as
+        ``state_dict()`` gives it.
         """
-        held = set[int]().union(*(items.parts for items in self.items))  # of thousands, at every save
+        # of thousands, at every save
+        held = set[int]().union(*(items.parts for items in self.items))
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         if all(held.issuperset(map(id, parameters)) for parameters in groups):
             return
@@ -353,7 +392,10 @@ class Parameters:
         return self._items.get(id(module))
 
     def parts_of(self, parameter: Source, group: int, position: int) -> tuple[Part, ...]:
-        """Its path, or its place in the optimizer if the state does not hold it. More than one if it is a flat one."""
+        """Its path, or its place in the optimizer if the state does not hold it.
+
+        More than one if it is a flat one.
+        """
         for items in self._items.values():
             if found := items.parts.get(id(parameter)):
                 return found
@@ -400,9 +442,15 @@ def fits(held: Any, saved: Tensor, piece: AnyPiece | None) -> bool:
 
 
 def new_state(
-    parameter: torch.Tensor, group: Mapping[str, Any], key: object, saved: Tensor, piece: AnyPiece | None
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    key: object,
+    saved: Tensor,
+    piece: AnyPiece | None,
 ) -> torch.Tensor:
-    """A tensor for optimizer state that is not there yet, laid out as the optimizer itself would: like its parameter, or plain."""
+    """A tensor for optimizer state that is not there yet, laid out as the optimizer itself
+    would: like its parameter, or plain.
+    """
     dtype = getattr(torch, saved.dtype)
     if piece is not None and piece.shape == saved.shape and key != "step":
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False).detach()
@@ -412,7 +460,8 @@ def new_state(
         ).detach()
     if isinstance(parameter, DTensor) and saved.shape != ():
         raise RestoreError(
-            f"{saved.name!r} has another shape than its sharded parameter: take one optimizer step before restoring, so that its layout is known"
+            f"{saved.name!r} has another shape than its sharded parameter: take one optimizer "
+            "step before restoring, so that its layout is known"
         )
     on_device = key != "step" or group.get("capturable") or group.get("fused")
     return torch.empty(saved.shape, dtype=dtype, device=parameter.device if on_device else "cpu")

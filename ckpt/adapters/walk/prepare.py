@@ -63,7 +63,9 @@ class Prepared:
     devices: Devices = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def warm(self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool, check: CheckMode) -> None:
+    def warm(
+        self, slots: Iterable[Slot], parts: Sequence[Part], *, overlap: bool, check: CheckMode
+    ) -> None:
         """Lay the plan over ``slots`` ahead, so that the first save need not. From any thread."""
         for slot in slots:
             with self.lock:
@@ -73,7 +75,13 @@ class Prepared:
                         batch.sample.build()
 
     def snapshot(
-        self, slot: Slot, parts: Sequence[Part], step: int, *, overlap: bool, check: CheckMode = "sampled"
+        self,
+        slot: Slot,
+        parts: Sequence[Part],
+        step: int,
+        *,
+        overlap: bool,
+        check: CheckMode = "sampled",
     ) -> Snapshot:
         """Return a snapshot: sources matched with their places in ``slot``, and sampled as
         ``check`` says.
@@ -95,7 +103,8 @@ class Prepared:
             known = batches.get((index, overlap))
             if known is None or known[0] is not part:
                 known = (part, self._batch(image, part, first, overlap))
-                if isinstance(part, Segment):  # a tensor alone may be a passing one: it is not kept alive
+                # a tensor alone may be a passing one: it is not kept alive
+                if isinstance(part, Segment):
                     batches[(index, overlap)] = known
             chosen.append(known[1])
             first += len(part.held) if isinstance(part, Segment) else 1
@@ -108,7 +117,8 @@ class Prepared:
         wrappers: list[tuple[str, torch.Tensor]] = []
         for offset, (held, form) in enumerate(_forms(part)):
             leaf = self.leaves[first + offset]
-            # aliases: `parameter.data = other` within the window changes what the parameter is, not what is copied
+            # aliases: `parameter.data = other` within the window changes what the parameter is, not
+            # what is copied
             parts = form.memories(leaf.boxes)
             for memory in parts:  # a plan that is kept vouches for shapes, not for memory
                 check_storage(held.name, memory)
@@ -128,7 +138,9 @@ class Prepared:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(parts), is_late))
         late.sort(key=attrgetter("end"))  # so that sorting all batches together is a merge
-        return Batch(eager=tuple(eager), late=tuple(late), checks=tuple(checks), wrappers=tuple(wrappers))
+        return Batch(
+            eager=tuple(eager), late=tuple(late), checks=tuple(checks), wrappers=tuple(wrappers)
+        )
 
 
 class PlanCache:
@@ -155,7 +167,8 @@ class PlanCache:
         return cls(rank, config.chunk_bytes, node_of=node_of, copies=config.copies)
 
     def prepare(self, collected: Collected) -> Prepared:
-        """The plan for what was collected: the last one if the structure is the same, else a new one.
+        """The plan for what was collected: the last one if the structure is the same, else a new
+        one.
 
         Raises:
             UnsupportedValue: A tensor that cannot be saved, with its name.
@@ -180,7 +193,9 @@ class PlanCache:
         names: set[str] = set()
         for item in held:
             if item.name in names:
-                raise UnsupportedValue(item.name, "name that two values share", "rename one of them")
+                raise UnsupportedValue(
+                    item.name, "name that two values share", "rename one of them"
+                )
             if not _is_text(item.name):
                 raise UnsupportedValue(item.name, "name that is not text", "rename it")
             names.add(item.name)
@@ -194,7 +209,9 @@ class PlanCache:
                 whole = boxes[piece]
                 region = None if write.box == whole else write.box.relative_to(whole).slices()
                 by_leaf[write.leaf].append(_Place(index, piece, region))
-        return Prepared(leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)), devices=_devices(held))
+        return Prepared(
+            leaves=leaves, plan=plan, by_leaf=tuple(map(tuple, by_leaf)), devices=_devices(held)
+        )
 
     def _leaf(self, held: Held) -> Leaf:
         leaf = leaf_of(held.name, held.tensor, () if held.left else held.replicas)
@@ -204,12 +221,16 @@ class PlanCache:
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
 
     def growth(self, collected: Collected) -> int:
-        """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by what optimizers of the kind keep for a parameter."""
+        """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by
+        what optimizers of the kind keep for a parameter.
+        """
         shares = {id(held.tensor): len(self._leaf(held).replicas) or 1 for held in collected.held}
         return _growth(collected, shares)
 
 
-def _same_structure(before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]) -> bool:
+def _same_structure(
+    before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]
+) -> bool:
     if len(before) == len(now) and all(
         one is two or one == two for one, two in zip(before, now, strict=True)
     ):
@@ -220,7 +241,9 @@ def _same_structure(before: Sequence[Segment | Hashable], now: Sequence[Segment 
 def _flat(parts: Sequence[Segment | Hashable]) -> list[Hashable]:
     found: list[Hashable] = []
     for part in parts:
-        found += [_signature(*pair) for pair in _forms(part)] if isinstance(part, Segment) else [part]
+        found += (
+            [_signature(*pair) for pair in _forms(part)] if isinstance(part, Segment) else [part]
+        )
     return found
 
 
@@ -249,7 +272,10 @@ def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
             )
             for parameter in group["params"]:
                 if keeper.keeps(parameter) and not keeper.state.get(parameter):
-                    growth += copies * _nbytes(parameter) // shares.get(id(parameter), 1) + _SMALL_STATE_BYTES
+                    growth += (
+                        copies * _nbytes(parameter) // shares.get(id(parameter), 1)
+                        + _SMALL_STATE_BYTES
+                    )
     return growth
 
 
@@ -260,8 +286,12 @@ def _nbytes(parameter: Source) -> int:
 
 
 def _may_be_late(memory: torch.Tensor) -> bool:
-    """A tensor made in inference mode has no version to watch, and the memory of a lazy view has other values than the view."""
-    return is_ordered(memory.device) and not (memory.is_inference() or memory.is_conj() or memory.is_neg())
+    """A tensor made in inference mode has no version to watch, and the memory of a lazy view has
+    other values than the view.
+    """
+    return is_ordered(memory.device) and not (
+        memory.is_inference() or memory.is_conj() or memory.is_neg()
+    )
 
 
 def _devices(held: Iterable[Held]) -> Devices:

@@ -29,7 +29,8 @@ class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs fou
     Attributes:
         late: Whether only its optimizer's step changes it.
         replicas: Ranks that hold the same, if it is a plain tensor and they are known.
-        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold something else.
+        left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold
+            something else.
     """
 
     name: str
@@ -57,7 +58,18 @@ class Segment:
             is not known.
     """
 
-    __slots__ = ("_facts", "_key", "_tensors", "apart_from", "at", "closed", "forms", "held", "seen", "tied")
+    __slots__ = (
+        "_facts",
+        "_key",
+        "_tensors",
+        "apart_from",
+        "at",
+        "closed",
+        "forms",
+        "held",
+        "seen",
+        "tied",
+    )
 
     def __init__(
         self,
@@ -115,8 +127,9 @@ class Table:
 class Facts:
     """What must not change for views of the memory of some tensors to stay good.
 
-    It is kept as values, and each kind of fact is compared of all tensors in one pass at the speed of C, since there may be
-    thousands of tensors. No pass keeps what it reads: thousands of tuples would set off the garbage collector.
+    It is kept as values, and each kind of fact is compared of all tensors in one pass at the speed
+    of C, since there may be thousands of tensors. No pass keeps what it reads: thousands of tuples
+    would set off the garbage collector.
     """
 
     __slots__ = (
@@ -150,7 +163,10 @@ class Facts:
         self._kinds = kinds
 
     def still(self, tensors: Sequence[Source]) -> bool:
-        """Return whether they are true of ``tensors`` now. They never are if one is of a kind that cannot be compared."""
+        """Return whether they are true of ``tensors`` now.
+
+        They never are if one is of a kind that cannot be compared.
+        """
         kinds = list(map(type, tensors))
         if self._kinds != kinds:
             return False
@@ -174,9 +190,9 @@ class Facts:
             and all(map(is_, map(torch.Tensor.is_neg, memories), self._neg))
             and all(map(is_, map(torch.Tensor.is_conj, memories), self._conj))
         )
-        if (
-            alike
-        ):  # the guards also look at what does not matter here, such as whether a tensor requires a gradient
+        # the guards also look at what does not matter here, such as whether a tensor requires a
+        # gradient
+        if alike:
             self._guards = _guards_of(memories)
         return alike
 
@@ -202,8 +218,12 @@ def _cannot_tell(*_: torch.Tensor) -> bool:
     return False
 
 
-def _memories(tensors: Sequence[Source], kinds: Sequence[type]) -> tuple[Sequence[torch.Tensor], list[Any]]:
-    """The memory behind ``tensors``, as far as it is known how to ask them for it, and how those that are no plain tensors are cut."""
+def _memories(
+    tensors: Sequence[Source], kinds: Sequence[type]
+) -> tuple[Sequence[torch.Tensor], list[Any]]:
+    """The memory behind ``tensors``, as far as it is known how to ask them for it, and how those
+    that are no plain tensors are cut.
+    """
     if PLAIN.issuperset(kinds):
         return tensors, []  # type: ignore[return-value]
     memories: list[torch.Tensor] = []

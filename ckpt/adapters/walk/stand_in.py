@@ -1,4 +1,5 @@
-"""Objects that stand in a state where a module or optimizer would, for a framework that keeps these in a form of its own.
+"""Objects that stand in a state where a module or optimizer would, for a framework that keeps these
+in a form of its own.
 
 What they save has the names and shapes that plain PyTorch's would have, so one restores the other.
 """
@@ -22,11 +23,17 @@ class StandIn(ABC):
 
     @abstractmethod
     def look(self) -> None:
-        """Show what is there now. Called before every walk over the state; changes nothing but what is shown."""
+        """Show what is there now.
+
+        Called before every walk over the state; changes nothing but what is shown.
+        """
 
     @abstractmethod
     def settle(self) -> None:
-        """Take over what was restored into what is shown. Called on every rank, once everything has been read and set."""
+        """Take over what was restored into what is shown.
+
+        Called on every rank, once everything has been read and set.
+        """
 
 
 class ModuleStandIn(nn.Module, StandIn):
@@ -40,13 +47,18 @@ class ModuleStandIn(nn.Module, StandIn):
 
 
 class OptimizerStandIn(Optimizer, StandIn):
-    """Stands for an optimizer. ``param_groups`` and ``state`` are as torch's, but for what stands for parameters: values of a module that stands in, too.
+    """Stands for an optimizer.
+
+    ``param_groups`` and ``state`` are as torch's, but for what stands for parameters: values of a
+    module that stands in, too.
 
     Its step hooks are those of the optimizer that steps.
     """
 
     @abstractmethod
-    def new_state(self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]) -> Source:
+    def new_state(
+        self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Source:
         """Memory for a value of a parameter's state that is not there yet."""
 
     @abstractmethod

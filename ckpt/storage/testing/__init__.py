@@ -3,7 +3,8 @@
 ::
 
     # conftest.py, so that failed asserts show their values
-    pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
+    pytest.register_assert_rewrite("ckpt.storage.testing.conformance",
+    "ckpt.storage.testing.uploads")
 
     # test_mine.py
     from ckpt.storage.testing import BackendConformance

@@ -4,8 +4,8 @@
 the test. Two calls with one name return two backends that see the same objects. Two calls with two
 names return backends that do not see each other's objects. The tests close what they open.
 
-The sizes are small but cross the part size several times. Override ``part_bytes_most`` if your parts
-are larger than 8 MiB.
+The sizes are small but cross the part size several times. Override ``part_bytes_most`` if your
+parts are larger than 8 MiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from ckpt.storage.api import StorageBackend, Upload
 from ckpt.storage.testing.suite import OpenRoot, at_once, fetch, page_aligned, payload, send, store
 from ckpt.storage.testing.uploads import UploadConformance
 
-__all__ = ["BackendConformance", "OpenRoot", "at_once", "fetch", "page_aligned", "payload", "send", "store"]
+__all__ = [
+    "BackendConformance",
+    "OpenRoot",
+    "at_once",
+    "fetch",
+    "page_aligned",
+    "payload",
+    "send",
+    "store",
+]
 
 _BAD_KEYS = (
     "",
@@ -70,7 +79,9 @@ class BackendConformance(UploadConformance):
         backend.put("key", [b"new"])
         assert fetch(backend, "key") == b"new"
 
-    def test_a_key_may_hold_blanks_dots_and_letters_of_any_language(self, backend: StorageBackend) -> None:
+    def test_a_key_may_hold_blanks_dots_and_letters_of_any_language(
+        self, backend: StorageBackend
+    ) -> None:
         for key in ("with blank/a b", "..a/b..c", "ключ/鍵-é", "a+b=c&d%20#e@f", ".hidden/x"):
             backend.put(key, [key.encode()])
             assert fetch(backend, key) == key.encode()
@@ -131,7 +142,9 @@ class BackendConformance(UploadConformance):
         backend.read_into("ranges", offset, out)
         assert out == data[offset : offset + nbytes]
 
-    @pytest.mark.parametrize(("offset", "nbytes"), [(0, 101), (99, 2), (100, 1), (5000, 1), (0, 8192)])
+    @pytest.mark.parametrize(
+        ("offset", "nbytes"), [(0, 101), (99, 2), (100, 1), (5000, 1), (0, 8192)]
+    )
     def test_reading_past_the_end_is_an_error(
         self, backend: StorageBackend, offset: int, nbytes: int
     ) -> None:
@@ -212,7 +225,9 @@ class BackendConformance(UploadConformance):
         backend.delete("a/b")
         assert list(backend.list("")) == []
 
-    def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, backend: StorageBackend) -> None:
+    def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(
+        self, backend: StorageBackend
+    ) -> None:
         def work(number: int) -> None:
             for turn in range(5):
                 backend.put(f"busy/{number}", [payload(100, turn)])
@@ -235,7 +250,10 @@ class BackendConformance(UploadConformance):
     @pytest.mark.parametrize(
         ("prefix", "found"),
         [
-            ("", {"step-1.a/x", "step-1.a/sub/y", "step-10.a/x", "step-2.b/x", "step.json", "other"}),
+            (
+                "",
+                {"step-1.a/x", "step-1.a/sub/y", "step-10.a/x", "step-2.b/x", "step.json", "other"},
+            ),
             ("step-1", {"step-1.a/x", "step-1.a/sub/y", "step-10.a/x"}),
             ("step-1.a/", {"step-1.a/x", "step-1.a/sub/y"}),
             ("step-1.a/s", {"step-1.a/sub/y"}),
@@ -252,7 +270,9 @@ class BackendConformance(UploadConformance):
         keys = [info.key for info in tree.list(prefix)]
         assert sorted(keys) == sorted(found)
 
-    def test_list_tells_when_an_object_was_put_if_it_tells_anything(self, tree: StorageBackend) -> None:
+    def test_list_tells_when_an_object_was_put_if_it_tells_anything(
+        self, tree: StorageBackend
+    ) -> None:
         told = [info.modified for info in tree.list("")]
         assert told.count(None) in (0, len(told))
         assert all(abs(time.time() - moment) < 1800 for moment in told if moment is not None), told
@@ -273,7 +293,9 @@ class BackendConformance(UploadConformance):
             ("none/", []),
         ],
     )
-    def test_folders_names_the_next_level(self, tree: StorageBackend, prefix: str, found: list[str]) -> None:
+    def test_folders_names_the_next_level(
+        self, tree: StorageBackend, prefix: str, found: list[str]
+    ) -> None:
         assert sorted(tree.folders(prefix)) == sorted(found)
 
     def test_two_roots_on_one_store_do_not_see_each_other(self, roots: OpenRoot) -> None:
@@ -328,7 +350,9 @@ class BackendConformance(UploadConformance):
         assert found.max_concurrency >= 1
         assert backend.capabilities == found
 
-    def test_backend_and_upload_have_the_shape_of_the_contract(self, backend: StorageBackend) -> None:
+    def test_backend_and_upload_have_the_shape_of_the_contract(
+        self, backend: StorageBackend
+    ) -> None:
         assert isinstance(backend, StorageBackend)
         upload = backend.upload("shape", 1)
         assert isinstance(upload, Upload)

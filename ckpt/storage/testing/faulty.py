@@ -1,6 +1,7 @@
 """A store that fails on command: wrap any backend, say which calls go wrong and how.
 
-A rule is a pure question (verb, key, how often the two have matched before); so a test that fails can be run again and fails again.
+A rule is a pure question (verb, key, how often the two have matched before); so a test that fails
+can be run again and fails again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from typing import Final, Literal, TypeVar, get_args
 from ckpt.errors import CkptError
 from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, Upload
 
-Verb = Literal["put", "upload", "write", "finish", "abort", "read_into", "head", "list", "folders", "delete"]
+Verb = Literal[
+    "put", "upload", "write", "finish", "abort", "read_into", "head", "list", "folders", "delete"
+]
 _VERBS: Final = frozenset(get_args(Verb))
 T = TypeVar("T")
 
@@ -42,7 +45,9 @@ class LoseReply:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """For ``put`` and ``finish``: reports success, but the object keeps only its first ``nbytes`` bytes."""
+    """For ``put`` and ``finish``: reports success, but the object keeps only its first
+    ``nbytes`` bytes.
+    """
 
     nbytes: int
 
@@ -56,7 +61,10 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """The process dies before, or right after, the call does its work. Every later call of this wrapper raises too."""
+    """The process dies before, or right after, the call does its work.
+
+    Every later call of this wrapper raises too.
+    """
 
     when: Literal["before", "after"] = "before"
 
@@ -135,7 +143,8 @@ class _Ledger:
 class FaultyBackend:
     """``inner`` with faults. Threads: as ``inner``; the counting of calls is exact.
 
-    After a crash, open a new ``FaultyBackend`` (or use ``inner``): that is the restarted process, which finds what the dead one left.
+    After a crash, open a new ``FaultyBackend`` (or use ``inner``): that is the restarted process,
+        which finds what the dead one left.
     """
 
     def __init__(self, inner: StorageBackend, rules: Sequence[Rule] = ()) -> None:
@@ -161,26 +170,35 @@ class FaultyBackend:
         return self.inner.url
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        call = Call(verb="put", key=key, nbytes=sum(len(memoryview(part).cast("B")) for part in parts))
+        call = Call(
+            verb="put", key=key, nbytes=sum(len(memoryview(part).cast("B")) for part in parts)
+        )
         return self.perform(call, lambda: self.inner.put(key, parts, if_absent=if_absent))
 
     def upload(self, key: str, size: int) -> Upload:
-        upload = self.perform(Call(verb="upload", key=key, nbytes=size), lambda: self.inner.upload(key, size))
+        upload = self.perform(
+            Call(verb="upload", key=key, nbytes=size), lambda: self.inner.upload(key, size)
+        )
         return _FaultyUpload(self, key, upload)
 
     def read_into(self, key: str, offset: int, out: memoryview) -> None:
         self.perform(
-            Call(verb="read_into", key=key, nbytes=out.nbytes), lambda: self.inner.read_into(key, offset, out)
+            Call(verb="read_into", key=key, nbytes=out.nbytes),
+            lambda: self.inner.read_into(key, offset, out),
         )
 
     def head(self, key: str) -> ObjectInfo:
         return self.perform(Call(verb="head", key=key), lambda: self.inner.head(key))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        yield from self.perform(Call(verb="list", key=prefix), lambda: list(self.inner.list(prefix)))
+        yield from self.perform(
+            Call(verb="list", key=prefix), lambda: list(self.inner.list(prefix))
+        )
 
     def folders(self, prefix: str) -> Iterator[str]:
-        yield from self.perform(Call(verb="folders", key=prefix), lambda: list(self.inner.folders(prefix)))
+        yield from self.perform(
+            Call(verb="folders", key=prefix), lambda: list(self.inner.folders(prefix))
+        )
 
     def delete(self, key: str) -> None:
         self.perform(Call(verb="delete", key=key), lambda: self.inner.delete(key))
@@ -236,7 +254,10 @@ class _FaultyUpload:
 
 
 def flip_byte(backend: StorageBackend, key: str, offset: int) -> None:
-    """Damage an object the way a bad disk does: one byte differs, the size is the same. A negative offset counts from the end."""
+    """Damage an object the way a bad disk does: one byte differs, the size is the same.
+
+    A negative offset counts from the end.
+    """
     content = _content(backend, key)
     content[offset] ^= 0xFF
     backend.put(key, [content])

@@ -84,5 +84,7 @@ class Suite:
     def large(self, backend: StorageBackend) -> bytes:
         """Three parts and an odd rest."""
         part = backend.capabilities.part_bytes
-        assert part <= self.part_bytes_most, "set part_bytes_most to run the suite with parts this large"
+        assert part <= self.part_bytes_most, (
+            "set part_bytes_most to run the suite with parts this large"
+        )
         return payload(3 * part + 4096 + 77)

@@ -84,7 +84,9 @@ class UploadConformance(Suite):
             assert fetch(backend, f"less/{size}") == data
 
     @pytest.mark.parametrize("told", [4096, 4098, 20000])
-    def test_an_upload_must_end_where_its_parts_do(self, backend: StorageBackend, told: int) -> None:
+    def test_an_upload_must_end_where_its_parts_do(
+        self, backend: StorageBackend, told: int
+    ) -> None:
         upload = backend.upload("odd", 10000)
         upload.write(0, page_aligned(payload(4097)))
         with pytest.raises(StorageError):
@@ -96,7 +98,8 @@ class UploadConformance(Suite):
         data = self.large(backend)
         view = memoryview(data)
         upload = backend.upload("shuffled", len(data))
-        send(upload, view, lambda offsets: random.Random(7).sample(offsets, len(offsets)))  # noqa: S311 - an order
+        # An order.
+        send(upload, view, lambda offsets: random.Random(7).sample(offsets, len(offsets)))  # noqa: S311
         upload.finish()
         assert fetch(backend, "shuffled") == data
 
@@ -136,7 +139,9 @@ class UploadConformance(Suite):
         backend.read_into("unaligned", 0, out)
         assert out == data
 
-    def test_slices_of_a_bytearray_and_readonly_memory_are_taken(self, backend: StorageBackend) -> None:
+    def test_slices_of_a_bytearray_and_readonly_memory_are_taken(
+        self, backend: StorageBackend
+    ) -> None:
         room = bytearray(self.large(backend))
         upload = backend.upload("slices", len(room) - 10)
         send(upload, memoryview(room)[10:].toreadonly())

@@ -12,7 +12,9 @@ from ckpt.model.box import Box, split_rows
 from ckpt.plan.restore import ChunkRead, Target
 
 
-def chunk(source: torch.Tensor, dtype: str, box: Box, *, targets: int = 1) -> tuple[ChunkRead, memoryview]:
+def chunk(
+    source: torch.Tensor, dtype: str, box: Box, *, targets: int = 1
+) -> tuple[ChunkRead, memoryview]:
     """A chunk of a tensor that was saved whole, and its bytes."""
     part = source[box.slices()].contiguous().reshape(-1).view(torch.uint8)
     data = memoryview(bytearray(part.numpy().tobytes()))
@@ -30,10 +32,13 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("most", [7, 40, 1000, 10**6])
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.complex64, torch.bool, torch.int64]
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.complex64, torch.bool, torch.int64],
 )
 @pytest.mark.parametrize("shape", [(), (5,), (40, 30), (3, 4, 5)])
-def test_chunks_of_any_size_make_the_tensor(shape: tuple[int, ...], dtype: torch.dtype, most: int) -> None:
+def test_chunks_of_any_size_make_the_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, most: int
+) -> None:
     source = torch.ones(shape, dtype=dtype) if dtype is torch.bool else numbers(shape, dtype)
     target = torch.zeros(source.nbytes, dtype=torch.uint8).view(dtype).view(shape)
     name = str(dtype).removeprefix("torch.")
@@ -84,7 +89,9 @@ def test_an_expanded_target_of_elements_that_differ_is_refused() -> None:
 
 def test_a_chunk_wanted_twice_is_placed_twice() -> None:
     targets = [torch.zeros(4, 6), torch.zeros(4, 6)]
-    sink = TensorSink([leaf_of(name, t, ()) for name, t in zip("xy", targets, strict=True)], targets)
+    sink = TensorSink(
+        [leaf_of(name, t, ()) for name, t in zip("xy", targets, strict=True)], targets
+    )
     read, data = chunk(torch.arange(24.0).view(4, 6), "float32", Box.whole((4, 6)), targets=2)
     assert sink.direct(read) is None
     sink.place(read, data)

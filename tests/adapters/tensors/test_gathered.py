@@ -1,4 +1,7 @@
-"""Copies of parameters that torch computes with are not used any more after a restore. See also tests/distributed/workers/in_layouts.py."""
+"""Copies of parameters that torch computes with are not used any more after a restore.
+
+See also tests/distributed/workers/in_layouts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parts of a tensor, each in a memory of its own: saved as the tensor, filled from any other layout of it."""
+"""Parts of a tensor, each in a memory of its own: saved as the tensor, filled from any other
+layout of it.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,16 @@ def test_any_tiling_is_restored_into_any_other(
     target = cut(torch.full(shape, -1.0), partition(shape, wanted_in, rng), strided=True)
     plain = torch.full(shape, -1.0)
     root = saved(
-        {"tiles": cut(whole, partition(shape, saved_in, rng), strided=True), "below": {"plain": whole}}
+        {
+            "tiles": cut(whole, partition(shape, saved_in, rng), strided=True),
+            "below": {"plain": whole},
+        }
     )
     restored(root, {"tiles": target, "below": {"plain": plain}})
     assert torch.equal(whole_of(target), whole)
-    restored(root, {"tiles": plain.zero_(), "below": {"plain": cut(plain, partition(shape, 3, rng))}})
+    restored(
+        root, {"tiles": plain.zero_(), "below": {"plain": cut(plain, partition(shape, 3, rng))}}
+    )
     assert torch.equal(plain, whole)
 
 
@@ -76,13 +83,17 @@ def test_ranges_of_the_flat_tensor_are_its_parts(
     shape: tuple[int, ...], count: int, data: st.DataObject
 ) -> None:
     whole = numbered(shape)
-    ends = sorted(data.draw(st.lists(st.integers(0, whole.numel()), min_size=count, max_size=count)))
+    ends = sorted(
+        data.draw(st.lists(st.integers(0, whole.numel()), min_size=count, max_size=count))
+    )
     flat = whole.reshape(-1)
     ranges = {
         f"{start}": LocalShards.of_range(shape, start, flat[start:stop].clone())
         for start, stop in zip([0, *ends], [*ends, whole.numel()], strict=True)
     }
-    shards = [part for each in ranges.values() for part in zip(each.boxes, each.tensors, strict=True)]
+    shards = [
+        part for each in ranges.values() for part in zip(each.boxes, each.tensors, strict=True)
+    ]
     state = {"flat": LocalShards(shape, [(box.offsets, tensor) for box, tensor in shards])}
     assert torch.equal(whole_of(state["flat"]), whole)
     assert_same(round_trip(state, {"flat": torch.zeros(shape)}), {"flat": whole})
@@ -138,7 +149,9 @@ def test_where_it_would_not_be_found_again_it_is_refused() -> None:
 
 def test_the_same_parts_are_not_looked_at_twice_and_other_memory_is_seen() -> None:
     memory, cache = Memory(), PlanCache(0, 1 << 20)
-    state: dict[str, object] = {f"p{i}": cut(numbered((4, 2)), [Box((0, 0), (4, 2))]) for i in range(LARGE)}
+    state: dict[str, object] = {
+        f"p{i}": cut(numbered((4, 2)), [Box((0, 0), (4, 2))]) for i in range(LARGE)
+    }
     walks = [collect({"all": state}, rank=0, memory=memory, lasting=True) for _ in range(2)]
     assert walks[0].parts[0] is walks[1].parts[0]
     plans = [cache.prepare(walk) for walk in walks]
@@ -166,7 +179,9 @@ def test_the_owner_is_fenced(others: int) -> None:
     assert [held.name for held in found.held if held.late] == ["d/w"]
 
 
-def test_a_part_changed_behind_the_owner_s_back_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_changed_behind_the_owner_s_back_fails_the_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     _, flat, state = owned()
     state["rest"] = LocalShards((2, 2), [((0, 0), torch.ones(2, 2))])
     with CheckpointManager(new_root()) as manager:

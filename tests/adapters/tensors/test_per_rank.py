@@ -10,13 +10,23 @@ from torch import nn
 
 from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.errors import ConfigError, UnsupportedValue
-from tests.adapters.saving import assert_same, manifest_of, new_root, restored, round_trip, saved, tree_of
+from tests.adapters.saving import (
+    assert_same,
+    manifest_of,
+    new_root,
+    restored,
+    round_trip,
+    saved,
+    tree_of,
+)
 
 
 def test_a_plain_value_is_replaced_and_kept_out_of_the_common_tree() -> None:
     root = saved({"seed": PerRank({"a": [1, (2.5, None)]})})
     assert tree_of(root) == {"seed": {"$": "per_rank"}}
-    assert bytes(manifest_of(root).per_rank["0"]) == b'{"seed":{"a":[1,{"$":"tuple","v":[2.5,null]}]}}'
+    assert (
+        bytes(manifest_of(root).per_rank["0"]) == b'{"seed":{"a":[1,{"$":"tuple","v":[2.5,null]}]}}'
+    )
     target = PerRank(None)
     restored(root, {"seed": target})
     assert target.value == {"a": [1, (2.5, None)]}
@@ -26,7 +36,10 @@ def test_tensors_in_it_are_stored_under_the_ranks_name_and_filled_in_place() -> 
     one, shared = torch.randn(4), torch.randn(3)
     root = saved({"shared": shared, "p": PerRank({"t": one, "s": shared})})
     held = torch.zeros(4)
-    target: dict[str, Any] = {"shared": torch.zeros(3), "p": PerRank({"t": held, "s": torch.zeros(3)})}
+    target: dict[str, Any] = {
+        "shared": torch.zeros(3),
+        "p": PerRank({"t": held, "s": torch.zeros(3)}),
+    }
     assert "p/t@0" in {tensor.name for tensor in manifest_of(root).tensors}
     restored(root, target)
     assert torch.equal(held, one)
@@ -80,7 +93,10 @@ def test_the_random_numbers_go_on_where_they_were(rng: Any) -> None:
     "value", [nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)], 0.1)], ids=["module", "optimizer"]
 )
 def test_a_module_or_optimizer_in_it_is_refused_with_the_way_out(value: Any) -> None:
-    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="name of its own"):
+    with (
+        CheckpointManager(new_root()) as manager,
+        pytest.raises(UnsupportedValue, match="name of its own"),
+    ):
         manager.save_async({"x": PerRank(value)}, 0)
 
 

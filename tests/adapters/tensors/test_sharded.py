@@ -1,4 +1,6 @@
-"""FSDP1, rank by rank: what each holds of each parameter, and that together they hold all of it once."""
+"""FSDP1, rank by rank: what each holds of each parameter, and that together they hold all of it
+once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.adapters.saving import restored, saved
 
 
 class Net(nn.Module):
-    """Parameters of a few sizes, a tie, and three of one shape, of which most ranks hold nothing."""
+    """Parameters of a few sizes, a tie, and three of one shape, of which most ranks hold
+    nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,9 @@ def held(found: Collected, name: str) -> list[tuple[Box, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize(("named", "inner"), [(True, False), (False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("named", "inner"), [(True, False), (False, False), (True, True), (False, True)]
+)
 def test_the_ranks_hold_every_parameter_once(world_size: int, named: bool, inner: bool) -> None:
     torch.manual_seed(3)
     bare = Net()
@@ -84,7 +90,10 @@ def test_the_ranks_hold_every_parameter_once(world_size: int, named: bool, inner
                     }
             found = collect({"model": net, "optimizer": optimizer}, rank=rank)
             for name, parameter in bare.named_parameters():
-                model, average = held(found, f"model/{name}"), held(found, f"optimizer/model/{name}/exp_avg")
+                model, average = (
+                    held(found, f"model/{name}"),
+                    held(found, f"optimizer/model/{name}/exp_avg"),
+                )
                 assert [box for box, _ in model] == [box for box, _ in average]
                 for (box, values), (_, doubled) in zip(model, average, strict=True):
                     assert torch.equal(values, parameter[box.slices()])
@@ -92,7 +101,9 @@ def test_the_ranks_hold_every_parameter_once(world_size: int, named: bool, inner
                 if world_size > 1:
                     boxes[name] += [box for box, _ in model]
             assert found.tied["model/tied.weight"] == "model/head.weight"
-            names = {name for group in found.tree["optimizer"]["groups"] for name in group["params"]}
+            names = {
+                name for group in found.tree["optimizer"]["groups"] for name in group["params"]
+            }
             assert names == {f"model/{name}" for name, _ in bare.named_parameters()}
             PlanCache(rank, 1 << 20).prepare(found)
     for name, parameter in bare.named_parameters():
@@ -132,7 +143,8 @@ def test_without_shards_all_ranks_are_replicas() -> None:
         with rank_of(1, 3):
             net, _ = wrapped(named=named, kind=ShardingStrategy.NO_SHARD)
             found = collect({"model": net}, rank=1)
-            held = [item for item in found.held if item.name != "model/seen"]  # a buffer is the first rank's
+            # a buffer is the first rank's
+            held = [item for item in found.held if item.name != "model/seen"]
             leaves = [leaf_of(item.name, item.tensor, item.replicas) for item in held]
             assert {leaf.replicas for leaf in leaves} == {(0, 1, 2)}
             assert all(tiling_fault(leaf.shape, leaf.boxes) is None for leaf in leaves)

@@ -1,4 +1,6 @@
-"""What only some ranks have: experts under names of their own, in every wrapper, with the state that an optimizer keeps of them."""
+"""What only some ranks have: experts under names of their own, in every wrapper, with the state
+that an optimizer keeps of them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Block(nn.Module):
         self.attention, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
         own = range(group * EXPERTS // 2, (group + 1) * EXPERTS // 2)
         if gaps:  # as DeepSeek has them
-            self.experts: nn.Module = nn.ModuleList(Expert(i) if i in own else None for i in range(EXPERTS))
+            self.experts: nn.Module = nn.ModuleList(
+                Expert(i) if i in own else None for i in range(EXPERTS)
+            )
         else:
             self.experts = nn.ModuleDict({str(i): Expert(i) for i in own})
 
@@ -98,7 +102,9 @@ def beside_tensor_parallel(rank: int) -> nn.Module:
 
 
 def in_the_same_unit(rank: int) -> nn.Module:
-    """Experts in places of a list that other ranks leave out, sharded together with an attention on both dimensions."""
+    """Experts in places of a list that other ranks leave out, sharded together with an attention
+    on both dimensions.
+    """
     mesh, block = mesh_2d(), Block(group_of(rank), gaps=True)
     parallelize_module(block, mesh["ep"], {"attention": ColwiseParallel()})
     return fully_shard(block, mesh=mesh["dp"])
@@ -121,7 +127,9 @@ def ignored_by_fully_shard(rank: int) -> nn.Module:
 
 def ignored_by_fsdp1(rank: int) -> nn.Module:
     block = Block(group_of(rank), gaps=True)
-    return FSDP(block, use_orig_params=True, ignored_modules=block.mine(), device_id=torch.device("cpu"))
+    return FSDP(
+        block, use_orig_params=True, ignored_modules=block.mine(), device_id=torch.device("cpu")
+    )
 
 
 def ignored_by_ddp(rank: int) -> nn.Module:
@@ -154,15 +162,24 @@ def with_state(net: nn.Module, *, stepped: bool) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(net.parameters())
     for parameter in net.parameters() if stepped else ():
         if parameter.numel():
-            moments = {key: torch.full_like(parameter, 5.0).detach() for key in ("exp_avg", "exp_avg_sq")}
+            moments = {
+                key: torch.full_like(parameter, 5.0).detach() for key in ("exp_avg", "exp_avg_sq")
+            }
             optimizer.state[parameter] = {"step": torch.tensor(4.0), **moments}
     return {"model": net, "optimizer": optimizer}
 
 
 WAYS = [
-    sharded, hybrid, beside_tensor_parallel, in_the_same_unit, on_a_mesh_of_its_own, ignored_by_fully_shard,
-    ignored_by_fsdp1, ignored_by_ddp, beside_plain_tensor_parallel,
-]  # fmt: skip
+    sharded,
+    hybrid,
+    beside_tensor_parallel,
+    in_the_same_unit,
+    on_a_mesh_of_its_own,
+    ignored_by_fully_shard,
+    ignored_by_fsdp1,
+    ignored_by_ddp,
+    beside_plain_tensor_parallel,
+]
 
 
 def held(value: torch.Tensor) -> torch.Tensor:
@@ -198,16 +215,23 @@ def test_experts_that_only_some_ranks_have_come_back(build: Callable[[int], nn.M
 
 
 def test_what_a_unit_has_on_a_wider_mesh_is_written_once() -> None:
-    """The norm lies on one dimension of the mesh, beside an attention on both. It is not written once per rank of the other."""
+    """The norm lies on one dimension of the mesh, beside an attention on both.
+
+    It is not written once per rank of the other.
+    """
     for rank in range(WORLD):
         with rank_of(rank, WORLD):
             found = collect({"model": in_the_same_unit(rank)}, rank=rank)
-            leaves = {item.name: leaf_of(item.name, item.tensor, item.replicas) for item in found.held}
+            leaves = {
+                item.name: leaf_of(item.name, item.tensor, item.replicas) for item in found.held
+            }
             assert leaves["model/norm.weight"].replicas == ((0, 1) if rank < 2 else (2, 3))
 
 
 def test_three_dimensions_are_shared_over_the_stage_alone() -> None:
-    """With pipeline stages outside, the ranks of other stages hold no copies, and those of tensor parallelism do."""
+    """With pipeline stages outside, the ranks of other stages hold no copies, and those of
+    tensor parallelism do.
+    """
     with rank_of(5, 8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
         block = Block(0, gaps=True)
@@ -233,7 +257,10 @@ def flat(net: nn.Module) -> nn.Module:
     [((), "one", [0]), ((0, 0, 1, 1), "one", [0, 2]), ((0, 1, 1, 2), "per_node", [0, 1, 3])],
 )
 def test_each_node_has_the_buffers_and_those_of_the_first_rank_count(
-    wrap: Callable[[nn.Module], nn.Module], node_of: tuple[int, ...], copies: Copies, writers: list[int]
+    wrap: Callable[[nn.Module], nn.Module],
+    node_of: tuple[int, ...],
+    copies: Copies,
+    writers: list[int],
 ) -> None:
     wrote: list[int] = []
     named: list[int] = []
@@ -250,7 +277,9 @@ def test_each_node_has_the_buffers_and_those_of_the_first_rank_count(
 
 
 def test_two_names_of_one_buffer_are_tied_on_all_ranks() -> None:
-    """Also where each name has a view of its own, so that only the memory tells that they are one."""
+    """Also where each name has a view of its own, so that only the memory tells that they are
+    one.
+    """
 
     def of_rank(rank: int) -> dict[str, Any]:
         net = nn.Linear(8, 8)

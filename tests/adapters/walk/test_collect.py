@@ -32,7 +32,8 @@ from tests.adapters.saving import (
     tree_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")  # of torch, once a process
+# of torch, once a process
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
 
 def some(dtype: str, *shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,7 +53,7 @@ def blank(dtype: str, *shape: int) -> torch.Tensor:
     )
 
 
-# -- tensors ----------------------------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,7 +220,7 @@ def test_names_that_look_like_paths_do_not_meet() -> None:
     assert_same(round_trip(state, target), state)
 
 
-# -- NumPy ------------------------------------------------------------------------------------------------------------
+# -- NumPy -----------------------------------------------------------------------------------------
 
 NUMERIC = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 
@@ -289,8 +290,13 @@ def test_a_memory_map_is_an_array_like_any_other(tmp_path: Path) -> None:
     ],
     ids=["big-endian", "str", "object", "datetime", "structured", "longdouble", "masked"],
 )
-def test_an_array_that_bytes_cannot_hold_is_refused_with_its_path(array: np.ndarray[Any, Any]) -> None:
-    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="'data/x'"):
+def test_an_array_that_bytes_cannot_hold_is_refused_with_its_path(
+    array: np.ndarray[Any, Any],
+) -> None:
+    with (
+        CheckpointManager(new_root()) as manager,
+        pytest.raises(UnsupportedValue, match="'data/x'"),
+    ):
         manager.save_async({"data": {"x": array}})
 
 
@@ -302,7 +308,7 @@ def test_tensors_and_arrays_stand_in_for_each_other() -> None:
     assert target["t"].tolist() == [0, 1, 2]
 
 
-# -- plain values -----------------------------------------------------------------------------------------------------
+# -- plain values ----------------------------------------------------------------------------------
 
 
 def test_plain_values_of_all_kinds_come_back_as_they_were() -> None:
@@ -310,7 +316,15 @@ def test_plain_values_of_all_kinds_come_back_as_they_were() -> None:
         "none": None,
         "flags": [True, False],
         "ints": (0, -1, 2**63 - 1, -(2**63), 2**63, -(2**200)),
-        "floats": [0.1, -0.0, 1e-320, float("inf"), float("-inf"), float("nan"), 1.7976931348623157e308],
+        "floats": [
+            0.1,
+            -0.0,
+            1e-320,
+            float("inf"),
+            float("-inf"),
+            float("nan"),
+            1.7976931348623157e308,
+        ],
         "complex": 1 - 2j,
         "text": "naïve\n\0 ✓",
         "bytes": (b"\0\xff", bytearray(b"x")),
@@ -321,10 +335,17 @@ def test_plain_values_of_all_kinds_come_back_as_they_were() -> None:
         "dtype": torch.bfloat16,
         "device": torch.device("cpu", 0),
         "size": torch.Size([2, 3]),
-        "scalars": [np.float32(1.5), np.int8(-3), np.bool_(True), np.complex64(1j), np.float16(0.1), np.uint64(2**64 - 1)],
+        "scalars": [
+            np.float32(1.5),
+            np.int8(-3),
+            np.bool_(True),
+            np.complex64(1j),
+            np.float16(0.1),
+            np.uint64(2**64 - 1),
+        ],
         "empty": {},
         "deep": [[[[[{"x": [()]}]]]]],
-    }  # fmt: skip
+    }
     assert_same(round_trip(state, dict.fromkeys(state)), state)
 
 
@@ -360,7 +381,7 @@ class Point(collections.namedtuple("Point", "x y")):
         ({"a": nested()}, "v/a"),
         ("\ud800", "state"),
     ],
-    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "nested", "nested-in-dict", "surrogate"],
+    ids=["object", "in-list", "deep", "function", "class", "namedtuple", "defaultdict", "range", "np-str", "sparse", "meta", "nested", "nested-in-dict", "surrogate"],  # noqa: E501
 )  # fmt: skip
 def test_what_only_pickle_could_save_is_refused_with_its_path(value: object, path: str) -> None:
     with CheckpointManager(new_root()) as manager:
@@ -390,7 +411,11 @@ class FailingModule(nn.Linear):
         ({"loader": Failing()}, "loader", "Failing whose state_dict() raises KeyError"),
         ({"a": [1, {"b": Failing()}]}, "a/1/b", "'cursor'"),
         ({"rank": PerRank(Failing())}, "rank", "leave the object out"),
-        ({"net": FailingModule(2, 2)}, "net", "FailingModule whose state_dict() raises RuntimeError"),
+        (
+            {"net": FailingModule(2, 2)},
+            "net",
+            "FailingModule whose state_dict() raises RuntimeError",
+        ),
     ],
 )
 def test_an_object_whose_state_dict_fails_is_named(state: Any, path: str, words: str) -> None:
@@ -430,7 +455,7 @@ def test_a_value_is_per_rank_once() -> None:
         manager.save_async({"a": PerRank(PerRank(1))}, 0)
 
 
-# -- anything at all --------------------------------------------------------------------------------------------------
+# -- anything at all -------------------------------------------------------------------------------
 
 _scalars = (
     st.none()
@@ -509,7 +534,9 @@ def test_any_nested_state_comes_back_into_an_object_that_takes_what_it_is_given(
 
 def test_the_same_state_gives_the_same_tree() -> None:
     state = {"s": {"b", "a", "c"}, "x": {"k": 1, "l": [1.5]}}
-    assert tree_of(saved(state)) == tree_of(saved({"x": {"l": [1.5], "k": 1}, "s": {"c", "b", "a"}}))
+    assert tree_of(saved(state)) == tree_of(
+        saved({"x": {"l": [1.5], "k": 1}, "s": {"c", "b", "a"}})
+    )
 
 
 def test_a_dict_comes_back_in_the_order_it_was_saved_in() -> None:
@@ -527,12 +554,19 @@ def test_a_module_hidden_in_a_state_dict_is_refused_with_its_path() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             raise AssertionError
 
-    with CheckpointManager(new_root()) as manager, pytest.raises(UnsupportedValue, match="'x/inner'"):
+    with (
+        CheckpointManager(new_root()) as manager,
+        pytest.raises(UnsupportedValue, match="'x/inner'"),
+    ):
         manager.save_async({"x": Hides()}, 0)
 
 
 def test_complex128_may_stand_beside_any_other_dtype() -> None:
-    state = {"0": torch.tensor(1), "1": torch.tensor(2 + 3j, dtype=torch.complex128), "2": torch.tensor(4.0)}
+    state = {
+        "0": torch.tensor(1),
+        "1": torch.tensor(2 + 3j, dtype=torch.complex128),
+        "2": torch.tensor(4.0),
+    }
     assert_same(round_trip(state, emptied(state)), state)
 
 
@@ -556,7 +590,10 @@ def test_tensors_made_for_the_call_are_never_taken_for_each_other() -> None:
         state[f"fresh{index}"] = Made(lambda index=index: torch.full((3,), float(index)))
         state[f"same{index}"] = array
         state[f"other{index}"] = array + index + 1
-    target = {key: Made(None) if isinstance(value, Made) else emptied(value) for key, value in state.items()}
+    target = {
+        key: Made(None) if isinstance(value, Made) else emptied(value)
+        for key, value in state.items()
+    }
     round_trip(state, target)
     for index in range(20):
         assert torch.equal(target[f"view{index}"].loaded, weight)

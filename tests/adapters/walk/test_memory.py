@@ -1,4 +1,6 @@
-"""A walk that remembers the last one finds what a first walk finds, whatever has changed in between."""
+"""A walk that remembers the last one finds what a first walk finds, whatever has changed in
+between.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def trained() -> State:
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(
-        [{"params": [*net.one.parameters(), *net.two.parameters()]}, {"params": net.three.parameters()}]
+        [
+            {"params": [*net.one.parameters(), *net.two.parameters()]},
+            {"params": net.three.parameters()},
+        ]
     )
     state = {"model": net, "optimizer": optimizer, "step": 3}
     step(state)
@@ -142,7 +147,9 @@ def capturable(state: State) -> None:
 
 def another_group(state: State) -> None:
     state["model"].more = nn.Linear(2, 2)
-    state["optimizer"].add_param_group({"params": list(state["model"].more.parameters()), "lr": 0.5})
+    state["optimizer"].add_param_group(
+        {"params": list(state["model"].more.parameters()), "lr": 0.5}
+    )
 
 
 def loaded(state: State) -> None:
@@ -273,17 +280,56 @@ def optimizer_first(state: State) -> None:
 
 
 CHANGES: list[Callable[[State], None]] = [
-    same_form_by_data, transposed_by_data, another_dtype_by_data, negated_by_data, moment_of_another_form, frozen, another_parameter,
-    another_parameter_of_the_optimizer, swapped_parameters, swapped_contents, reversed_group, reversed_groups, moved_between_groups,
-    another_lr, lr_that_is_a_tensor, capturable, another_group, loaded, state_in_another_order, key_added, key_removed, key_renamed,
-    swapped_keys, counter_that_is_a_number, counters_that_count, state_cleared, another_optimizer, optimizer_with_methods_of_its_own,
-    optimizer_for_a_part, module_added, module_removed, buffer_again, buffer_not_persistent, tied, tied_by_memory,
-    tied_to_the_optimizer, moment_that_is_a_buffer_too, memory_of_a_moment_that_is_a_buffer_too, hook_that_adds, hook_that_removes, extra_state, tensor_before, optimizer_first,
-]  # fmt: skip
+    same_form_by_data,
+    transposed_by_data,
+    another_dtype_by_data,
+    negated_by_data,
+    moment_of_another_form,
+    frozen,
+    another_parameter,
+    another_parameter_of_the_optimizer,
+    swapped_parameters,
+    swapped_contents,
+    reversed_group,
+    reversed_groups,
+    moved_between_groups,
+    another_lr,
+    lr_that_is_a_tensor,
+    capturable,
+    another_group,
+    loaded,
+    state_in_another_order,
+    key_added,
+    key_removed,
+    key_renamed,
+    swapped_keys,
+    counter_that_is_a_number,
+    counters_that_count,
+    state_cleared,
+    another_optimizer,
+    optimizer_with_methods_of_its_own,
+    optimizer_for_a_part,
+    module_added,
+    module_removed,
+    buffer_again,
+    buffer_not_persistent,
+    tied,
+    tied_by_memory,
+    tied_to_the_optimizer,
+    moment_that_is_a_buffer_too,
+    memory_of_a_moment_that_is_a_buffer_too,
+    hook_that_adds,
+    hook_that_removes,
+    extra_state,
+    tensor_before,
+    optimizer_first,
+]
 
 
 def found(walk: Collected) -> list[tuple[Any, ...]]:
-    """Names and memory of what a walk found, as it is saved: for a segment what the segment has kept of it."""
+    """Names and memory of what a walk found, as it is saved: for a segment what the segment has
+    kept of it.
+    """
     rows: list[tuple[Any, ...]] = []
     for part in walk.parts:
         if isinstance(part, Segment):
@@ -292,7 +338,9 @@ def found(walk: Collected) -> list[tuple[Any, ...]]:
                     (each.data_ptr(), each.dtype, each.shape, each.stride(), each.is_neg())
                     for each in form.held
                 ]
-                rows.append((held.name, id(held.tensor), held.late, held.replicas, form.signature, memory))
+                rows.append(
+                    (held.name, id(held.tensor), held.late, held.replicas, form.signature, memory)
+                )
         else:
             rows.append((part.name, id(part.tensor), part.late, part.replicas))
     return rows
@@ -355,7 +403,9 @@ def replaced_local_tensor(tensor: DTensor) -> None:
 
 
 @pytest.mark.parametrize("change", [replaced_spec, changed_spec, replaced_local_tensor])
-def test_a_dtensor_with_another_layout_or_memory_is_found(change: Callable[[DTensor], None]) -> None:
+def test_a_dtensor_with_another_layout_or_memory_is_found(
+    change: Callable[[DTensor], None],
+) -> None:
     with rank_of(0, 1):
         net = nn.Linear(4, 4)
         mesh = init_device_mesh("cpu", (1,))
@@ -372,7 +422,9 @@ def test_a_dtensor_with_another_layout_or_memory_is_found(change: Callable[[DTen
 
 
 @pytest.mark.parametrize("shared", [lambda tensor: tensor, lambda tensor: tensor.detach()])
-def test_what_an_earlier_module_shares_from_now_on_is_found(shared: Callable[[torch.Tensor], Any]) -> None:
+def test_what_an_earlier_module_shares_from_now_on_is_found(
+    shared: Callable[[torch.Tensor], Any],
+) -> None:
     """The second module itself is as it was."""
     state: State = {"first": nn.Linear(3, 3), "second": nn.Linear(3, 3)}
     memory, plans = Memory(), PlanCache(0, 1 << 20)

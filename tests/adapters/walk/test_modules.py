@@ -12,7 +12,15 @@ from torch.optim import lr_scheduler as lrs
 
 from ckpt import CheckpointManager
 from ckpt.errors import EntryMissing, EntryUnexpected, RestoreError
-from tests.adapters.saving import assert_same, bits, manifest_of, new_root, restored, round_trip, saved
+from tests.adapters.saving import (
+    assert_same,
+    bits,
+    manifest_of,
+    new_root,
+    restored,
+    round_trip,
+    saved,
+)
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -25,7 +33,7 @@ def names_of(state: dict[str, Any]) -> set[str]:
     return {tensor.name for tensor in manifest.tensors} | set(manifest.tied)
 
 
-# -- modules ----------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 def test_parameters_and_buffers_come_back_in_place() -> None:
@@ -62,7 +70,13 @@ class Counts(nn.Module):
 
 @pytest.mark.parametrize(
     "extra",
-    [{"seen": 3, "scale": torch.arange(4.0), "names": ["a"]}, torch.arange(5), [1, (2, None)], None, 7],
+    [
+        {"seen": 3, "scale": torch.arange(4.0), "names": ["a"]},
+        torch.arange(5),
+        [1, (2, None)],
+        None,
+        7,
+    ],
 )
 @pytest.mark.parametrize("nested", [False, True])
 def test_extra_state_comes_back(extra: Any, nested: bool) -> None:
@@ -149,7 +163,7 @@ def test_a_module_that_lacks_or_has_more_than_was_saved_is_told_which() -> None:
             manager.restore({"m": nn.Sequential(nn.Linear(2, 2, bias=False))})
 
 
-# -- optimizers -------------------------------------------------------------------------------------------------------
+# -- optimizers ------------------------------------------------------------------------------------
 
 Build = Callable[[nn.Module], Optimizer]
 
@@ -239,8 +253,15 @@ class Job:
 @pytest.mark.parametrize(
     ("build", "schedule"),
     [pytest.param(build, SCHEDULERS["StepLR"], id=name) for name, build in OPTIMIZERS.items()]
-    + [pytest.param(OPTIMIZERS["SGD-momentum"], schedule, id=name) for name, schedule in SCHEDULERS.items()]
-    + [pytest.param(OPTIMIZERS["Adam-tensor-lr"], SCHEDULERS["OneCycleLR"], id="tensor-lr-OneCycleLR")]
+    + [
+        pytest.param(OPTIMIZERS["SGD-momentum"], schedule, id=name)
+        for name, schedule in SCHEDULERS.items()
+    ]
+    + [
+        pytest.param(
+            OPTIMIZERS["Adam-tensor-lr"], SCHEDULERS["OneCycleLR"], id="tensor-lr-OneCycleLR"
+        )
+    ]
     + [pytest.param(OPTIMIZERS["AdamW-groups"], SCHEDULERS["Lambda"], id="groups-Lambda")],
 )
 def test_training_goes_on_as_if_it_had_never_stopped(
@@ -261,7 +282,9 @@ def test_training_goes_on_as_if_it_had_never_stopped(
 
 def test_a_capturable_learning_rate_keeps_its_address() -> None:
     job = Job(lambda m: torch.optim.Adam(m.parameters(), torch.tensor(0.5)), SCHEDULERS["none"], 0)
-    other = Job(lambda m: torch.optim.Adam(m.parameters(), torch.tensor(0.1)), SCHEDULERS["none"], 1)
+    other = Job(
+        lambda m: torch.optim.Adam(m.parameters(), torch.tensor(0.1)), SCHEDULERS["none"], 1
+    )
     held = other.optimizer.param_groups[0]["lr"]
     round_trip(job.state, other.state)
     assert other.optimizer.param_groups[0]["lr"] is held

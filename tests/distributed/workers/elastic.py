@@ -1,5 +1,7 @@
-"""FOLDER STEPS [PLAN [reference]]: one rank of a job that dies and comes back. PLAN is JSON: by life (torchrun's count of restarts) which rank comes to which end.
-With ``reference`` the same is trained once more at the end, uninterrupted.
+"""FOLDER STEPS [PLAN [reference]]: one rank of a job that dies and comes back.
+
+PLAN is JSON: by life (torchrun's count of restarts) which rank comes to which end. With
+``reference`` the same is trained once more at the end, uninterrupted.
 
 Every rank notes what it sees in FOLDER/notes-RANK.jsonl; what is noted outlives it.
 """
@@ -35,7 +37,9 @@ SETTINGS: dict[str, Any] = {"chunk_bytes": 1 << 14, "commit_timeout_seconds": 60
 
 
 class Trainer:
-    """Two networks, one under FSDP2 and one under DDP, trained side by side; all that they do depends on the step only."""
+    """Two networks, one under FSDP2 and one under DDP, trained side by side; all that they do
+    depends on the step only.
+    """
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -50,8 +54,15 @@ class Trainer:
 
     @property
     def state(self) -> dict[str, Any]:
-        mine = PerRank([self.step, dist.get_rank()], on_resize=lambda rank, world, saved: rank % saved)
-        return {"nets": dict(self.nets), "optimizers": dict(self.optimizers), "step": self.step, "mine": mine}
+        mine = PerRank(
+            [self.step, dist.get_rank()], on_resize=lambda rank, world, saved: rank % saved
+        )
+        return {
+            "nets": dict(self.nets),
+            "optimizers": dict(self.optimizers),
+            "step": self.step,
+            "mine": mine,
+        }
 
     def restore(self, manager: CheckpointManager) -> Any:
         state = self.state
@@ -85,7 +96,9 @@ class Trainer:
         found = hashlib.sha256()
         for name, net in self.nets.items():
             for key, parameter in net.named_parameters():
-                for _, value in sorted({"": parameter, **self.optimizers[name].state[parameter]}.items()):
+                for _, value in sorted(
+                    {"": parameter, **self.optimizers[name].state[parameter]}.items()
+                ):
                     whole = value.full_tensor() if isinstance(value, DTensor) else value
                     found.update(key.encode() + whole.detach().contiguous().numpy().tobytes())
         return found.hexdigest()[:16]
@@ -106,7 +119,8 @@ class Notes:
     def __call__(self, **what: Any) -> None:
         os.write(
             self._file,
-            json.dumps({"start": self.start, "life": self.life, "at": time.time(), **what}).encode() + b"\n",
+            json.dumps({"start": self.start, "life": self.life, "at": time.time(), **what}).encode()
+            + b"\n",
         )
 
 
@@ -116,14 +130,18 @@ def die(key: str = "") -> NoReturn:
 
 
 def arm(end: str) -> Callable[[int], None]:
-    """What happens on this rank in this life: in the midst of the save of a step, or of a restore; or, by what is returned, within a step."""
+    """What happens on this rank in this life: in the midst of the save of a step, or of a
+    restore; or, by what is returned, within a step.
+    """
     what, _, when = end.partition(" ")
     rules = []
     if what == "save":  # its bytes are written, its file is not finished
         rules = [Rule(verb="write", key=rf"step-0*{when}\.", fault=LoseReply(die))]
     elif what == "restore":
         rules = [Rule(verb="read_into", key="safetensors", nth=2, fault=Raise(die))]
-    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(open_backend(url, options), rules)
+    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(
+        open_backend(url, options), rules
+    )
 
     def within(step: int) -> None:
         if what == "step" and step == int(when):
@@ -135,7 +153,9 @@ def arm(end: str) -> Callable[[int], None]:
 
 
 def one_rank_is_stopped(folder: Path, note: Notes) -> None:
-    """SIGSTOP of the last rank, for longer than others wait: they go on, the save fails everywhere with its name, the next works."""
+    """SIGSTOP of the last rank, for longer than others wait: they go on, the save fails
+    everywhere with its name, the next works.
+    """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     state = {"x": torch.arange(1000.0), "mine": PerRank(rank)}
     with CheckpointManager(folder / "stopped", commit_timeout_seconds=1.5) as manager:
@@ -191,7 +211,8 @@ def main() -> None:
     within = arm(end if rank == victim else "")
     trainer = Trainer()
     with CheckpointManager(folder / "run", **SETTINGS) as manager:
-        # torchrun ends the survivors of a death with SIGTERM: half the grace time is how long they look for the dead
+        # torchrun ends the survivors of a death with SIGTERM: half the grace time is how long they
+        # look for the dead
         stop = manager.on_signals(grace_seconds=20 if end.startswith("signal") else 2)
         report = trainer.restore(manager)
         note(

@@ -45,8 +45,12 @@ def manager_on(
     path: Path, *faults: tuple[int, str, str, Fault], **settings: Any
 ) -> Iterator[CheckpointManager]:
     """A manager that waits 3 seconds; a fault (rank, verb, key, what) is one rank's alone."""
-    rules = [Rule(verb=verb, key=key, fault=fault) for rank, verb, key, fault in faults if rank == RANK]  # type: ignore[arg-type]
-    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(open_backend(url, options), rules)
+    rules = [
+        Rule(verb=verb, key=key, fault=fault) for rank, verb, key, fault in faults if rank == RANK
+    ]  # type: ignore[arg-type]
+    ckpt.storage.tiers.open_backend = lambda url, options: FaultyBackend(
+        open_backend(url, options), rules
+    )
     try:
         with CheckpointManager(path, commit_timeout_seconds=3, **settings) as manager:
             yield manager
@@ -77,16 +81,23 @@ def works(manager: CheckpointManager, state: dict[str, Any], step: int) -> None:
 def diverged(folder: Path) -> None:
     net, optimizer = build("ddp", seed=0)
     step(net, optimizer, 0)
-    state: dict[str, Any] = {"model": net, "optimizer": optimizer, "plain": {"lr": 0.1, "list": [1, 2]}}
+    state: dict[str, Any] = {
+        "model": net,
+        "optimizer": optimizer,
+        "plain": {"lr": 0.1, "list": [1, 2]},
+    }
     with manager_on(folder / "diverged") as manager:
         works(manager, state, 1)
-        for number, name in enumerate(["big", "tiny", "norm.running_mean", "norm.num_batches_tracked"]):
+        for number, name in enumerate(
+            ["big", "tiny", "norm.running_mean", "norm.num_batches_tracked"]
+        ):
             tensor = dict(net.module.state_dict(keep_vars=True))[name]
             with torch.no_grad():
                 before = tensor.clone()
                 if RANK == 1:
                     tensor.view(-1)[-1] += 1
-                if name.startswith("norm"):  # buffers: the first rank speaks for all, as in DDP itself
+                # buffers: the first rank speaks for all, as in DDP itself
+                if name.startswith("norm"):
                     works(manager, state, 10 + number)
                     manager.restore(state, 10 + number)
                     assert torch.equal(tensor, before)
@@ -98,7 +109,9 @@ def diverged(folder: Path) -> None:
         before = moment.clone()
         if RANK == 0:
             moment[5, 5] += 1
-        fails(ReplicasDiverged, "'optimizer/model/big/exp_avg'", manager=manager, state=state, step=20)
+        fails(
+            ReplicasDiverged, "'optimizer/model/big/exp_avg'", manager=manager, state=state, step=20
+        )
         moment.copy_(before)
         works(manager, state, 21)
         fails(ReplicasDiverged, "'n'", manager=manager, state={**state, "n": RANK}, step=22)
@@ -138,7 +151,9 @@ def one_rank_raises(folder: Path) -> None:
                 while not pending.done():
                     time.sleep(0.01)
             dist.barrier()
-            try:  # an error that nobody asked for is told by the next save, once, and that save goes down with it
+            # an error that nobody asked for is told by the next save, once, and that save goes down
+            # with it
+            try:
                 manager.save(state, 5, timeout=30)
             except (CommitError, SaveSkipped):  # there; and here, where it was told already
                 pass
@@ -220,7 +235,8 @@ def restores(folder: Path) -> None:
     with manager_on(path) as manager:
         for number in (1, 2, 3):
             works(manager, state(number), number)
-        for wrong in ({"x": torch.zeros(5)}, {"x": torch.zeros(200_000), "more": 1}):  # on one rank only
+        # on one rank only
+        for wrong in ({"x": torch.zeros(5)}, {"x": torch.zeros(200_000), "more": 1}):
             target = blank() | (wrong if RANK == 1 else {})
             try:
                 manager.restore(target)

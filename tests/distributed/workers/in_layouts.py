@@ -1,7 +1,8 @@
 # ruff: noqa: PT017 - a worker has no pytest
 """FOLDER [CASE ...]: run every case of this file in one world, and say of each how it went.
 
-A case is a function that is marked with ``@case``. All ranks run it; it makes its own folders below FOLDER.
+A case is a function that is marked with ``@case``. All ranks run it; it makes its own folders below
+FOLDER.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def stack(value: float) -> Stack:
     return net
 
 
-def wrapped(value: float, kind: ShardingStrategy, *, named: bool, net: nn.Module | None = None) -> FSDP:
+def wrapped(
+    value: float, kind: ShardingStrategy, *, named: bool, net: nn.Module | None = None
+) -> FSDP:
     return FSDP(
         net or stack(value),
         use_orig_params=named,
@@ -114,14 +117,20 @@ def data(number: int) -> torch.Tensor:
     return torch.randn(8, 8, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 
 
-# -- a restore after a forward without a backward ---------------------------------------------------------------------------
+# -- a restore after a forward without a backward --------------------------------------------------
 
 
 @case
 def fsdp1_computes_with_what_was_restored(folder: Path) -> None:
-    for kind in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+    for kind in (
+        ShardingStrategy.FULL_SHARD,
+        ShardingStrategy.SHARD_GRAD_OP,
+        ShardingStrategy.NO_SHARD,
+    ):
         for named in (True, False):
-            root = saved(folder / f"{kind.name}-{named}", {"model": wrapped(2.0, kind, named=named)})
+            root = saved(
+                folder / f"{kind.name}-{named}", {"model": wrapped(2.0, kind, named=named)}
+            )
             for compiled in (False, True):
                 for grad in (torch.no_grad, nullcontext):
                     net = wrapped(3.0, kind, named=named)
@@ -192,7 +201,7 @@ def ddp_with_a_static_graph_computes_with_what_was_restored(folder: Path) -> Non
     assert output(net) == 8.0
 
 
-# -- FSDP1 ------------------------------------------------------------------------------------------------------------------
+# -- FSDP1 -----------------------------------------------------------------------------------------
 
 
 @case
@@ -228,7 +237,9 @@ def fsdp1_with_adagrad_comes_back(folder: Path) -> None:
     for one, two in zip(state["model"].parameters(), other["model"].parameters(), strict=True):
         assert torch.equal(one, two)
         if one.numel():
-            assert state["optimizer"].state[one]["step"] == other["optimizer"].state[two]["step"] == 3
+            assert (
+                state["optimizer"].state[one]["step"] == other["optimizer"].state[two]["step"] == 3
+            )
 
 
 @case
@@ -236,16 +247,21 @@ def fsdp1_over_tensor_parallelism_is_refused_by_name(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     net = parallelize_module(stack(2.0), mesh["tp"], {"one": ColwiseParallel()})
     net = FSDP(net, use_orig_params=True, device_mesh=mesh["dp"], device_id=torch.device("cpu"))
-    with CheckpointManager(folder) as manager, raises(UnsupportedValue, "'model/one.weight'", "fully_shard"):
+    with (
+        CheckpointManager(folder) as manager,
+        raises(UnsupportedValue, "'model/one.weight'", "fully_shard"),
+    ):
         manager.save({"model": net}, 1)
 
 
-# -- buffers that differ ----------------------------------------------------------------------------------------------------
+# -- buffers that differ ---------------------------------------------------------------------------
 
 
 def mean(net: nn.Module) -> torch.Tensor:
     """The running mean of the one BatchNorm."""
-    return next(buffer for name, buffer in net.named_buffers() if name.endswith("running_mean")).clone()
+    return next(
+        buffer for name, buffer in net.named_buffers() if name.endswith("running_mean")
+    ).clone()
 
 
 @case
@@ -296,22 +312,28 @@ def parameters_that_differ_are_still_refused(folder: Path) -> None:
     net = DistributedDataParallel(Normed())
     with torch.no_grad():
         net.module.inner.weight.add_(dist.get_rank())
-    with CheckpointManager(folder) as manager, raises(ReplicasDiverged, "inner.weight", "declare_part"):
+    with (
+        CheckpointManager(folder) as manager,
+        raises(ReplicasDiverged, "inner.weight", "declare_part"),
+    ):
         manager.save({"model": net}, 1)
 
 
-# -- objects that save themselves -------------------------------------------------------------------------------------------
+# -- objects that save themselves ------------------------------------------------------------------
 
 
 @case
 def objects_with_sharded_tensors_come_back(folder: Path) -> None:
-    """The code of DCP's tutorial and of torchtitan, under FSDP2 and FSDP1; an uninterrupted run is the measure."""
+    """The code of DCP's tutorial and of torchtitan, under FSDP2 and FSDP1; an uninterrupted run
+    is the measure.
+    """
 
     def fsdp2() -> nn.Module:
         return fully_shard(Net())
 
     def fsdp1() -> nn.Module:
-        # flat: with the names of parameters torch's own load fails here (2.13, gloo), in other collectives on each rank
+        # flat: with the names of parameters torch's own load fails here (2.13, gloo), in other
+        # collectives on each rank
         net = FSDP(Net(), use_orig_params=False, device_id=torch.device("cpu"))
         FSDP.set_state_dict_type(net, StateDictType.SHARDED_STATE_DICT)
         return net

@@ -38,7 +38,9 @@ def values(state: dict[str, Any]) -> list[torch.Tensor]:
     """Parameters and their moments, whole."""
     optimizer = state["optimizer"]
     moments = [
-        optimizer.state[p][key] for p in state["model"].parameters() for key in ("exp_avg", "exp_avg_sq")
+        optimizer.state[p][key]
+        for p in state["model"].parameters()
+        for key in ("exp_avg", "exp_avg_sq")
     ]
     return [whole(value) for value in (*state["model"].parameters(), *moments)]
 
@@ -71,7 +73,10 @@ def main() -> None:
             assert report is not None
             assert report.step == target["step"] == 3
             assert target["own"].value == {"rank": dist.get_rank()}
-            assert all(torch.equal(a, b) for a, b in zip(kept, values(target), strict=True)), (mode, other)
+            assert all(torch.equal(a, b) for a, b in zip(kept, values(target), strict=True)), (
+                mode,
+                other,
+            )
             assert len(READ) == len(set(READ)), "a fragment was read twice"
         dist.barrier()
         if dist.get_rank() == 0:

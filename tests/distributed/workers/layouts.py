@@ -1,5 +1,6 @@
 # ruff: noqa: PT017 - a worker has no pytest
-"""save|load FOLDER MODE...: train and save under each mode, or restore each mode's checkpoint under others.
+"""save|load FOLDER MODE...: train and save under each mode, or restore each mode's checkpoint under
+others.
 
 A load argument is SAVED_MODE:MODE. A mode that is saved may have a folder before it: 2/fsdp.
 """
@@ -26,7 +27,8 @@ def save(folder: Path, saved: str) -> None:
     torch.manual_seed(1000 + dist.get_rank())
     with CheckpointManager(folder / saved) as manager:
         pending = manager.save_async(
-            state_of(net, optimizer, 3) | {"strict": PerRank(1, on_resize="same_rank"), "columns": columns(1)}
+            state_of(net, optimizer, 3)
+            | {"strict": PerRank(1, on_resize="same_rank"), "columns": columns(1)}
         )
         drawn = torch.rand(3)
         for number in range(3, 5):  # training goes on while it streams
@@ -62,7 +64,9 @@ def load(folder: Path, saved: str, mode: str) -> None:
                 except ConfigError as error:
                     assert "strict" in str(error), error
                 else:
-                    raise AssertionError("a PerRank value came back to another world without a policy")
+                    raise AssertionError(
+                        "a PerRank value came back to another world without a policy"
+                    )
                 assert_same(full(net, optimizer), before)
                 manager.restore(state)
         assert_same(full(net, optimizer), kept["expected"])

@@ -1,4 +1,6 @@
-"""FOLDER: two ranks save to near and far; then near is damaged in a different place for each, emptied, and far is taken away."""
+"""FOLDER: two ranks save to near and far; then near is damaged in a different place for each,
+emptied, and far is taken away.
+"""
 
 from __future__ import annotations
 

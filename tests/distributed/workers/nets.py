@@ -21,7 +21,9 @@ from ckpt import PerRank, RngState
 
 
 class Net(nn.Module):
-    """Uneven sizes, a tie, buffers, one parameter that is large enough to be cut among replicas, and one with fewer rows than ranks."""
+    """Uneven sizes, a tie, buffers, one parameter that is large enough to be cut among replicas,
+    and one with fewer rows than ranks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +36,11 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.down(self.up(x).relu()))
-        return (self.head(x) + self.other(x)).square().sum() + self.big.square().sum() + self.tiny.sum()
+        return (
+            (self.head(x) + self.other(x)).square().sum()
+            + self.big.square().sum()
+            + self.tiny.sum()
+        )
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,7 +57,9 @@ def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         parallelize_module(net, mesh["tp"], plan)
         fully_shard(net, mesh=mesh["dp"])
     elif mode == "hsdp":
-        fully_shard(net, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "shards")))
+        fully_shard(
+            net, mesh=init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("copies", "shards"))
+        )
     elif mode.startswith("fsdp1"):
         net = fsdp1(net, mode)
     elif mode == "ddp":
@@ -65,7 +73,9 @@ def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def fsdp1(net: nn.Module, mode: str) -> nn.Module:
-    """``fsdp1``, ``fsdp1-flat`` (the optimizer sees flat parameters alone), ``fsdp1-copies`` (sharded over two, copied over the rest), ``fsdp1-whole`` (not sharded)."""
+    """``fsdp1``, ``fsdp1-flat`` (the optimizer sees flat parameters alone), ``fsdp1-copies``
+    (sharded over two, copied over the rest), ``fsdp1-whole`` (not sharded).
+    """
     kind = {"fsdp1-copies": ShardingStrategy.HYBRID_SHARD, "fsdp1-whole": ShardingStrategy.NO_SHARD}
     copies = dist.get_world_size() // 2
     with warnings.catch_warnings():
@@ -102,14 +112,18 @@ def state_of(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> d
         "common": torch.arange(7.0),
         "rng": PerRank(RngState(), on_resize="same_rank"),
         "who": PerRank(rank, on_resize="first"),
-        "last": PerRank({"rank": torch.tensor(rank)}, on_resize=lambda rank, world, saved: saved - 1),
+        "last": PerRank(
+            {"rank": torch.tensor(rank)}, on_resize=lambda rank, world, saved: saved - 1
+        ),
     }
 
 
 def columns(factor: float) -> DTensor:
     """Columns cut over all ranks, seen flat: of each row a run is here."""
     numbers = factor * torch.arange(96.0).view(8, 12)
-    return distribute_tensor(numbers, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]).view(-1)
+    return distribute_tensor(
+        numbers, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(1)]
+    ).view(-1)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,7 +131,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Every tensor whole, by a name that no wrapper changes, gathered by the framework itself. All ranks must call it."""
+    """Every tensor whole, by a name that no wrapper changes, gathered by the framework itself.
+
+    All ranks must call it.
+    """
     if isinstance(net, FSDP):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -125,7 +142,10 @@ def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
             gathered = fsdp1_states(net, optimizer)
     else:
         bare = net.module if isinstance(net, DistributedDataParallel) else net
-        found = {f"model/{name}": whole(tensor) for name, tensor in bare.state_dict(keep_vars=True).items()}
+        found = {
+            f"model/{name}": whole(tensor)
+            for name, tensor in bare.state_dict(keep_vars=True).items()
+        }
         gathered = states(bare, optimizer)
     for name, values in gathered.items():
         for key, value in values.items():
@@ -134,7 +154,9 @@ def full(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
 
 
 def fsdp1_states(net: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """``FSDP.optim_state_dict`` gives ``exp_avg_sq`` for ``exp_avg`` too where parameters keep their names (torch 2.13, CPU): there, what the ranks hold is put together in their order."""
+    """``FSDP.optim_state_dict`` gives ``exp_avg_sq`` for ``exp_avg`` too where parameters keep
+    their names (torch 2.13, CPU): there, what the ranks hold is put together in their order.
+    """
     if any("_flat_param" in name for name, _ in net.named_parameters()):
         return FSDP.optim_state_dict(net, optimizer)["state"]
     with FSDP.summon_full_params(net):
@@ -162,7 +184,9 @@ def states(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[s
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         return {name: optimizer.state[parameter] for name, parameter in net.named_parameters()}
     own = optimizer.optim.state
-    mine = {name: dict(own[parameter]) for name, parameter in net.named_parameters() if parameter in own}
+    mine = {
+        name: dict(own[parameter]) for name, parameter in net.named_parameters() if parameter in own
+    }
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     merged = {name: values for each in found for name, values in each.items()}
@@ -177,7 +201,10 @@ def assert_same(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
 
 
 def assert_close(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    """As another order of summing leaves it. The gradient of ``down.bias`` is nothing but that: the norm that follows takes it away."""
+    """As another order of summing leaves it.
+
+    The gradient of ``down.bias`` is nothing but that: the norm that follows takes it away.
+    """
     assert have.keys() == want.keys(), have.keys() ^ want.keys()
     for name, tensor in want.items():
         noise = "down.bias" in name or "running_mean" in name

@@ -1,4 +1,6 @@
-"""FOLDER: two ranks; the job's store lives in rank 0, which is killed right after it has told that its part is durable."""
+"""FOLDER: two ranks; the job's store lives in rank 0, which is killed right after it has told
+that its part is durable.
+"""
 
 from __future__ import annotations
 

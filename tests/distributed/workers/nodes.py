@@ -1,4 +1,6 @@
-"""FOLDER: four ranks on two nodes, each node with a root of its own: saved, lost, swapped, and restored."""
+"""FOLDER: four ranks on two nodes, each node with a root of its own: saved, lost, swapped, and
+restored.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def watch() -> None:
 
 
 def build(mode: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """As ``nets.build``; buffers are the first rank's alone under DDP, unless it is told not to hand them out."""
+    """As ``nets.build``; buffers are the first rank's alone under DDP, unless it is told not to
+    hand them out.
+    """
     if mode != "ddp without broadcast":
         return nets.build(mode, seed)
     net, _ = nets.build("plain", seed)
@@ -74,7 +78,10 @@ class Job:
     def save(
         self, mode: str, steps: Sequence[int], *, drift: bool = False, **settings: Any
     ) -> dict[int, dict[str, Any]]:
-        """What the state was at each step. With ``drift`` each rank has running statistics of its own, as of batches of its own."""
+        """What the state was at each step.
+
+        With ``drift`` each rank has running statistics of its own, as of batches of its own.
+        """
         model, optimizer = build(mode, 0)
         found = {}
         with CheckpointManager(self.tiers, chunk_bytes=1 << 14, **settings) as manager:
@@ -88,7 +95,9 @@ class Job:
         dist.barrier()
         return found
 
-    def restore(self, mode: str, saved: dict[int, dict[str, Any]], want: int, **how: Any) -> RestoreReport:
+    def restore(
+        self, mode: str, saved: dict[int, dict[str, Any]], want: int, **how: Any
+    ) -> RestoreReport:
         """The report, when what was restored is what was saved."""
         asked.clear()
         model, optimizer = build(mode, 1)
@@ -125,17 +134,23 @@ def copy_of(folder: Path, name: str, *, without: Sequence[str] = ()) -> Path:
 
 
 def ranks_on(folder: Path, node: int, number: int) -> list[str]:
-    return sorted(path.name for path in (folder / f"node{node}").glob(f"step-{number:09d}.*/*.safetensors"))
+    return sorted(
+        path.name for path in (folder / f"node{node}").glob(f"step-{number:09d}.*/*.safetensors")
+    )
 
 
 def sharded(root: Path) -> None:
     base = root / "fsdp"
     saved = Job(base).save("fsdp", (1, 2, 3))
-    # each node has its ranks' files, the same manifest, and prunes for itself; what is shared has all
+    # each node has its ranks' files, the same manifest, and prunes for itself; what is shared has
+    # all
     assert ranks_on(base, 0, 3) == ["rank-00000.safetensors", "rank-00001.safetensors"]
     assert ranks_on(base, 1, 3) == ["rank-00002.safetensors", "rank-00003.safetensors"]
     for node in (0, 1):
-        assert len({path.read_bytes() for path in base.glob("node*/step-000000003.*/manifest.json")}) == 1
+        assert (
+            len({path.read_bytes() for path in base.glob("node*/step-000000003.*/manifest.json")})
+            == 1
+        )
         assert len(list((base / f"node{node}").glob("step-*/manifest.json"))) == 2
     assert len(list(base.glob("shared/step-*/*.safetensors"))) == 4
 
@@ -176,7 +191,8 @@ def replicated(root: Path) -> None:
         report = Job(lost, far=False).restore(mode, saved, 2)
         assert bool(asked) == (dist.get_rank() // 2 == node), asked
         assert report.skipped == ()
-    # buffers that differ are the first rank's alone: they are asked for, and no file is fetched for them
+    # buffers that differ are the first rank's alone: they are asked for, and no file is fetched for
+    # them
     base = root / "ddp"
     saved = Job(base, far=False).save("ddp", (1,), drift=True, copies="per_node")
     report = Job(base, far=False).restore("ddp", saved, 1)
@@ -225,7 +241,10 @@ def fewer(root: Path) -> None:
 
 
 def cut_off(root: Path) -> None:
-    """A job ended after one node had put the manifest of step 2, and before the other. The next job takes the roots, and does not restore."""
+    """A job ended after one node had put the manifest of step 2, and before the other.
+
+    The next job takes the roots, and does not restore.
+    """
     base = root / "cut"
     saved = Job(base, far=False).save("fsdp", (1, 2))
 

@@ -1,6 +1,8 @@
-"""FOLDER MAPPING FAR: four ranks that each find the root of node MAPPING[rank]; restore, check, and save every step until killed.
+"""FOLDER MAPPING FAR: four ranks that each find the root of node MAPPING[rank]; restore, check, and
+save every step until killed.
 
-Every value of the state follows from the step and its own place, so that a mixture of two steps is seen. FAR: how often the shared tier takes a step; 0 for none.
+Every value of the state follows from the step and its own place, so that a mixture of two steps is
+seen. FAR: how often the shared tier takes a step; 0 for none.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def main() -> None:
     far, here = int(sys.argv[3]), sys.argv[2][rank]
     mesh = init_device_mesh("cpu", (4,))
     tensors: dict[str, torch.Tensor] = {
-        f"t{number}": DTensor.from_local(torch.zeros(ROWS // 4, 96), mesh, [Shard(0)]) for number in range(6)
+        f"t{number}": DTensor.from_local(torch.zeros(ROWS // 4, 96), mesh, [Shard(0)])
+        for number in range(6)
     }
     state: dict[str, Any] = {"tensors": {**tensors, "small": torch.zeros(5)}, "step": 0}
     tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=3)]

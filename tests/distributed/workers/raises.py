@@ -1,4 +1,7 @@
-"""Two ranks; rank 1 raises with a save under way that rank 0 never begins. Rank 0 begins another, which rank 1 never does. ROOT"""
+"""Two ranks; rank 1 raises with a save under way that rank 0 never begins.
+
+Rank 0 begins another, which rank 1 never does. ROOT
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FOLDER: ranks restore what they share, each reading it or one for all; damage and failures on one of them; fully_shard on the meta device."""
+"""FOLDER: ranks restore what they share, each reading it or one for all; damage and failures on
+one of them; fully_shard on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def job(seed: int, kind: str, *, steps: int = 1, device: str = "cpu") -> dict[st
         fully_shard(model, mesh=mesh)
     elif kind == "hsdp":
         fully_shard(
-            model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+            model,
+            mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard")),
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
     torch.manual_seed(seed)
@@ -88,7 +91,8 @@ def contents(state: dict[str, Any]) -> dict[str, torch.Tensor]:
         found |= {f"optimizer/{number}/{key}": t for key, t in held.items()}
     found |= {"table": state["table"], "strided": state["strided"], "own": state["own"].value}
     return {
-        name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone() for name, t in found.items()
+        name: (t.to_local() if isinstance(t, DTensor) else t).detach().clone()
+        for name, t in found.items()
     }
 
 
@@ -180,7 +184,9 @@ def sending() -> Callable[[], None]:
 
 
 def damaged(folder: Path) -> None:
-    """A chunk that one rank alone reads: all go to the step before, and to none if there is none."""
+    """A chunk that one rank alone reads: all go to the step before, and to none if there is
+    none.
+    """
     saved, newer, state = job(1, "ddp"), job(3, "ddp"), job(2, "ddp")
     with CheckpointManager(str(folder / "damaged"), chunk_bytes=1 << 17) as manager:
         manager.save(saved, 1)
@@ -205,7 +211,9 @@ def damaged(folder: Path) -> None:
 
 
 def meta(folder: Path) -> None:
-    """fully_shard on the meta device, with the optimizer built before or after the model has memory."""
+    """fully_shard on the meta device, with the optimizer built before or after the model has
+    memory.
+    """
     saved = job(1, "fsdp")
     with CheckpointManager(str(folder / "meta")) as manager:
         manager.save(saved, 1)
@@ -234,7 +242,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     folder = Path(sys.argv[1])
     # small parcels: many rounds
-    broadcast.PARCEL_BYTES, broadcast.FLIGHT_BYTES, broadcast.WORTH_BYTES = 1 << 19, 1 << 20, 1 << 16  # type: ignore[misc]
+    broadcast.PARCEL_BYTES, broadcast.FLIGHT_BYTES, broadcast.WORTH_BYTES = (
+        1 << 19,
+        1 << 20,
+        1 << 16,
+    )  # type: ignore[misc]
     shared(folder, "ddp")
     shared(folder, "ddp", codec="zstd")
     if dist.get_world_size() == 4:

@@ -1,4 +1,6 @@
-"""FOLDER GROUP_SECONDS STORAGE_SECONDS [dcp]: three ranks whose store outlives them: slow storage beside a hasty process group, a rank stopped, the leader stopped, the leader killed."""
+"""FOLDER GROUP_SECONDS STORAGE_SECONDS [dcp]: three ranks whose store outlives them: slow
+storage beside a hasty process group, a rank stopped, the leader stopped, the leader killed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def say(*words: object) -> None:
 
 
 def at(where: str, rank: int, step: int, what: Callable[[], None]) -> None:
-    """Once: ``what`` on ``rank`` right before its save of ``step`` does ``where``: puts its fragment, gathers words, merges, puts the manifest."""
+    """Once: ``what`` on ``rank`` right before its save of ``step`` does ``where``: puts its
+    fragment, gathers words, merges, puts the manifest.
+    """
     if rank != RANK:
         return
     if where == "fragment":
@@ -48,7 +52,10 @@ def at(where: str, rank: int, step: int, what: Callable[[], None]) -> None:
 
         RankFiles.put_fragment = put  # type: ignore[method-assign,assignment]
         return
-    kind, perform = {"gather": Gather, "merge": Merge, "put": Put}[where], committer._Commit._perform
+    kind, perform = (
+        {"gather": Gather, "merge": Merge, "put": Put}[where],
+        committer._Commit._perform,
+    )
 
     def act(self: Any, action: Any) -> Any:
         if isinstance(action, kind) and self._ref.step == step:
@@ -93,7 +100,9 @@ def slow_storage_beside_a_hasty_group(
     say("storage took", round(time.monotonic() - began), "s,", steps, "steps of training meanwhile")
 
 
-def a_rank_is_stopped(manager: CheckpointManager, state: dict[str, Any], pids: list[int], pair: Any) -> None:
+def a_rank_is_stopped(
+    manager: CheckpointManager, state: dict[str, Any], pids: list[int], pair: Any
+) -> None:
     at("fragment", 2, 2, stop)
     began = time.monotonic()
     pending = manager.save_async(state, 2)
@@ -110,7 +119,9 @@ def a_rank_is_stopped(manager: CheckpointManager, state: dict[str, Any], pids: l
     say("told of rank 2:", error)
 
 
-def the_leader_is_stopped(manager: CheckpointManager, state: dict[str, Any], pids: list[int]) -> None:
+def the_leader_is_stopped(
+    manager: CheckpointManager, state: dict[str, Any], pids: list[int]
+) -> None:
     for step, where in ((3, "merge"), (4, "put")):
         at(where, 0, step, stop)
         pending = manager.save_async(state, step)

@@ -1,4 +1,6 @@
-"""FOLDER: two ranks save every step to memory, every second to a near folder, and from there to a far one that is slow on each rank at other times."""
+"""FOLDER: two ranks save every step to memory, every second to a near folder, and from there to
+a far one that is slow on each rank at other times.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def main() -> None:
             began = time.perf_counter()
             saves.append(manager.save_async(state))
             assert time.perf_counter() - began < 2, "held up by the far tier"
-        outcomes = [None if (error := save.exception(60)) is None else type(error) for save in saves]
+        outcomes = [
+            None if (error := save.exception(60)) is None else type(error) for save in saves
+        ]
         assert set(outcomes) <= {None, TierBehind}, outcomes
         gathered: list[Any] = [None, None]
         dist.all_gather_object(gathered, outcomes)

@@ -1,4 +1,6 @@
-"""FOLDER: one rank of a job that trains until it is killed or told to stop, and notes what it does in FOLDER/notes-RANK.jsonl."""
+"""FOLDER: one rank of a job that trains until it is killed or told to stop, and notes what it
+does in FOLDER/notes-RANK.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def digest(trainer: Trainer) -> str:
     parts: list[bytes] = [str(trainer.step).encode()]
     for name, net in trainer.nets.items():
         for key, parameter in net.named_parameters():
-            for kind, value in sorted({"": parameter, **trainer.optimizers[name].state[parameter]}.items()):
+            for kind, value in sorted(
+                {"": parameter, **trainer.optimizers[name].state[parameter]}.items()
+            ):
                 mine: Any = value.to_local() if isinstance(value, DTensor) else value
                 parts += [f"{key}/{kind}".encode(), mine.detach().contiguous().numpy().tobytes()]
     return checksum(b"".join(parts))[:16]
@@ -67,7 +71,9 @@ def main() -> None:
             for save in [save for save in saves if save.done()]:
                 saves.remove(save)
                 error = save.exception()
-                note(committed=save.step) if error is None else note(failed=save.step, error=str(error))
+                note(committed=save.step) if error is None else note(
+                    failed=save.step, error=str(error)
+                )
             if last:
                 note(stops=trainer.step)
                 break

@@ -1,5 +1,6 @@
-"""Saves and restores DeepSpeed engines: ``zero.py FOLDER save:2-bf16 load:2-bf16:1-fp32 ...``: what to save; what was saved, and what to restore it into. An engine is its stage, dtype
-and perhaps a variant (``2-bf16-robin``); ``plain-fp32`` is what the test itself has saved, without DeepSpeed.
+"""Saves and restores DeepSpeed engines: ``zero.py FOLDER save:2-bf16 load:2-bf16:1-fp32 ...``: what
+to save; what was saved, and what to restore it into. An engine is its stage, dtype and perhaps a
+variant (``2-bf16-robin``); ``plain-fp32`` is what the test itself has saved, without DeepSpeed.
 
 What is compared is seen through DeepSpeed's own eyes, never through ours.
 """
@@ -11,7 +12,11 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, set_log_level_from_string
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    set_log_level_from_string,
+)
 from torch import distributed as dist
 from zero_nets import batch, build, loss_of
 
@@ -21,7 +26,9 @@ from ckpt.integrations.deepspeed import zero_state
 
 STEPS, MORE = 3, 2
 NEAR = {"fp32": 2e-7, "bf16": 2e-3, "cast": 2e-2}
-"""How far losses may be apart where sums are taken in another order: other ranks, memory is aligned otherwise, or one of them in bf16."""
+"""How far losses may be apart where sums are taken in another order: other ranks, memory is
+aligned otherwise, or one of them in bf16.
+"""
 
 KEYS = ("exp_avg", "exp_avg_sq")
 
@@ -45,7 +52,11 @@ def engine_of(kind: str, seed: int):
     variant = VARIANTS["".join(rest)]
     net, optimizer = build(seed)
     # ZeRO 3 would put another F.linear in place, for engines of other stages in this process too
-    zero = {"stage": int(stage), "stage3_param_persistence_threshold": 20, "memory_efficient_linear": False}
+    zero = {
+        "stage": int(stage),
+        "stage3_param_persistence_threshold": 20,
+        "memory_efficient_linear": False,
+    }
     scheduler = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10}
     config = {
         "train_batch_size": 12,
@@ -91,15 +102,20 @@ def whole_of_3(engine, key: str) -> dict[str, torch.Tensor]:
     free = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     if key == "model":
         return {f"{key}/{name}": safe_get_full_fp32_param(p).clone() for name, p in free.items()}
-    return {f"{key}/{name}": safe_get_full_optimizer_state(p, key).clone() for name, p in free.items()}
+    return {
+        f"{key}/{name}": safe_get_full_optimizer_state(p, key).clone() for name, p in free.items()
+    }
 
 
 def whole_of_1_and_2(engine, key: str) -> dict[str, torch.Tensor]:
-    """All ranks' partitions one behind the other, cut in DeepSpeed's order: its own tool knows no state of the second group after one step."""
+    """All ranks' partitions one behind the other, cut in DeepSpeed's order: its own tool knows
+    no state of the second group after one step.
+    """
     optimizer, found = engine.optimizer, {}
     names = {id(p): name for name, p in engine.module.named_parameters()}
     partitions = (
-        getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
+        getattr(optimizer, "single_partition_of_fp32_groups", None)
+        or optimizer.fp32_groups_flat_partition
     )
     groups = getattr(optimizer, "round_robin_bit16_groups", None) or optimizer.bf16_groups
     for group, flat in zip(groups, partitions, strict=True):
@@ -108,7 +124,9 @@ def whole_of_1_and_2(engine, key: str) -> dict[str, torch.Tensor]:
         dist.all_gather(parts, own)
         rest = torch.cat(parts)
         for parameter in group:
-            found[f"{key}/{names[id(parameter)]}"] = rest[: parameter.numel()].view(parameter.shape).clone()
+            found[f"{key}/{names[id(parameter)]}"] = (
+                rest[: parameter.numel()].view(parameter.shape).clone()
+            )
             rest = rest[parameter.numel() :]
     return found
 
@@ -162,13 +180,21 @@ def load(folder: Path, saved: str, kind: str) -> None:
     same(rounded(told["kept"], dtype) if cast else told["seen"], low_precision(engine))
     if not saved.startswith("plain"):
         assert engine.global_steps == STEPS
-        assert engine.lr_scheduler.last_batch_iteration == STEPS - 1, engine.lr_scheduler.state_dict()
+        assert engine.lr_scheduler.last_batch_iteration == STEPS - 1, (
+            engine.lr_scheduler.state_dict()
+        )
     losses = train(engine, STEPS, MORE)
     apart = max(abs(one - two) for one, two in zip(losses, told["losses"], strict=False))
     as_it_was = (told["world"], saved) == (world, kind)
-    assert apart <= (0.0 if as_it_was else NEAR["cast" if cast else dtype]), (losses, told["losses"])
+    assert apart <= (0.0 if as_it_was else NEAR["cast" if cast else dtype]), (
+        losses,
+        told["losses"],
+    )
     if dist.get_rank() == 0:
-        print(f"loaded {saved} of {told['world']} into {kind} of {world}: losses differ by {apart:.1e}")
+        print(
+            f"loaded {saved} of {told['world']} into {kind} of {world}: losses differ by "
+            f"{apart:.1e}"
+        )
     engine.destroy()
 
 
@@ -176,7 +202,9 @@ def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
     """The weights that the forward pass of an engine of ``dtype`` sees."""
     to = torch.bfloat16 if dtype == "bf16" else torch.float32
     weights = {
-        name.removeprefix("model/"): value for name, value in kept.items() if name.startswith("model/")
+        name.removeprefix("model/"): value
+        for name, value in kept.items()
+        if name.startswith("model/")
     }
     return {name: value.to(to).float() for name, value in weights.items() if name != "seen"}
 

@@ -1,4 +1,7 @@
-"""A small model with all that is awkward under ZeRO: uneven sizes, a tied weight, a part that is not trained, one of a single element, a buffer that differs between ranks, three parameter groups."""
+"""A small model with all that is awkward under ZeRO: uneven sizes, a tied weight, a part that is
+not trained, one of a single element, a buffer that differs between ranks, three parameter
+groups.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ def build(seed: int, **options: object) -> tuple[Net, torch.optim.AdamW]:
     others = [p for p in free if p.ndim < 2 and p is not net.gain]
     groups = [
         {"params": decayed, "weight_decay": 0.1},
-        {"params": [net.gain], "weight_decay": 0.01},  # of which all ranks but one have padding alone
+        # of which all ranks but one have padding alone
+        {"params": [net.gain], "weight_decay": 0.01},
         {"params": others, "weight_decay": 0.0},
     ]
     return net, torch.optim.AdamW(groups, lr=0.01, **options)  # type: ignore[arg-type]
