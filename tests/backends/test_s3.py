@@ -242,7 +242,7 @@ def test_parts_grow_with_the_object(moto):
 
 def test_a_part_that_is_none_is_refused(moto):
     upload = moto.upload("key", 20 << 20)
-    with pytest.raises(StorageError, match="no part"):
+    with pytest.raises(StorageError, match="not part"):
         upload.write(5, memoryview(b"x"))
     upload.abort()
 
