@@ -92,12 +92,9 @@ class _Fitting:
 
     def fit(self, value: Any, path: str, *, listed: bool = False) -> Any:
         if isinstance(value, Mapping) and value:
-            return type(value)(
-                {
-                    key: self.fit(item, _inner(path, key), listed=listed)
-                    for key, item in value.items()
-                }
-            )  # type: ignore[call-arg]
+            items = value.items()
+            kept = {key: self.fit(item, _inner(path, key), listed=listed) for key, item in items}
+            return type(value)(kept)  # type: ignore[call-arg]
         if isinstance(value, list) and _is_walked(value):
             return [
                 self.fit(item, f"{path}.{index}", listed=True) for index, item in enumerate(value)
