@@ -168,16 +168,24 @@ def main() -> int:
     stdout = sys.stdout
     sys.stdout = cast("TextIO", _Output(stdout))
     try:
-        return _run(as_json=as_json)
+        code = _run(as_json=as_json)
+        # An error that is shown as JSON may still be buffered: it must not fail after this.
+        with _unread():
+            sys.stdout.flush()
+        return code
     except _OutputFailed as error:
         from ckpt.cli.output import fail
 
         fail(StorageError("standard output", str(error)), as_json=False)
-        _forget_output()
+        _forget(sys.stdout)
         return StorageError.exit_code
     finally:
         sys.stdout = stdout
         log.removeHandler(teller)
+        try:
+            sys.stderr.flush()
+        except OSError:
+            _forget(sys.stderr)
 
 
 class _Teller(logging.Handler):
@@ -208,10 +216,10 @@ def _run(*, as_json: bool) -> int:
     except SystemExit as error:  # typer makes this of a pipe that nobody reads any more
         if not isinstance(error.__context__, BrokenPipeError):
             raise
-        _forget_output()
+        _forget(sys.stdout)
         return 0
     except BrokenPipeError:  # the reader has all that it wants, as `head` does
-        _forget_output()
+        _forget(sys.stdout)
         return 0
     except _OutputFailed:
         raise
@@ -284,13 +292,20 @@ class _Output:
             raise _OutputFailed(error.strerror or str(error)) from None
 
 
-def _forget_output() -> None:
-    """Send what is still buffered nowhere, so that the interpreter's flush at exit does not fail
-    either.
-    """
+@contextmanager
+def _unread() -> Generator[None]:
+    """Let a pipe be closed that is not read any more."""
+    try:
+        yield
+    except BrokenPipeError:
+        _forget(sys.stdout)
+
+
+def _forget(stream: TextIO) -> None:
+    """Discard what ``stream`` has buffered, so that the interpreter's flush at exit succeeds."""
     import os
 
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class Finisher:
             _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         else:
             _log.warning(
-                "ckpt: step %d on %s lacked only its leader's last write: its commit is finished",
+                "ckpt: step %d on %s lacked only its leader's last write: finished its commit",
                 ref.step,
                 backend.url,
             )
