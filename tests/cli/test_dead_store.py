@@ -27,11 +27,11 @@ url = "s3://bucket/run"
 endpoint_url = "http://127.0.0.1:{port}"
 key = "a"
 secret = "b"
-config_kwargs = {{ read_timeout = 1, connect_timeout = 1, retries = {{ max_attempts = 0 }} }}
+config_kwargs = {{ read_timeout = 4, connect_timeout = 4, retries = {{ max_attempts = 0 }} }}
 """
 DEAD = "s3://bucket/run"
-WAITED = f"{DEAD} has not answered yet; it is given up after 0.5 s (--timeout)"
-GIVEN_UP = f"'{DEAD}' (no answer within 0.5 s (--timeout)"
+WAITED = f"{DEAD} has not answered yet; it is given up after 1.5 s (--timeout)"
+GIVEN_UP = f"'{DEAD}' (no answer within 1.5 s (--timeout)"
 
 
 @pytest.fixture(params=["silent", "refused"])
@@ -60,18 +60,19 @@ def test_a_dead_store_is_told_and_then_given_up(
 
     torch.save({"model": {"w": torch.ones(2)}}, "gpt.pt")
     words = call.split()
-    ran = cli(*words, *([] if DEAD in words else [DEAD]), "--timeout", "0.5")
+    ran = cli(*words, *([] if DEAD in words else [DEAD]), "--timeout", "1.5")
     assert ran.code == 3, ran.err
+    if dead == "refused" and "Could not connect" in ran.err:
+        return  # a request that is not repeated reports the refusal itself, before the time is over
     assert WAITED in ran.err
-    # a refused connection may be reported by the last try itself, just before the time is over
-    assert GIVEN_UP in ran.err or (dead == "refused" and "Could not connect" in ran.err)
+    assert GIVEN_UP in ran.err
 
 
 @pytest.mark.parametrize("call", ["ls", "verify", "restore"])
 def test_a_dead_second_tier_is_told_and_the_first_serves(
     cli: Cli, steps: dict[int, Written], dead: str, call: str
 ) -> None:
-    ran = cli(call, "--config", "ckpt.toml", "--timeout", "0.5")
+    ran = cli(call, "--config", "ckpt.toml", "--timeout", "1.5")
     assert ran.code == (3 if call == "verify" else 0), ran.err
     assert "300" in ran.out
     assert WAITED in ran.err
@@ -85,7 +86,7 @@ def test_prune_keeps_what_a_dead_farther_tier_may_lack(
         "writer.json",
         [b'{"attempt": "bbbbbbbbbbbb", "host": "node7", "machine": "m/1", "pid": 5, "started": 1}'],
     )
-    ran = cli("prune", "--config", "ckpt.toml", "--keep-last", 1, "--timeout", "0.5", "--json")
+    ran = cli("prune", "--config", "ckpt.toml", "--keep-last", 1, "--timeout", "1.5", "--json")
     assert (ran.code, ran.json["pruned"]) == (0, [])
     assert WAITED in ran.err
     assert GIVEN_UP in ran.err
@@ -114,7 +115,7 @@ def test_restore_ends_though_a_store_that_was_given_up_has_still_not_answered(
 
     monkeypatch.setattr("ckpt.storage.tiers.open_backend", opened)
     try:
-        ran = cli("restore", "runs", "far", "--timeout", "0.5")
+        ran = cli("restore", "runs", "far", "--timeout", "1.5")
     finally:
         over.set()
     assert ran.code == 0
