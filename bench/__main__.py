@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         else:
             _add_options(verb, scenarios.load(name).Options())
     render = verbs.add_parser(
-        "render", help="make tables and plots anew from the JSON of earlier runs"
+        "render", help="make the tables and plots again from the JSON of earlier runs"
     )
     render.add_argument(
         "--out", default="bench/results", help="folder of the reports [bench/results]"

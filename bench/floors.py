@@ -62,7 +62,7 @@ class Floors:
             os.fsync(descriptor)
         seconds = time.perf_counter() - began
         os.unlink(path)
-        # what that puts off is nobody else's
+        # no other program has to write what that leaves
         with _opened(folder, os.O_RDONLY, direct=False) as descriptor:
             os.fsync(descriptor)
         return seconds * self._nbytes / self._file

@@ -230,7 +230,7 @@ def clear(root: str) -> None:
 
 def _delete(entries: Sequence[str]) -> None:
     """Delete, and let the file system finish with it: what it puts off would be on the clock of
-    whoever fsyncs next.
+    the next call of fsync.
     """
     for path in entries:
         (shutil.rmtree if os.path.isdir(path) else os.unlink)(path)

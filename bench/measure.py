@@ -51,7 +51,7 @@ def host_memory_bytes(pid: int) -> int:
     Mapped files of libraries are left out.
 
     Shared memory is that of the process that maps most of it: what a trainer shares with its writer
-        is there once.
+    is there once.
     """
     seen = [_status(each) for each in _tree(pid)]
     anonymous = sum(one.get("RssAnon", 0) for one in seen)

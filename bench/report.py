@@ -1,4 +1,4 @@
-"""What a run is told as: a table on the terminal; Markdown, CSV, JSON and a plot per scenario;
+"""The report of a run: a table on the terminal; Markdown, CSV, JSON and a plot per scenario;
 and one page over all.
 """
 

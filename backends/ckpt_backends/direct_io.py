@@ -71,7 +71,7 @@ class DirectWriter:
     """Writes to one file, past the page cache where memory and file system allow it.
 
     Threads: ``write`` from any, at once, on disjoint ranges. ``sync`` and ``close`` from one, when
-        no ``write`` runs.
+    no ``write`` runs.
     """
 
     def __init__(self, path: str, fd: int, size: int, *, direct: bool = True) -> None:
@@ -147,7 +147,7 @@ def reserve(fd: int, size: int) -> None:
     not there.
 
     Not ``os.posix_fallocate``: where the file system cannot, glibc would write one byte into every
-        block, for minutes on NFSv3.
+    block, for minutes on NFSv3.
     """
     if size and _LIBC.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
         code = ctypes.get_errno()

@@ -278,7 +278,7 @@ class _StreamUpload:
     visible when that is closed.
 
     Parts may come in any order: what comes early waits as a reference, no copy. The file's state is
-        unknown after an error, so it is
+    unknown after an error, so it is
     thrown away then and the next call sends all parts again; their memory is there until
     ``finish``, the contract says so.
 

@@ -94,7 +94,7 @@ class ShmBackend(PosixBackend):
     """A folder in ``/dev/shm``.
 
     Where another user has taken the folder's name, or the folder is open to others, the store is
-        empty: it lists nothing, has
+    empty: it lists nothing, has
     no object, and raises ``AccessDenied`` for what is written. A job goes on without it; one log
     line says so.
 
@@ -165,7 +165,7 @@ class ShmBackend(PosixBackend):
     def _readable(self, key: str) -> str:
         try:
             self._top()
-        except AccessDenied as error:  # nothing of this user lies there
+        except AccessDenied as error:  # this user has nothing there
             raise ObjectNotFound(key, error.detail) from None
         return self._below(key)
 

@@ -3,7 +3,7 @@
 Its authors mean it for GPUs: without CUDA it stops at ``torch.cuda.synchronize()``, for which there
 is nothing to do here, so that call, and nothing else, is made to do nothing while it saves. Of its
 two ways only the fork is measured: the state is then frozen by the kernel, which copies each page
-that training changes meanwhile. The other way, a persistent process, takes no copy of what lies in
+that training changes meanwhile. The other way, a persistent process, does not copy data that is in
 host memory already: it would save what the next step has made of it.
 
 It is in no extra, as it brings ``pynvml``, with which every import of torch warns. Nothing that is

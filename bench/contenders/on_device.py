@@ -18,7 +18,7 @@ _PINS: Final = torch.cuda.is_available()
 
 class CkptOnDevice(CkptSaveAsync):
     """The hook on the optimizer makes the *stream* wait: nothing waits on the CPU, as in a
-    training that nobody measures.
+    training that is not measured.
     """
 
     def wait_safe(self, handle: Handle) -> None:

@@ -34,7 +34,7 @@ def shared_memory_for(subject: Subject) -> Generator[None]:
     """Hand tensors in shared memory to another process by name if there are many.
 
     torch hands over a descriptor of each otherwise: slower for 3,000 tensors, and 30,000 are above
-        the usual limit of open files. A helper
+    the usual limit of open files. A helper
     process of torch that comes with it ends when this one does.
     """
     before = _mp.get_sharing_strategy()

@@ -87,7 +87,7 @@ def verify_step(
     """Read all of a committed step and compare it with its checksums.
 
     Host memory: 16 MiB per worker, or its largest chunk if that is larger; of an encoded file that,
-        and a chunk.
+    and a chunk.
 
     Raises:
         AccessDenied, TransientStorageError, FormatUnsupported: The store could not be asked, or its

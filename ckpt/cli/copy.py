@@ -63,7 +63,7 @@ def copy(
     SOURCE is never changed.
 
     Exit code 0: all of it is at DEST. 4: something in SOURCE is damaged; the other steps were
-        copied. 7: SOURCE has no such checkpoint. 3: a store failed.
+    copied. 7: SOURCE has no such checkpoint. 3: a store failed.
 
     \b
     Examples:

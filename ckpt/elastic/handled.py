@@ -40,7 +40,7 @@ def is_handled(error: BaseException, frame: FrameType | None) -> bool:
     ``error``.
 
     If ``error`` was raised while another one was handled, that one's clauses count too: it may go
-        on after this one.
+    on after this one.
     """
     found = False
     sources: dict[str, _Source] = {}

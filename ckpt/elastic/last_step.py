@@ -36,7 +36,7 @@ class LastStep:
     """One decision of one manager. All ranks make one.
 
     Threads: ``requested`` from the training thread; ``listen`` and ``agree`` from one background
-        thread each; ``part`` from the owner.
+    thread each; ``part`` from the owner.
 
     Args:
         patience: Seconds that ranks wait for each other's promises. A rank that does not answer is

@@ -50,8 +50,8 @@ def zero_state(engine: Any) -> dict[str, Any]:
     into a state; make it once, after that call.
 
     After a restore the engine goes on as if it had never been away: 16-bit weights, ZeRO-3
-        partitions, learning rate schedule, loss scale and counters are set. Every rank must
-        restore,
+    partitions, learning rate schedule, loss scale and counters are set. Every rank must
+    restore,
     since weights are gathered for that.
 
     Raises:

@@ -100,7 +100,7 @@ class Late:
     then.
 
     Threads: built and ``hold_current_streams`` by the training thread; the rest by the one that
-        copies.
+    copies.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

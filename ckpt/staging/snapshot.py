@@ -104,7 +104,7 @@ class Snapshot:
     """One image being filled.
 
     Threads: built and ``copy_eager`` by the training thread; ``copy_late`` once, by a background
-        thread (by the training thread if ``foreground``); ``fence`` and
+    thread (by the training thread if ``foreground``); ``fence`` and
     ``wait_landed`` by any.
 
     Attributes:
@@ -238,7 +238,7 @@ class Snapshot:
         snapshot's business.
 
         An operation moves a version counter only when it has ended, so a thread that has called one
-            sees it for sure when it asks here itself: the fence does, on the training thread.
+        sees it for sure when it asks here itself: the fence does, on the training thread.
 
         Raises:
             TensorChanged: A late source was written to since the call.
@@ -358,7 +358,7 @@ class Snapshot:
         """Begin the digests; the function that is returned ends them.
 
         What lies on an accelerator is only queued there, beside the copies: the fence must not wait
-            for it on the CPU.
+        for it on the CPU.
         Of host memory nothing is read later.
         """
         begun: list[tuple[Check, list[str | tuple[torch.Tensor, ...]]]] = []

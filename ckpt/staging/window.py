@@ -3,7 +3,7 @@
 Writing begins with the first bytes that have landed. If the buffer is smaller than the image it is
 a
 ring: byte ``o`` of the image is at ``o % capacity``, and bytes that were written and hashed make
-    room for later ones. So a state of any size can be staged, in waves.
+room for later ones. So a state of any size can be staged, in waves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Window:
     """The part of one image that is in memory.
 
     Threads: ``wait_room``, ``land`` and ``fail`` from the one that copies; ``view``, ``written``,
-        ``hashed`` and ``lost`` from any that stream; ``abandon`` from any.
+    ``hashed`` and ``lost`` from any that stream; ``abandon`` from any.
 
     Args:
         memory: The buffer. A ring's length must be a multiple of every part's.

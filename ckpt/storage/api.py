@@ -93,7 +93,7 @@ class Upload(Protocol):
     """One large object on its way. Nothing is visible under its key before ``finish`` returns.
 
     Threads: ``write`` from any thread (at once only if ``Capabilities.parallel_parts``); ``finish``
-        or ``abort`` once, by the owner,
+    or ``abort`` once, by the owner,
     when no ``write`` runs. A ``write`` that raised may be repeated with the same arguments, and so
     may a ``finish`` that raised ``TransientStorageError``.
     """
@@ -260,7 +260,7 @@ def check_key(key: str) -> str:
     ``StorageError``.
 
     Refused: empty, absolute, '.', '..', empty segments, backslashes, colons (Windows drives and
-        streams), control characters,
+    streams), control characters,
     segments that end in a dot or blank, and what is too long for common file systems or object
     stores.
     """
@@ -305,7 +305,7 @@ class PutUpload:
     ``finish``.
 
     No copy is made, unless the store's capabilities say ``takes_parts``: else the caller's memory
-        must live until then, which the contract asks of it anyway.
+    must live until then, which the contract asks of it anyway.
     """
 
     def __init__(self, backend: StorageBackend, key: str, size: int) -> None:

@@ -129,7 +129,7 @@ def methods_beyond_step(optimizer: Optimizer) -> tuple[str, ...]:
     ``torch.optim.Optimizer``.
 
     Without any, only ``step`` changes them, which a hook can hold: they may be copied while
-        training goes on. Schedule-free optimizers have ``train`` and ``eval``,
+    training goes on. Schedule-free optimizers have ``train`` and ``eval``,
     sharpness-aware ones ``first_step`` and ``second_step``. The classes of torch and of ckpt are
     known to have none that matters.
     """

@@ -144,7 +144,7 @@ class FaultyBackend:
     """``inner`` with faults. Threads: as ``inner``; the counting of calls is exact.
 
     After a crash, open a new ``FaultyBackend`` (or use ``inner``): that is the restarted process,
-        which finds what the dead one left.
+    which finds what the dead one left.
     """
 
     def __init__(self, inner: StorageBackend, rules: Sequence[Rule] = ()) -> None:
