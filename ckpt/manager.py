@@ -21,7 +21,7 @@ from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import Collected, collect, walk_objects
 from ckpt.adapters.walk.memory import Memory
-from ckpt.adapters.walk.prepare import PlanCache, Prepared
+from ckpt.adapters.walk.prepare import PlanCache, Prepared, growth_of
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
 from ckpt.coordination.api import Coordinator
@@ -174,7 +174,8 @@ class CheckpointManager:
         )
 
     def _prepare(self, collected: Collected) -> None:
-        prepared, growth = self._plans.prepare(collected), self._plans.growth(collected)
+        prepared = self._plans.prepare(collected)
+        growth = growth_of(collected, prepared.leaves)
         nbytes = prepared.plan.size + growth
         self._saver.slots.plan(nbytes)
         overlap, check = self._config.overlap == "auto", self._config.check

@@ -20,6 +20,9 @@ from ckpt.model.cuts import Cut, cut_boxes, local_regions
 from ckpt.model.dtype import DTYPES
 from ckpt.plan.leaf import Leaf
 
+_DTYPE_NAMES: Final = {
+    dtype: name for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
 PLAIN: Final = frozenset((torch.Tensor, nn.Parameter))
 
 
@@ -32,14 +35,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are
     read and written.
     """
-    held = _held(tensor)
-    if is_plain(held):
+    if is_plain(held := _held(tensor)):
         return held
     with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         return held.detach()  # shares its memory and its version counter
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
+    if is_plain(tensor):
+        return tensor
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if isinstance(held, AsyncCollectiveTensor):
         return held.wait()
@@ -193,6 +197,9 @@ def check(name: str, tensor: torch.Tensor) -> str:
             f"quantized tensor ({tensor.dtype})",
             "save int_repr(), q_scale() and q_zero_point()",
         )
+    if is_plain(tensor):  # most tensors are: only their storage can be missing
+        check_storage(name, tensor)
+        return dtype_name(name, tensor.dtype)
     held, memory = _held(tensor), local(tensor)
     if memory.is_meta:
         raise UnsupportedValue(name, f"{type(held).__name__} without data", "materialise it first")
@@ -212,15 +219,15 @@ def has_storage(memory: torch.Tensor) -> bool:
 
     A wrapper has no storage, and FSDP leaves an empty one.
     """
-    if not memory.numel():
+    if not (count := memory.numel()):
         return True
-    last = memory.storage_offset() + sum(
-        (length - 1) * stride for length, stride in zip(memory.shape, memory.stride(), strict=True)
-    )
-    return (
-        memory.data_ptr() != 0
-        and (last + 1) * memory.element_size() <= memory.untyped_storage().nbytes()
-    )
+    if memory.is_contiguous():
+        span = count
+    else:
+        pairs = zip(memory.shape, memory.stride(), strict=True)
+        span = 1 + sum((length - 1) * stride for length, stride in pairs)
+    end = (memory.storage_offset() + span) * memory.element_size()
+    return memory.data_ptr() != 0 and end <= memory.untyped_storage().nbytes()
 
 
 def check_storage(name: str, memory: torch.Tensor) -> None:
@@ -245,8 +252,7 @@ def _inside(tensor: torch.Tensor) -> str:
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
     """Return the stored name of a dtype. Raises ``UnsupportedValue`` for others."""
-    found = str(dtype).removeprefix("torch.")
-    if found not in DTYPES:
+    if (found := _DTYPE_NAMES.get(dtype)) is None:
         raise UnsupportedValue(
             name, f"tensor of {dtype}", "view it as a dtype that safetensors can hold"
         )

@@ -8,7 +8,7 @@ tensors have the same memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final, NamedTuple, Self
@@ -220,13 +220,6 @@ class PlanCache:
             return left(leaf, held.replicas, self._rank, node_of)
         return replace(leaf, replicas=writers(leaf.replicas, self._rank, node_of))
 
-    def growth(self, collected: Collected) -> int:
-        """Bytes that this rank's image will grow by once its optimizers have stepped: a guess by
-        what optimizers of the kind keep for a parameter.
-        """
-        shares = {id(held.tensor): len(self._leaf(held).replicas) or 1 for held in collected.held}
-        return _growth(collected, shares)
-
 
 def _same_structure(
     before: Sequence[Segment | Hashable], now: Sequence[Segment | Hashable]
@@ -258,7 +251,14 @@ def _signature(held: Held, form: Form) -> Hashable:
     return (held.name, form.signature, held.replicas, held.left)
 
 
-def _growth(collected: Collected, shares: Mapping[int, int]) -> int:
+def growth_of(collected: Collected, leaves: Sequence[Leaf]) -> int:
+    """Bytes that this rank's image will grow by once its optimizers have stepped.
+
+    It is a guess by what optimizers of the kind keep for a parameter. ``leaves`` are those of
+    ``collected.held``, in the same order.
+    """
+    pairs = zip(collected.held, leaves, strict=True)
+    shares = {id(held.tensor): len(leaf.replicas) or 1 for held, leaf in pairs}
     growth = 0
     for optimizer in collected.optimizers:
         keeper = keeper_of("", optimizer)
