@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
+INTEGRATIONS_STAMP := $(VENV)/.integrations-installed
 
 # The environment of whoever calls must not reach into ours.
 unexport PYTHONHOME
@@ -17,7 +18,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast torture safety check check-protocol bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast integrations torture safety check check-protocol bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -34,6 +35,9 @@ test: $(STAMP) ## all tests
 
 test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+
+integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the real packages (installs them: 2 GB)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs tests/integrations $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)
@@ -83,6 +87,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "making $(VENV): once, a few minutes, PyTorch is large"
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install -q pip; }
 	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+# The frameworks that the integrations lead to.
+$(INTEGRATIONS_STAMP): $(STAMP)
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q -e '.[integrations]'
 	@touch $@
 
 # What only the site needs, which no test waits for.
