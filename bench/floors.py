@@ -71,7 +71,7 @@ class Floors:
         """Seconds of ``O_DIRECT`` reads of 8 MiB by 4 threads, of a file written off the clock,
         into warm memory.
         """
-        path = os.path.join(folder, "floor-read")
+        path = os.path.join(folder, f"floor-read-{self._file}")  # one per size of a run
         if not os.path.exists(path):
             with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as descriptor:
                 os.posix_fallocate(descriptor, 0, self._file)

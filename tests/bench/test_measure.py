@@ -97,6 +97,11 @@ def test_floors_are_times_of_the_size_asked_for_and_leave_nothing(tmp_path: Path
     assert tree_bytes(str(tmp_path)) == 3_002_368
 
 
+def test_a_floor_reads_as_many_bytes_as_its_state_has_after_a_smaller_one(tmp_path: Path) -> None:
+    assert Floors(1_000_000).read(str(tmp_path)) > 0
+    assert Floors(20_000_000).read(str(tmp_path)) > 0
+
+
 def test_evicted_files_are_whole(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "step-1" / "data").write_bytes(b"x" * 10_000)
