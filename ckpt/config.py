@@ -28,13 +28,13 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Self, TypedDict, get_args
 
 from ckpt.checks import as_bytes, is_number, json_only, known_only, one_of, shown, whole
+from ckpt.codec.registry import NO_CODEC, parse_codec
 from ckpt.errors import ConfigError
 from ckpt.errors.text import redact
 
@@ -42,7 +42,6 @@ CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"
 DEBUG_VARIABLE: Final = "CKPT_DEBUG"
 MEMORY: Final = "memory"
-NO_CODEC: Final = "none"
 
 OnBusy = Literal["wait", "skip"]
 Overlap = Literal["auto", "off"]
@@ -53,9 +52,6 @@ Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
 _MAX_CHUNK_BYTES: Final = 64 << 20
-_CODEC: Final = re.compile(r"(none|zstd)(?:(?<=zstd):([0-9]{1,2}))?")
-_MOST_LEVEL: Final = 12
-"""Above, zstd takes hundreds of MiB per thread."""
 _SAVE_KEYS: Final = (
     "on_busy",
     "overlap",
@@ -307,20 +303,6 @@ class Config:
     save: SaveConfig = field(default_factory=SaveConfig)
     metadata: Metadata = field(default_factory=dict[str, Any])
     path: str | None = None
-
-
-def parse_codec(codec: str) -> tuple[str, int | None]:
-    """A codec's name, and its level if one is given.
-
-    Raises ``ConfigError`` for one that is unknown.
-    """
-    match = _CODEC.fullmatch(codec) if isinstance(codec, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]
-    if match is None or (match[2] and not 1 <= int(match[2]) <= _MOST_LEVEL):
-        raise ConfigError(
-            f"codec={shown(codec)}: choose 'none', 'zstd', or 'zstd:LEVEL' with a level from 1 to "
-            f"{_MOST_LEVEL}"
-        )
-    return match[1], int(match[2]) if match[2] else None
 
 
 def load_config(path: str | os.PathLike[str] | None = None) -> Config:

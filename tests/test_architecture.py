@@ -138,7 +138,6 @@ MANY_PARAMETERS = {
     "ckpt/cli/prune.py _late",
     "ckpt/exchange/imports.py import_checkpoint",
     "ckpt/model/packed.py _chunks_of",
-    "ckpt/pipeline/reader.py read_plan",
 }
 """Functions that still have more. This list only shrinks."""
 

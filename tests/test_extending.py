@@ -182,3 +182,102 @@ def test_an_adapter_that_cannot_be_loaded_costs_no_save_and_no_restore(tmp_path:
     assert "7" in told.splitlines(), told
     assert told.count("the adapter 'engine' of 'ckpt_engine:missing' cannot be loaded") == 1
     assert "refused" in told
+
+
+CODEC = """
+    import zlib
+    from ckpt.codec.registry import Codec
+
+    def encoder(level):
+        def encode(chunk, width):
+            short = zlib.compress(chunk, level or 1)
+            return [memoryview(short)] if len(short) < chunk.nbytes else [chunk]
+        return encode
+
+    def decode(data, out):
+        try:
+            raw = zlib.decompress(data)
+        except zlib.error as error:
+            raise ValueError("no zlib stream") from error
+        if len(raw) != out.nbytes:
+            raise ValueError("another length")
+        out[:] = raw
+
+    deflate = Codec(encoder=encoder, decode=decode, levels=range(1, 10))
+"""
+CODEC_ENTRY = "[ckpt.codecs]\ndeflate = ckpt_deflate:deflate\n"
+
+
+def test_a_codec_of_another_distribution_encodes_a_tier(tmp_path: Path) -> None:
+    outside = Distribution(tmp_path, "ckpt_deflate", CODEC, CODEC_ENTRY)
+    root, copy = str(tmp_path / "root"), str(tmp_path / "copy")
+    code = """
+        import sys, torch
+        from ckpt import CheckpointManager, Tier
+        with CheckpointManager([Tier(sys.argv[1], codec="deflate:3")]) as manager:
+            manager.save({"weights": torch.zeros(100_000)}, step=1)
+            manager.save({"weights": torch.arange(100_000.0)}, step=2)
+        state = {"weights": torch.zeros(100_000)}
+        with CheckpointManager(sys.argv[1]) as manager:
+            manager.restore(state)
+        print(torch.equal(state["weights"], torch.arange(100_000.0)))
+    """
+    assert outside.run_code(code, root).strip() == "True"
+    shown = json.loads(outside.run("-m", "ckpt.cli.main", "show", "2", root, "--json").stdout)
+    assert [file["codec"] for file in shown["files"]] == ["deflate"]
+    assert shown["stored_bytes"] < shown["bytes"] / 2
+    assert outside.run("-m", "ckpt.cli.main", "verify", "2", root).returncode == 0
+    copied = outside.run("-m", "ckpt.cli.main", "copy", root, copy)
+    assert copied.returncode == 0, copied.stderr
+
+
+def test_a_step_with_a_codec_that_is_not_installed_names_it_and_the_way_out(tmp_path: Path) -> None:
+    outside = Distribution(tmp_path, "ckpt_deflate", CODEC, CODEC_ENTRY)
+    root = str(tmp_path / "root")
+    code = """
+        import sys, torch
+        from ckpt import CheckpointManager, Tier
+        with CheckpointManager([Tier(sys.argv[1])]) as manager:
+            manager.save({"weights": torch.ones(100_000)}, step=1)
+        with CheckpointManager([Tier(sys.argv[1], codec="deflate")]) as manager:
+            manager.save({"weights": torch.ones(100_000)}, step=2)
+    """
+    outside.run_code(code, root)
+    (bare := tmp_path / "bare").mkdir()
+    without = Distribution(bare, "ckpt_nothing", "", "")
+    code = """
+        import sys, torch
+        from ckpt import CheckpointManager
+        from ckpt.errors import CodecMissing
+        state = {"weights": torch.zeros(100_000)}
+        with CheckpointManager(sys.argv[1]) as manager:
+            try:
+                manager.restore(state)
+            except CodecMissing as error:
+                print(error)
+        print(state["weights"].sum().item())
+    """
+    said, total = without.run_code(code, root).splitlines()
+    assert "the codec 'deflate', which is not installed here: install the package" in said
+    assert total == "0.0", "an older step would hide that the package is missing"
+
+
+@pytest.mark.parametrize(("entry", "reason"), [("missing", "has no attribute"), ("number", "3")])
+def test_a_codec_that_cannot_be_loaded_is_named_where_a_tier_asks_for_it(
+    tmp_path: Path, entry: str, reason: str
+) -> None:
+    outside = Distribution(
+        tmp_path, "ckpt_deflate", "number = 3\n", f"[ckpt.codecs]\ndeflate = ckpt_deflate:{entry}\n"
+    )
+    code = """
+        from ckpt import Tier
+        from ckpt.errors import ConfigError
+        Tier("runs"), Tier("runs", codec="zstd")
+        try:
+            print(Tier("runs", codec="deflate"))
+        except ConfigError as error:
+            print(error)
+    """
+    said = outside.run_code(code)
+    assert f"the codec 'deflate' of 'ckpt_deflate:{entry}'" in said
+    assert reason in said

@@ -26,7 +26,7 @@ from bench.measure import Spread
 from bench.result import Column, Line, Result
 from bench.runner import Bench
 from bench.scenarios import told
-from ckpt.codec.byte_planes import Encoder, decode
+from ckpt.codec.byte_planes import BytePlanes, decode
 
 _CHUNK: Final = 16 << 20
 _WIDTHS: Final = {"bf16": 2, "fp32": 4}
@@ -65,7 +65,7 @@ class Ours:
         self.label = f"ckpt zstd, {threads} thread{'s' * (threads > 1)}"
         self._width, self._encoder, self._pool = (
             _WIDTHS[kind],
-            Encoder("zstd"),
+            BytePlanes(),
             ThreadPoolExecutor(threads),
         )
 
@@ -86,7 +86,7 @@ class Ours:
             if len(coded[index]) == place.nbytes:
                 place[:] = coded[index]
             else:
-                decode(memoryview(coded[index]), place, key="", offset=0)
+                decode(memoryview(coded[index]), place)
 
         list(self._pool.map(one, range(len(coded))))
         return out

@@ -15,8 +15,8 @@ from ckpt.errors import EntryMissing
 from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Manifest, Tensor, stored_size
-from ckpt.pipeline.reader import read_plan
+from ckpt.model.manifest import Manifest, Tensor
+from ckpt.pipeline.reader import ChunkReader, StoredFile, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
@@ -72,7 +72,7 @@ class StepReader:
         self.backend, self.ref, self.manifest = backend, ref, manifest
         self.tensors = manifest.tensor_map()
         self.read_bytes = 0
-        self._workers, self._retry = workers, retry or RetryPolicy()
+        self._workers, self._reader = workers, ChunkReader(backend, retry or RetryPolicy())
         self._files, self._encodings = manifest.file_map(), manifest.encodings()
 
     def tensor(self, name: str) -> Tensor:
@@ -97,17 +97,15 @@ class StepReader:
         read_plan(
             plan,
             _MemorySink(leaves, [each.out for each in wanted]),
-            backend=self.backend,
+            reader=self._reader,
             file_of=self._file,
             workers=self._workers,
-            retry=self._retry,
             on_bytes=self.on_bytes,
         )
         self.read_bytes += plan.read_bytes
 
-    def _file(self, rank: int) -> tuple[str, int]:
-        file = self._files[rank]
-        return self.ref.key(file.name), stored_size(file, self._encodings.get(rank))
+    def _file(self, rank: int) -> StoredFile:
+        return StoredFile.of(self.ref, self._files[rank], self._encodings.get(rank))
 
     def checksums(self, name: str) -> dict[Box, str]:
         """The boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""

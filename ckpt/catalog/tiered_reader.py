@@ -20,8 +20,8 @@ from ckpt.catalog.fragments import Parts, filled, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, stored_size
-from ckpt.pipeline.reader import ChunkReader, Missed, Sink, runs_of
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
+from ckpt.pipeline.reader import ChunkReader, Missed, Sink, StoredFile, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
@@ -103,7 +103,7 @@ class TieredReader:
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
-        self._places: dict[int, Mapping[int, tuple[str, int]]] = {}
+        self._places: dict[int, Mapping[int, StoredFile]] = {}
         self._rebases: dict[int, Rebase] = {}
         self._readers = [ChunkReader(source, retry) for source in sources]
         self._here: Manifest | None = None
@@ -284,7 +284,7 @@ class TieredReader:
                 said = told.setdefault(meant[_place(read)], [])
                 said.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
-                    raise verdict(said, self.file_at(position, run.rank)[0]) from error
+                    raise verdict(said, self.file_at(position, run.rank).key) from error
             return [meant[_place(read)] for read, _ in missed]
 
         for position in range(len(self.sources)):
@@ -313,13 +313,13 @@ class TieredReader:
 
     def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Missed:
         """Read a run from one source; returns the chunks that it could not give."""
-        key, size = self.file_at(position, run.rank)
-        if (error := self.gone(position, key)) is None:
-            missed = self._readers[position].read(run, key, size, sink, partial(on_chunk, position))
+        file = self.file_at(position, run.rank)
+        if (error := self.gone(position, file.key)) is None:
+            missed = self._readers[position].read(run, file, sink, partial(on_chunk, position))
         else:
             missed = [(read, error) for read in run.reads]
         for read, what in missed:
-            self.failed(position, key, what, read.stored_nbytes)
+            self.failed(position, file.key, what, read.stored_nbytes)
         return missed
 
     def _rebase(self, position: int) -> Rebase:
@@ -331,17 +331,17 @@ class TieredReader:
             known = self._rebases[position] = Rebase(self._here, there)
         return known
 
-    def file_at(self, position: int, rank: int) -> tuple[str, int]:
-        """Key and size of a rank's file on a source."""
+    def file_at(self, position: int, rank: int) -> StoredFile:
+        """A rank's file on a source."""
         return self._files(position)[rank]
 
-    def _files(self, position: int) -> Mapping[int, tuple[str, int]]:
+    def _files(self, position: int) -> Mapping[int, StoredFile]:
         """Of each rank; made once for each source: there may be many thousands."""
         there = self.layout(position)
         if (known := self._places.get(position)) is None:
             encodings = there.encodings()
             known = self._places[position] = {
-                file.rank: (self.ref.key(file.name), stored_size(file, encodings.get(file.rank)))
+                file.rank: StoredFile.of(self.ref, file, encodings.get(file.rank))
                 for file in there.files
             }
         return known
@@ -354,7 +354,7 @@ class TieredReader:
         if isinstance(file, File):
             if (place := self._files(position).get(file.rank)) is None:
                 return ObjectNotFound(key)
-            key, wanted = place
+            key, wanted = place.key, place.size
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
         except TransientStorageError as error:

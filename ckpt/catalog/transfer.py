@@ -27,8 +27,7 @@ from msgspec.structs import replace
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import OnChunk, OnRepair, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, fault_of, size_faults, verify_files
-from ckpt.codec.byte_planes import Encoder, widths_of
-from ckpt.config import NO_CODEC, parse_codec
+from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
 from ckpt.errors import (
     FormatUnsupported,
@@ -50,7 +49,7 @@ from ckpt.model.manifest import (
     stored_size,
 )
 from ckpt.model.packed import pack_fragment, read_fragment
-from ckpt.pipeline.encoded import write_encoded
+from ckpt.pipeline.encoded import widths_of, write_encoded
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
@@ -106,7 +105,7 @@ class Recoding:
             return None
         widths = widths_of(write.chunks, self.parts[rank].tensors)
         _, lengths = write_encoded(write, destination, encoder, widths)
-        return Encoding(rank, encoder.name, lengths) if lengths else None
+        return Encoding(rank, encoder.codec, lengths) if lengths else None
 
     def fragment(self, rank: int, encoding: Encoding | None) -> Packed:
         """The fragment of a rank there."""
@@ -448,7 +447,8 @@ def _clear_unnamed(
 
 def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
     """How the files are written for a codec; None if they lie so at the source."""
-    name, _ = parse_codec(codec)
+    encoder = encoder_of(codec)
+    name = encoder.codec if encoder else NO_CODEC
     encodings = manifest.encodings()
     if all(
         (encodings[f.rank].codec if f.rank in encodings else NO_CODEC) == name
@@ -464,7 +464,7 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
             )
             for named in manifest.fragments
         }
-    return Recoding(None if name == NO_CODEC else Encoder(codec), parts)
+    return Recoding(encoder, parts)
 
 
 def _kept(

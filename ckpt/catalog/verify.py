@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ckpt.catalog.fragments import load_fragment
@@ -32,7 +32,7 @@ from ckpt.errors import (
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest, stored_size
 from ckpt.model.reference import carried_fragments, fill
-from ckpt.pipeline.reader import ChunkReader, runs_of
+from ckpt.pipeline.reader import ChunkReader, StoredFile, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
@@ -147,16 +147,17 @@ def verify_files(
     heads = _heads(backend, ref, files, workers, retry, encodings)
     faults = [fault for _, fault in heads if fault]
     chunks: list[ChunkRead] = []
-    keys: dict[int, tuple[str, int]] = {}
+    stored: dict[int, StoredFile] = {}
     for file, (size, _) in zip(files, heads, strict=True):
-        every = chunks_of(file, encodings.get(file.rank))
+        encoding = encodings.get(file.rank)
+        every = chunks_of(file, encoding)
         chunks += [chunk for chunk in every if chunk.offset + chunk.stored_nbytes <= size]
-        keys[file.rank] = ref.key(file.name), size
+        stored[file.rank] = replace(StoredFile.of(ref, file, encoding), size=size)
     runs, reader = runs_of(chunks), ChunkReader(backend, retry)
     meter = Meter(sum(run.nbytes for run in runs), on_progress)
 
     def check(run: Run) -> list[Fault]:
-        missed = reader.read(run, *keys[run.rank], _Nowhere())
+        missed = reader.read(run, stored[run.rank], _Nowhere())
         meter.add(run.nbytes)
         return [fault_of(error, chunk) for chunk, error in missed]
 

@@ -21,11 +21,7 @@ from typing import Any, Final
 import numpy as np
 import zstandard
 
-from ckpt.config import parse_codec
-from ckpt.errors import ChecksumMismatch
-from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Tensor
-from ckpt.model.validate import MAX_CHUNK_BYTES
+from ckpt.codec.registry import Codec
 
 Words = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -40,58 +36,29 @@ _SAMPLES: Final = 16
 """So many runs of so many elements tell whether a plane is worth it."""
 _WORTH: Final = 0.98
 _DEFAULT_LEVEL: Final = 1
-_FLOATING: Final = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "complex128": 8,
-    "complex64": 4,
-    "complex32": 2,
-}
+_MOST_LEVEL: Final = 12
+"""Above, zstd takes hundreds of MiB per thread."""
+_MOST_BYTES: Final = 64 << 20
+"""Of a chunk that is encoded, see docs/format.md."""
 
 _local = threading.local()
 
 
-def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
-    """Return the bytes of one floating point number for each chunk of a file; 1 for other
-    chunks.
-    """
-    starts = {
-        shard.offset: _FLOATING.get(tensor.dtype, 1)
-        for tensor in tensors
-        for shard in tensor.shards
-        if shard.box.numel
-    }
-    found: list[int] = []
-    offset, width = 0, 1
-    for nbytes in chunks:
-        width = starts.get(offset, width)
-        found.append(width)
-        offset += nbytes
-    return found
-
-
-class Encoder:
-    """Threads: ``encode`` from any, at once.
+class BytePlanes:
+    """Encodes chunks (see ``registry.Encode``).
 
     Args:
-        codec: ``zstd``, or ``zstd:LEVEL``: then that level's search is tried beside Huffman coding
-            alone, and the shorter taken.
-
-    Raises:
-        ConfigError: The codec is unknown.
+        level: If one is given, that level's search is tried beside Huffman coding alone, and the
+            shorter result is taken.
     """
 
-    def __init__(self, codec: str) -> None:
-        self.name, self._level = parse_codec(codec)
+    def __init__(self, level: int | None = None) -> None:
+        self._level = level
         self._local = threading.local()  # a compressor serves one thread at a time
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
-        """Pieces to be put one after another; shorter than ``chunk`` in all, or else ``chunk``
-        itself. Good until this thread encodes the next.
-        """
-        if not width < chunk.nbytes <= MAX_CHUNK_BYTES or chunk.nbytes % width:
+        """Do as ``registry.Encode`` says."""
+        if not width < chunk.nbytes <= _MOST_BYTES or chunk.nbytes % width:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
         room = self._room(words)
@@ -154,21 +121,12 @@ class Encoder:
         return found
 
 
-def decode(
-    data: memoryview, out: memoryview, *, key: str, offset: int, digest: str | None = None
-) -> None:
-    """Fill ``out`` with the chunk that was encoded as ``data``, at ``offset`` of ``key``.
-
-    Raises:
-        ChecksumMismatch: ``data`` is no encoding of a chunk of that length, or not of the chunk
-            with the checksum ``digest``.
-    """
+def decode(data: memoryview, out: memoryview) -> None:
+    """Fill ``out`` with the chunk that was encoded as ``data`` (see ``registry.Decode``)."""
     try:
         _decode(data, out)
-    except (ValueError, struct.error, zstandard.ZstdError):
-        raise ChecksumMismatch(key, offset, data.nbytes) from None
-    if digest is not None and checksum(out) != digest:
-        raise ChecksumMismatch(key, offset, data.nbytes)
+    except (struct.error, zstandard.ZstdError) as error:
+        raise ValueError("not an encoded chunk") from error
 
 
 def _decode(data: memoryview, out: memoryview) -> None:
@@ -346,3 +304,8 @@ def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
         np.right_shift(moved, one(shift), out=moved)  # the lowest plane: of it the sign
         np.left_shift(moved, one(bits - 1), out=moved)
         np.bitwise_or(part, moved, out=part)
+
+
+CODEC: Final = Codec(
+    encoder=lambda level: BytePlanes(level).encode, decode=decode, levels=range(1, _MOST_LEVEL + 1)
+)

@@ -17,9 +17,10 @@
     ├── IntegrityError             exit 4   the bytes are not what was written
     │   ├── ChecksumMismatch
     │   ├── ManifestCorrupt
-    │   └── FormatUnsupported               in another format; perhaps intact
+    │   └── FormatUnsupported               this ckpt cannot read it; perhaps intact
     │       ├── FormatTooNew                a later ckpt wrote it
-    │       └── FormatTooOld                an earlier one wrote it, in a format no longer read
+    │       ├── FormatTooOld                an earlier one wrote it, in a format no longer read
+    │       └── CodecMissing                the codec of its files is not installed
     ├── CommitError                exit 5   a save did not become a checkpoint
     │   ├── StepExists
     │   ├── HistoryHidden                   a restore would take another run's newer step
@@ -91,6 +92,7 @@ from ckpt.errors.saving import (
 from ckpt.errors.storage import (
     AccessDenied,
     ChecksumMismatch,
+    CodecMissing,
     FormatTooNew,
     FormatTooOld,
     FormatUnsupported,
@@ -111,6 +113,7 @@ __all__ = [
     "AccessDenied",
     "ChecksumMismatch",
     "CkptError",
+    "CodecMissing",
     "CommitError",
     "CommitTimeout",
     "ConfigError",

@@ -113,27 +113,41 @@ class ManifestCorrupt(IntegrityError):
 
 
 class FormatUnsupported(IntegrityError):
-    """A record is in a format that this ckpt does not read. It may be intact."""
+    """This ckpt does not read a record or the files that it describes. They may be intact."""
 
-    _WAY_OUT = ""
-
-    def __init__(self, key: str, found: int, supported: int) -> None:
-        self.key, self.found, self.supported = key, found, supported
-        super().__init__(
-            f"{key!r} has format {found}, this ckpt reads format {supported}: {self._WAY_OUT}"
-        )
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        super().__init__(f"{key!r} {reason}")
 
 
 class FormatTooNew(FormatUnsupported):
     """A later ckpt wrote it."""
 
-    _WAY_OUT = "upgrade with pip install -U ckpt-stream"
+    def __init__(self, key: str, found: int, supported: int) -> None:
+        self.found, self.supported = found, supported
+        way = "upgrade with pip install -U ckpt-stream"
+        super().__init__(key, f"has format {found}, this ckpt reads format {supported}: {way}")
 
 
 class FormatTooOld(FormatUnsupported):
     """An earlier ckpt wrote it, in a format that is no longer read."""
 
-    _WAY_OUT = "restore it with the ckpt that wrote it, and save it again with this one"
+    def __init__(self, key: str, found: int, supported: int) -> None:
+        self.found, self.supported = found, supported
+        way = "restore it with the ckpt that wrote it, and save it again with this one"
+        super().__init__(key, f"has format {found}, this ckpt reads format {supported}: {way}")
+
+
+class CodecMissing(FormatUnsupported):
+    """The codec of its data files is not installed here."""
+
+    def __init__(self, key: str, codec: str) -> None:
+        self.codec = codec
+        super().__init__(
+            key,
+            f"has data files with the codec {codec!r}, which is not installed here: install the "
+            "package that provides it, or upgrade with pip install -U ckpt-stream",
+        )
 
 
 E = TypeVar("E", bound=BaseException)

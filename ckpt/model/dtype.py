@@ -76,6 +76,13 @@ _BITS: Final = {
 }
 
 
+def float_width(dtype: str) -> int:
+    """Return the bytes of one floating point number; 1 for a type of other elements."""
+    if dtype in _COMPLEX:
+        return DTYPES[dtype].itemsize // 2
+    return DTYPES[dtype].itemsize if dtype in _FLOATS else 1
+
+
 def converts(saved: str, wanted: str) -> bool:
     """Between floats, rounding as torch does; between complex ones; from an integer to one that
     holds all of its values.

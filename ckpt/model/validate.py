@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from ckpt.errors import ManifestCorrupt
+from ckpt.codec.registry import is_known
+from ckpt.errors import CodecMissing, ManifestCorrupt
 from ckpt.model.checksum import CHECKSUM_PATTERN
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import data_name, fragment_name
@@ -20,7 +21,6 @@ from ckpt.model.values import parse
 
 MAX_CHUNK_BYTES = 64 << 20
 MAX_DIMENSIONS = 64
-CODECS = frozenset({"zstd"})
 _MAX_BYTES = 1 << 60
 
 
@@ -101,7 +101,9 @@ def check_heading(record: Packed, key: str) -> None:
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:
-    require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
+    """Raises ``CodecMissing`` for a codec that is not installed here."""
+    if not is_known(encoding.codec):
+        raise CodecMissing(key, encoding.codec[:40])
 
 
 def require(condition: bool, key: str, detail: str) -> None:

@@ -14,13 +14,33 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate
 
-from ckpt.codec.byte_planes import Encoder
+from ckpt.codec.registry import Encoder
 from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Chunk
+from ckpt.model.dtype import float_width
+from ckpt.model.manifest import Chunk, Tensor
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.writer import ImageWrite, check_room, losing
 from ckpt.storage.api import StorageBackend, Upload, aligned_memory
+
+
+def widths_of(chunks: Sequence[int], tensors: Sequence[Tensor]) -> list[int]:
+    """Return the bytes of one floating point number for each chunk of a file; 1 for other
+    chunks.
+    """
+    starts = {
+        shard.offset: float_width(tensor.dtype)
+        for tensor in tensors
+        for shard in tensor.shards
+        if shard.box.numel
+    }
+    found: list[int] = []
+    offset, width = 0, 1
+    for nbytes in chunks:
+        width = starts.get(offset, width)
+        found.append(width)
+        offset += nbytes
+    return found
 
 
 def write_encoded(
@@ -32,7 +52,7 @@ def write_encoded(
         write: The image.
         backend: The store.
         encoder: Encodes the chunks.
-        widths: For each chunk the bytes of one of its numbers (see ``codec.widths_of``).
+        widths: For each chunk the bytes of one of its numbers (see `widths_of`).
 
     Returns:
         The chunk table, and the length of each chunk on the tier.

@@ -14,12 +14,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
-from ckpt.codec.byte_planes import decode
+from ckpt.codec.registry import codec_named
 from ckpt.errors import ChecksumMismatch
-from ckpt.model.checksum import verify
+from ckpt.model.checksum import checksum, verify
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Encoding, File, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
@@ -60,6 +63,21 @@ class Sink(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A data file in a store: its key, its size there, and its codec if it is encoded."""
+
+    key: str
+    size: int
+    codec: str | None = None
+
+    @classmethod
+    def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> Self:
+        """The file as a manifest describes it."""
+        codec = encoding.codec if encoding else None
+        return cls(ref.key(file.name), stored_size(file, encoding), codec)
+
+
 class BytesSink:
     """Takes the bytes of an image or a file (see ``plan.restore.chunks_of``) to memory that
     begins at ``start`` of them.
@@ -87,22 +105,20 @@ def read_plan(
     plan: RestorePlan,
     sink: Sink,
     *,
-    backend: StorageBackend,
-    file_of: Callable[[int], tuple[str, int]],
+    reader: ChunkReader,
+    file_of: Callable[[int], StoredFile],
     workers: Workers,
-    retry: RetryPolicy,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Execute ``plan``. ``file_of`` gives the key and the size of a rank's file.
+    """Execute ``plan``. ``file_of`` gives the file of a rank.
 
     Raises:
         ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
         StorageError: A file is missing, short or unreadable.
     """
-    reader = ChunkReader(backend, retry)
 
     def read(run: Run) -> None:
-        for _, error in reader.read(run, *file_of(run.rank), sink):
+        for _, error in reader.read(run, file_of(run.rank), sink):
             raise error
         on_bytes(run.nbytes)
 
@@ -118,9 +134,9 @@ class ChunkReader:
         self._buffers, self._decoded = _Buffers(), _Buffers()
 
     def read(
-        self, run: Run, key: str, size: int, sink: Sink, on_proven: OnProven = lambda *_: None
+        self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven = lambda *_: None
     ) -> Missed:
-        """Read a run of the file ``key`` of ``size`` bytes; returns the chunks that are not intact.
+        """Read a run of ``file``; returns the chunks that are not intact.
 
         If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
 
@@ -128,7 +144,7 @@ class ChunkReader:
             What is not the store's (see ``plan.sources.reach_of``).
         """
         try:
-            return self._read(run, key, size, sink, on_proven)
+            return self._read(run, file, sink, on_proven)
         except Exception as error:
             reach = reach_of(error)
             if reach is None:
@@ -136,13 +152,11 @@ class ChunkReader:
             if reach is Reach.CHUNK and len(run.reads) > 1:
                 singly = coalesce(run.reads, most_bytes=0, gap_bytes=0)
                 return [
-                    missed
-                    for one in singly
-                    for missed in self.read(one, key, size, sink, on_proven)
+                    missed for one in singly for missed in self.read(one, file, sink, on_proven)
                 ]
             return [(read, error) for read in run.reads]
 
-    def _read(self, run: Run, key: str, size: int, sink: Sink, on_proven: OnProven) -> Missed:
+    def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Missed:
         """By the way that copies least.
 
         A chunk that was read to a ``place`` of its own is where it belongs.
@@ -151,16 +165,17 @@ class ChunkReader:
         decoded = any(read.is_decoded for read in run.reads)
         if isinstance(self._backend, ScatterReads) and not decoded:
             places = [sink.direct(read) for read in run.reads]
-            found = self._read_scattered(run, key, self._backend, places)
+            found = self._read_scattered(run, file.key, self._backend, places)
         elif decoded or self._alignment > 1 or not (pieces := _one_piece(run, sink)):
-            found = self._read_buffered(run, key, size)
+            found = self._read_buffered(run, file)
         else:
-            self._retry.call(partial(self._backend.read_into, key, run.offset, *joined(pieces)))
+            whole = joined(pieces)
+            self._retry.call(partial(self._backend.read_into, file.key, run.offset, *whole))
             places = found = pieces
         missed: Missed = []
         for read, place, data in zip(run.reads, places, found, strict=True):
             try:
-                raw = self._proven(read, data, key, sink)
+                raw = self._proven(read, data, file, sink)
             except ChecksumMismatch as error:
                 missed.append((read, error))
                 continue
@@ -196,25 +211,33 @@ class ChunkReader:
             for read, place in zip(run.reads, places, strict=True)
         ]
 
-    def _read_buffered(self, run: Run, key: str, size: int) -> list[memoryview]:
+    def _read_buffered(self, run: Run, file: StoredFile) -> list[memoryview]:
         start = run.offset // self._alignment * self._alignment
-        end = min(size, -(-(run.offset + run.nbytes) // self._alignment) * self._alignment)
+        end = min(file.size, -(-(run.offset + run.nbytes) // self._alignment) * self._alignment)
         buffer = self._buffers.get(end - start)
-        self._retry.call(partial(self._backend.read_into, key, start, buffer))
+        self._retry.call(partial(self._backend.read_into, file.key, start, buffer))
         return [buffer[read.offset - start :][: read.stored_nbytes] for read in run.reads]
 
-    def _proven(self, read: ChunkRead, data: memoryview, key: str, sink: Sink) -> memoryview:
+    def _proven(
+        self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink
+    ) -> memoryview:
         """The raw bytes of a chunk.
 
         If those are wanted that were encoded, they are where they belong then: in the target's own
         memory, if that is in one piece there.
         """
         if read.encoded_nbytes is None:
-            verify(data, read.checksum, key=key, offset=read.offset)
+            verify(data, read.checksum, key=file.key, offset=read.offset)
             return data
+        assert file.codec is not None
         memory = sink.direct(read) if read.is_decoded else None
         raw = self._decoded.get(read.nbytes) if memory is None else memory
-        decode(data, raw, key=key, offset=read.offset, digest=read.checksum)
+        try:
+            codec_named(file.codec).decode(data, raw)
+        except ValueError:
+            raise ChecksumMismatch(file.key, read.offset, data.nbytes) from None
+        if checksum(raw) != read.checksum:
+            raise ChecksumMismatch(file.key, read.offset, data.nbytes)
         if read.is_decoded and memory is None:
             sink.place(read, raw)
         return raw

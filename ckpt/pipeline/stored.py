@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Final, Self
 
 from ckpt.errors import CkptError
-from ckpt.pipeline.reader import BytesSink, ChunkReader, Sink, runs_of
+from ckpt.pipeline.reader import BytesSink, ChunkReader, Sink, StoredFile, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.restore import ChunkRead
 from ckpt.storage.api import StorageBackend, fresh_memory
@@ -44,15 +44,18 @@ class StoredImage:
 
     @classmethod
     def of(
-        cls, backend: StorageBackend, key: str, chunks: Sequence[ChunkRead], retry: RetryPolicy
+        cls,
+        backend: StorageBackend,
+        file: StoredFile,
+        chunks: Sequence[ChunkRead],
+        retry: RetryPolicy,
     ) -> Self:
         """The image in a file of one store."""
         reader = ChunkReader(backend, retry)
-        size = chunks[-1].offset + chunks[-1].stored_nbytes
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
             for run in runs_of(reads):
-                for _, error in reader.read(run, key, size, sink):
+                for _, error in reader.read(run, file, sink):
                     raise error
 
         return cls(chunks, read)

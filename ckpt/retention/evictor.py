@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterator
 
-from ckpt.config import NO_CODEC
+from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.units import size

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from ckpt.config import NO_CODEC
+from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.exchange import Wait, arrivals

@@ -19,7 +19,8 @@ from functools import partial
 
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.transfer import fetch_step
-from ckpt.config import NO_CODEC, SaveConfig
+from ckpt.codec.registry import NO_CODEC
+from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
 from ckpt.model.units import size

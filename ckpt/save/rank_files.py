@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from ckpt.codec.byte_planes import Encoder, widths_of
-from ckpt.config import NO_CODEC, SaveConfig
+from ckpt.codec.registry import encoder_of
+from ckpt.config import SaveConfig
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, Encoding, File, Fragment, FragmentRef
 from ckpt.model.packed import Frames, frames_of, pack_fragment
-from ckpt.pipeline.encoded import write_encoded
+from ckpt.pipeline.encoded import widths_of, write_encoded
+from ckpt.pipeline.reader import StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
@@ -93,7 +94,7 @@ class RankFiles:
         # every node has the manifest, but only one node has the fragment
         self._in_manifest = config.copies == "per_node"
         self._frames: tuple[SavePlan, Frames] | None = None
-        self._encoder = None if tier.tier.codec == NO_CODEC else Encoder(tier.tier.codec)
+        self._encoder = encoder_of(tier.tier.codec)
         self._streamed: Encoding | None = None
 
     @property
@@ -111,7 +112,10 @@ class RankFiles:
         """
         file = File(self._data_name, self._rank, job.plan.size, job.known)
         return StoredImage.of(
-            self._backend, job.ref.key(file.name), chunks_of(file, self._streamed), retry
+            self._backend,
+            StoredFile.of(job.ref, file, self._streamed),
+            chunks_of(file, self._streamed),
+            retry,
         )
 
     def write(
@@ -171,7 +175,7 @@ class RankFiles:
             return write_image(write, self._backend), None
         widths = widths_of(job.plan.chunks, job.plan.tensors)
         chunks, lengths = write_encoded(write, self._backend, encoder, widths)
-        return chunks, Encoding(self._rank, encoder.name, lengths)
+        return chunks, Encoding(self._rank, encoder.codec, lengths)
 
     def _fragment(
         self, job: SaveJob, chunks: tuple[Chunk, ...], encoding: Encoding | None

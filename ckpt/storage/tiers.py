@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckpt.config import MEMORY, NO_CODEC, Tier
+from ckpt.codec.registry import NO_CODEC
+from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError
 from ckpt.model.checksum import checksum
 from ckpt.storage.api import Adopting, StorageBackend

@@ -7,27 +7,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from ckpt.codec.byte_planes import Encoder, decode, widths_of
-from ckpt.errors import ChecksumMismatch
-from ckpt.model.box import Box
+from ckpt.codec.byte_planes import BytePlanes, decode
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Shard, Tensor
 
-ENCODER = Encoder("zstd")
+ENCODER = BytePlanes()
 NORMAL = np.random.default_rng(1).standard_normal(300_001).astype(np.float32) * np.float32(0.02)
 
 
-def encode(raw: bytes, width: int, encoder: Encoder = ENCODER) -> bytes:
+def encode(raw: bytes, width: int, encoder: BytePlanes = ENCODER) -> bytes:
     return b"".join(encoder.encode(memoryview(raw), width))
 
 
 def decoded(data: bytes, nbytes: int, digest: str | None = None) -> bytes:
     out = bytearray(nbytes)
-    decode(memoryview(data), memoryview(out), key="k", offset=7, digest=digest)
+    decode(memoryview(data), memoryview(out))
+    if digest not in (None, checksum(out)):
+        raise ValueError("another chunk")
     return bytes(out)
 
 
-def there_and_back(raw: bytes, width: int, encoder: Encoder = ENCODER) -> int:
+def there_and_back(raw: bytes, width: int, encoder: BytePlanes = ENCODER) -> int:
     data = encode(raw, width, encoder)
     if len(data) == len(raw):
         assert data == raw
@@ -41,7 +40,7 @@ def bf16(values: np.ndarray) -> bytes:
     return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
-@pytest.mark.parametrize("codec", ["zstd", "zstd:3"])
+@pytest.mark.parametrize("level", [None, 3])
 @pytest.mark.parametrize(
     ("raw", "width", "least"),
     [
@@ -53,8 +52,10 @@ def bf16(values: np.ndarray) -> bytes:
         (np.arange(100_000).tobytes(), 1, 3.0),
     ],
 )
-def test_what_has_structure_gets_shorter(raw: bytes, width: int, least: float, codec: str) -> None:
-    assert len(raw) / there_and_back(raw, width, Encoder(codec)) > least
+def test_what_has_structure_gets_shorter(
+    raw: bytes, width: int, least: float, level: int | None
+) -> None:
+    assert len(raw) / there_and_back(raw, width, BytePlanes(level)) > least
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -111,26 +112,26 @@ def test_damage_gives_our_error_or_the_same_bytes(raw: bytes) -> None:
     data, digest = encode(raw, width), checksum(raw)
     random = np.random.default_rng(3)
     places = [*range(min(40, len(data))), *random.integers(0, len(data), 60)]
-    found: set[tuple[str, int, int]] = set()
+    found = 0
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << int(random.integers(8))
         try:  # zstd frames have bits of no meaning
             assert decoded(bytes(damaged), len(raw), digest) == raw
-        except ChecksumMismatch as error:
-            found.add((error.key, error.offset, error.nbytes))
-    assert found == {("k", 7, len(data))}
+        except ValueError:
+            found += 1
+    assert found > len(places) / 2
     for end in (0, 1, 3, 4, 12, len(data) // 2, len(data) - 1):
-        with pytest.raises(ChecksumMismatch):
+        with pytest.raises(ValueError):
             decoded(data[:end], len(raw), digest)
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(ValueError):
         decoded(data + b"\0", len(raw), digest)
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 4096))
 def test_nonsense_gives_our_error(data: bytes, nbytes: int) -> None:
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(ValueError):
         decoded(data, nbytes, "0" * 32)
 
 
@@ -151,7 +152,7 @@ def test_nonsense_behind_a_good_head_gives_our_error(
     edges = [0, *cuts, len(body)]
     lengths = b"".join((b - a).to_bytes(4, "little") for a, b in itertools.pairwise(edges))
     head = bytes([width, shift, base, 0])
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(ValueError):
         decoded(head + lengths + body, more.draw(st.integers(0, 40)) * width, "0" * 32)
 
 
@@ -159,7 +160,7 @@ def test_a_frame_that_claims_more_than_the_manifest_gets_no_memory() -> None:
     import zstandard
 
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 30))
-    with pytest.raises(ChecksumMismatch):
+    with pytest.raises(ValueError):
         decoded(bytes([1, 0, 0, 0]) + len(bomb).to_bytes(4, "little") + bomb, 1 << 20)
 
 
@@ -216,18 +217,3 @@ def test_the_page_about_the_format_is_enough_to_read_it() -> None:
     raw = np.arange(9000).tobytes()
     assert by_the_book(encode(raw, 1), len(raw), packed) == raw
     assert set(packed) == {1, 2}, "both ways to pack are met"
-
-
-def test_widths_follow_the_tensors_of_a_file() -> None:
-    def tensor(name: str, dtype: str, offset: int, count: int) -> Tensor:
-        shard = Shard(0, offset, (0,), (count,))
-        assert isinstance(shard.box, Box)
-        return Tensor(name, dtype, (count,), (shard,))
-
-    tensors = [
-        tensor("a", "float32", 4096, 8),
-        tensor("b", "bfloat16", 4128, 4),
-        tensor("none", "float64", 4136, 0),
-        tensor("c", "bool", 4136, 3),
-    ]
-    assert widths_of([4096, 16, 16, 8, 3], tensors) == [1, 4, 4, 2, 1]

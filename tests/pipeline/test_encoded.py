@@ -7,17 +7,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ckpt.codec.byte_planes import Encoder
+from ckpt.codec.registry import encoder_of
 from ckpt.errors import ChecksumMismatch, OutOfSpace, StagingError, TransientStorageError
+from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Chunk, Encoding, File
-from ckpt.pipeline.encoded import write_encoded
+from ckpt.model.manifest import Chunk, Encoding, File, Shard, Tensor
+from ckpt.pipeline.encoded import widths_of, write_encoded
+from ckpt.pipeline.reader import StoredFile
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.writer import ImageWrite
 from ckpt.plan.restore import chunks_of
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
-from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule
+from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
 from tests.pipeline.whole import Whole
 
 MIB = 1 << 20
@@ -41,13 +43,14 @@ def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda
         on_bytes=on_bytes,
         **more,
     )
-    return write_encoded(job, backend, Encoder(codec), WIDTHS)
+    return write_encoded(job, backend, encoder_of(codec), WIDTHS)
 
 
 def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
     file = File("rank", 0, sum(chunk.nbytes for chunk in table), table)
     chunks = chunks_of(file, Encoding(0, "zstd", tuple(lengths)))
-    return StoredImage.of(backend, "step/rank", chunks, retry)
+    stored = StoredFile("step/rank", sum(lengths), "zstd")
+    return StoredImage.of(backend, stored, chunks, retry)
 
 
 class OneByOne:
@@ -206,7 +209,7 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
         retry=retry,
         on_bytes=lambda _: None,
     )
-    table, lengths = write_encoded(job, memory, Encoder("zstd"), widths)
+    table, lengths = write_encoded(job, memory, encoder_of("zstd"), widths)
     copier.join()
     assert [chunk.nbytes for chunk in table] == chunks
     stored = image_of(memory, lengths, retry, table)
@@ -234,7 +237,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
             retry=retry,
             on_bytes=lambda _: None,
         )
-        _, lengths = write_encoded(job, memory, Encoder("zstd"), [4] * len(chunks))
+        _, lengths = write_encoded(job, memory, encoder_of("zstd"), [4] * len(chunks))
         assert sum(lengths) < len(image)
     else:
         memory.put("step/rank", [image])
@@ -269,3 +272,34 @@ def test_a_ring_too_small_for_a_chunk_is_refused(memory, workers, retry) -> None
     window = Window(memoryview(bytearray(33 * MIB)), 100 * MIB)
     with pytest.raises(StagingError, match="too few"):
         write(memory, workers, retry, source=window)
+
+
+def test_widths_follow_the_tensors_of_a_file() -> None:
+    def tensor(name: str, dtype: str, offset: int, count: int) -> Tensor:
+        shard = Shard(0, offset, (0,), (count,))
+        assert isinstance(shard.box, Box)
+        return Tensor(name, dtype, (count,), (shard,))
+
+    tensors = [
+        tensor("a", "float32", 4096, 8),
+        tensor("b", "bfloat16", 4128, 4),
+        tensor("none", "float64", 4136, 0),
+        tensor("c", "bool", 4136, 3),
+    ]
+    assert widths_of([4096, 16, 16, 8, 3], tensors) == [1, 4, 4, 2, 1]
+
+
+def test_a_damaged_chunk_is_named_by_key_and_place(memory, workers, retry) -> None:
+    table, lengths = write(memory, workers, retry)
+    starts = list(itertools.accumulate(lengths, initial=0))
+    encoded = [
+        i for i, length in enumerate(lengths) if length < table[i].nbytes and table[i].nbytes > 4096
+    ]
+    for index in encoded[:3]:
+        flip_byte(memory, "step/rank", starts[index])
+        begin = sum(CHUNKS[:index])
+        with pytest.raises(ChecksumMismatch) as caught:
+            image_of(memory, lengths, retry).view(begin, begin + CHUNKS[index])
+        assert (caught.value.key, caught.value.offset) == ("step/rank", starts[index])
+        assert caught.value.nbytes == lengths[index]
+    assert encoded

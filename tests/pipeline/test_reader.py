@@ -9,7 +9,7 @@ import pytest
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.keys import data_name
-from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, joined, read_plan
+from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, ChunkReader, StoredFile, joined, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
@@ -69,10 +69,9 @@ def read(backend, manifest, wanted, workers, retry, *, direct=True):
     read_plan(
         plan,
         sink,
-        backend=backend,
+        reader=ChunkReader(backend, retry),
         file_of=files_of(manifest),
         workers=workers,
-        retry=retry,
         on_bytes=seen.append,
     )
     return sink, plan, seen
@@ -80,7 +79,7 @@ def read(backend, manifest, wanted, workers, retry, *, direct=True):
 
 def files_of(manifest):
     files = manifest.file_map()
-    return lambda rank: (files[rank].name, files[rank].size)
+    return lambda rank: StoredFile(files[rank].name, files[rank].size)
 
 
 def leaf(box: Box) -> Leaf:
@@ -166,10 +165,9 @@ def test_nothing_wanted_is_no_request(memory, workers, retry):
     read_plan(
         plan,
         ArraySink([], direct=True),
-        backend=faulty,
-        file_of=lambda rank: ("", 0),
+        reader=ChunkReader(faulty, retry),
+        file_of=lambda rank: StoredFile("", 0),
         workers=workers,
-        retry=retry,
         on_bytes=print,
     )
     assert faulty.calls == []
@@ -203,10 +201,9 @@ def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
         read_plan(
             plan,
             sink,
-            backend=memory,
+            reader=ChunkReader(memory, retry),
             file_of=files_of(saved),
             workers=workers,
-            retry=retry,
             on_bytes=lambda _: None,
         )
     assert sink.placed_reads == []

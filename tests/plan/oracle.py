@@ -28,7 +28,7 @@ from ckpt.model.manifest import (
     Tensor,
     chunk_offsets,
 )
-from ckpt.model.validate import CODECS, MAX_CHUNK_BYTES, check_tensor, require
+from ckpt.model.validate import MAX_CHUNK_BYTES, check_tensor, require
 from ckpt.model.values import parse
 from ckpt.plan.faults import forms_told, mixed, ranks_told
 from ckpt.plan.merge import _merge_raw, check_replicas
@@ -164,7 +164,7 @@ def _check_encoded(record: Fragment, files: Mapping[int, File], key: str) -> Non
             raise ManifestCorrupt(
                 key, f"the lengths of rank {encoding.rank} are not those of its chunks"
             )
-        require(encoding.codec in CODECS, key, f"the unknown codec {encoding.codec[:40]!r}")
+        require(encoding.codec == "zstd", key, f"the unknown codec {encoding.codec[:40]!r}")
         for chunk, length in zip(file.chunks, encoding.lengths, strict=True):
             fits = length == chunk.nbytes or 0 < length < chunk.nbytes <= MAX_CHUNK_BYTES
             require(
