@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ckpt.adapters.tensors.declared import declare_part
     from ckpt.adapters.tensors.local_shards import LocalShards
     from ckpt.adapters.tensors.per_rank import PerRank, RngState
+    from ckpt.adapters.walk.trainable import trainable
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
 
@@ -41,6 +42,7 @@ _HOMES = {
     "Tier": "ckpt.config",
     "declare_part": "ckpt.adapters.tensors.declared",
     "open": "ckpt.exchange.opened",
+    "trainable": "ckpt.adapters.walk.trainable",
 }
 _ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's
 
@@ -57,6 +59,7 @@ __all__ = [
     "__version__",
     "declare_part",
     "open",
+    "trainable",
 ]
 
 

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from ckpt.adapters.match.renaming import Rename
 from ckpt.adapters.match.selection import Selection
 from ckpt.adapters.torch_store import find_coordinator
-from ckpt.adapters.walk.collect import Collected, collect, walk_objects
+from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.prepare import PlanCache, Prepared, growth_of
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
@@ -34,6 +35,7 @@ from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, Step
 from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
+from ckpt.model.patterns import LEFT_OUT, WHOLE, Names, Patterns, patterns_for, unfitting
 from ckpt.model.values import dumps, to_json
 from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, close_at_exit
@@ -99,12 +101,12 @@ class CheckpointManager:
         self._config = replace(config or SaveConfig(), **settings)
         self._metadata = dict(metadata or {})
         self._packed_metadata = to_json("metadata", self._metadata)
-        if METRICS in self._metadata:
-            way = (
-                "is where the metrics of a save are kept: take another name, or "
-                "save_async(metrics=...)"
-            )
-            raise ConfigError(f"metadata: {METRICS!r} {way}")
+        for name, setting in ((METRICS, "metrics"), (LEFT_OUT, "only")):
+            if name in self._metadata:
+                raise ConfigError(
+                    f"metadata: {name!r} is where save_async({setting}=...) keeps what it is "
+                    "given: take another name"
+                )
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
@@ -164,13 +166,16 @@ class CheckpointManager:
         self._check_open()
         self._prepare(self._collect(state, lasting=True))
 
-    def _collect(self, state: Mapping[str, Any], *, lasting: bool = False) -> Collected:
+    def _collect(
+        self, state: Mapping[str, Any], *, lasting: bool = False, patterns: Patterns = WHOLE
+    ) -> Collected:
         return collect(
             state,
             rank=self._coordinator.rank,
             memory=self._memory,
             lasting=lasting,
             captured=self._fence.captured,
+            patterns=patterns,
         )
 
     def _prepare(self, collected: Collected) -> None:
@@ -197,7 +202,13 @@ class CheckpointManager:
     # -- saving ------------------------------------------------------------------------------------
 
     def save_async(
-        self, state: Mapping[str, Any], step: int | None = None, *, metrics: Metrics | None = None
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        metrics: Metrics | None = None,
+        only: Names = None,
+        exclude: Names = None,
     ) -> PendingSave:
         """Save ``state`` as ``step`` in the background.
 
@@ -212,6 +223,11 @@ class CheckpointManager:
                 plus one.
             metrics: Numbers by name, such as ``{"loss": 1.2}``, for ``Tier(keep_best=...)``. Those
                 of rank 0 count.
+            only: What of ``state`` is saved: names (with all names below them), or patterns such as
+                ``"model/*lora*"``, as for ``restore``. Give the same ones on all ranks. The
+                settings of an optimizer are saved with any of its state.
+            exclude: Names and patterns of what is left out. The state that an optimizer has of a
+                parameter goes with the parameter.
 
         Returns:
             The handle of the save.
@@ -220,15 +236,22 @@ class CheckpointManager:
             CkptError: The state cannot be saved, or an earlier save has failed and its error was
                 not raised yet. If some tier has that earlier step, this save has begun all the
                 same.
+            ConfigError: A pattern fits no name of the state. With more than one rank the save
+                fails with it, since another rank may have the name.
         """
-        pending = self._begin(state, step, metrics)
+        pending = self._begin(state, step, metrics, only, exclude)
         if pending.step != self._saver.steps.last_step:  # the caller leaves after that one
             self._ledger.raise_unreported(but=pending)
         return pending
 
     @one_at_a_time("save_async")
     def _begin(
-        self, state: Mapping[str, Any], step: int | None, metrics: Metrics | None
+        self,
+        state: Mapping[str, Any],
+        step: int | None,
+        metrics: Metrics | None,
+        only: Names,
+        exclude: Names,
     ) -> PendingSave:
         """Begin a save.
 
@@ -260,7 +283,9 @@ class CheckpointManager:
             reason = ""
             if self._ledger.has(step):
                 raise StepExists(step, self._tiers[0].url)
-            return self._save(state, ref, trial, began, as_metrics(metrics or {}))
+            found, patterns = as_metrics(metrics or {}), patterns_for(only, exclude)
+            notes = {METRICS: found} if found and self._coordinator.rank == LEADER else {}
+            return self._save(state, ref, trial, began, notes, patterns)
         except BaseException as error:
             # so that the others do not wait
             if self._coordinator.world_size > 1 and self._begun != ref:
@@ -273,12 +298,14 @@ class CheckpointManager:
         step: int | None = None,
         *,
         metrics: Metrics | None = None,
+        only: Names = None,
+        exclude: Names = None,
         timeout: float | None = None,
     ) -> PendingSave:
         """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result``
         raise.
         """
-        pending = self._begin(state, step, metrics).result(timeout)
+        pending = self._begin(state, step, metrics, only, exclude).result(timeout)
         self._ledger.raise_unreported()
         return pending
 
@@ -504,14 +531,17 @@ class CheckpointManager:
         ref: StepRef,
         trial: int,
         began: float,
-        metrics: dict[str, float],
+        notes: Metadata,
+        patterns: Patterns,
     ) -> PendingSave:
         tiers = self._saver.names_of(ref.step)
         if not tiers:  # as every rank finds
             pending = PendingSave(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
             return pending
-        collected = self._collect(state)
+        collected = self._collect(state, patterns=patterns)
+        if collected.unused and self._coordinator.world_size == 1:  # else another rank may have it
+            raise unfitting(collected.unused)
         prepared = self._plans.prepare(collected)
         wait = self._config.on_busy == "wait" or self._saver.steps.last_step == ref.step
         slot = self._saver.acquire(prepared.plan.size, wait=wait, devices=prepared.devices)
@@ -523,7 +553,7 @@ class CheckpointManager:
             snapshot = prepared.snapshot(
                 slot, collected.parts, ref.step, overlap=overlap, check=check
             )
-            job = self._job(ref, trial, prepared, snapshot, collected, metrics)
+            job = self._job(ref, trial, prepared, snapshot, collected, notes)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
             pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
@@ -551,11 +581,13 @@ class CheckpointManager:
         prepared: Prepared,
         snapshot: Snapshot,
         collected: Collected,
-        metrics: dict[str, float],
+        notes: Metadata,
     ) -> SaveJob:
         metadata = self._packed_metadata
-        if metrics and self._coordinator.rank == LEADER:
-            metadata = to_json("metadata", {**self._metadata, METRICS: metrics})
+        if collected.left_out:
+            notes = {**notes, LEFT_OUT: collected.left_out}
+        if notes:
+            metadata = to_json("metadata", {**self._metadata, **notes})
         return SaveJob(
             ref=ref,
             trial=trial,

@@ -335,7 +335,29 @@ def test_a_part_is_restored_as_shown(tmp_path: Path) -> None:
     state = dict(names)
     with CheckpointManager(tmp_path) as manager:
         manager.save(state, 1)
-        exec(block("docs/restoring.md", "only=["), {**names, "state": state, "manager": manager})
+        shown = block("docs/restoring.md", "report.missing")
+        exec(shown, {**names, "state": state, "manager": manager})
+
+
+def test_a_part_is_saved_as_shown(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("base", "lora_a", "vision")})
+    model["base"].requires_grad_(False)
+    names = {"ckpt": ckpt, "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    state = {"model": model, "optimizer": names["optimizer"]}
+    with CheckpointManager(tmp_path) as manager:
+        exec(
+            block("docs/restoring.md", "ckpt.trainable"),
+            {**names, "state": state, "manager": manager},
+        )
+    shown = [
+        ("base", False, False, True),
+        ("lora_a", True, True, True),
+        ("vision", True, False, False),
+    ]
+    for name, *steps in shown:
+        for step, is_saved in enumerate(steps):
+            with ckpt.open(tmp_path, step=step) as opened:
+                assert (f"model/{name}.weight" in opened.names()) == is_saved
 
 
 def test_names_are_translated_as_shown(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ PUBLIC = {
     "__version__",
     "declare_part",
     "open",
+    "trainable",
 }
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 

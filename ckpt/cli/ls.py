@@ -241,11 +241,16 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
 
 
 def _metadata(manifest: Manifest | None) -> dict[str, Any]:
-    """Return the user's metadata of a step."""
+    """Return the user's metadata of a step, and which part of a state it is."""
+    from ckpt.model.patterns import LEFT_OUT
     from ckpt.model.values import parse
 
     found = parse(manifest.metadata, "metadata") if manifest else None
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    if isinstance(part := found.get(LEFT_OUT), dict):
+        part.pop("used", None)
+    return found
 
 
 def _brief(metadata: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ckpt.errors import CommitError, ReplicasDiverged
 from ckpt.model.manifest import FORMAT, FragmentRef, Manifest, Packed
 from ckpt.model.packed import Columns, replicas_of
+from ckpt.model.patterns import patterns_of, unfitting
 from ckpt.model.runs import Ints
 from ckpt.model.values import Node, join, parse
 from ckpt.plan.columns import Gathered, Layouts, Light, first_of, holders_of, merge_layouts
@@ -54,6 +55,7 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
             dtype.
         ManifestCorrupt: A fragment that no writer writes.
         CommitError: Fragments of different saves.
+        ConfigError: A pattern of the save fits no name on any rank.
     """
     known = known or Known()
     gathered = Gathered(known.forms)
@@ -62,6 +64,9 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
     ranks = sorted(gathered.ranks, key=lambda rank: rank.part.rank)
     _check_same_save([rank.part for rank in ranks])
     first = ranks[0].part
+    metadata = _merge_raw("metadata", first_of(ranks, "metadata"))
+    if unused := patterns_of(metadata)[1]:
+        raise unfitting(unused)
     check_frames(first_of(ranks, "replicas"))
     _check_kinds(first_of(ranks, "tree"), lambda: holders_of(gathered, ranks))
     found = known.layouts = merge_layouts(gathered, ranks, known.layouts)
@@ -78,7 +83,7 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
         tensors=found.tensors,
         tied=_merge_tied([rank.part for rank in ranks], {tensor.name for tensor in found.tensors}),
         tree=_merge_raw("", first_of(ranks, "tree")),
-        metadata=_merge_raw("metadata", first_of(ranks, "metadata")),
+        metadata=metadata,
         layouts=found.layouts,
         layout_of=found.layout_of,
         encoded=tuple(encoding for rank in ranks for encoding in rank.part.encoded),

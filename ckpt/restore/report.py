@@ -30,6 +30,8 @@ class RestoreReport:
         cached_bytes: Bytes of the files that this rank wrote into a nearer tier, for the next
             restore.
         missing: With ``strict=False``: names that the checkpoint lacks. They kept their values.
+        left_alone: Names that the checkpoint lacks because its save left them out
+            (``save_async(only=..., exclude=...)``, ``ckpt.trainable``). They kept their values.
         unexpected: With ``strict=False``: names that have no place in the state of any rank.
         renamed: Pairs (name in the state, name in the checkpoint), for this rank.
         converted: Triples (name in the state, dtype in the checkpoint, dtype in the state), for
@@ -53,6 +55,7 @@ class RestoreReport:
     cached_bytes: int = 0
     received_bytes: int = 0
     missing: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     converted: tuple[tuple[str, str, str], ...] = ()
@@ -69,12 +72,13 @@ class RestoreReport:
             f"step {self.step} from {self.tier}: {size(self.nbytes)} in {duration(self.seconds)}, "
             f"{rate(self.nbytes, self.seconds)}, checksums verified"
             + "".join(
-                f"; {len(found)} {what}"
+                f"; {len(found)} {what.replace('_', ' ')}"
                 for what in (
                     "skipped",
                     "repaired",
                     "finished",
                     "missing",
+                    "left_alone",
                     "unexpected",
                     "renamed",
                     "converted",

@@ -32,8 +32,10 @@ from ckpt.coordination.commit import LEADER
 from ckpt.coordination.owner import Owner
 from ckpt.coordination.together import Damaged, Together
 from ckpt.errors import CkptError, ConfigError, EntryUnexpected, NoCheckpoint, RestoreError
+from ckpt.errors.base import few
 from ckpt.events import CommitFinished, Observers, Repaired, Restored, StepDamaged
 from ckpt.model.keys import StepRef, parse_folder
+from ckpt.model.patterns import unfitting
 from ckpt.nodes.server import Peer
 from ckpt.nodes.survey import NodeSurvey, Sources
 from ckpt.pipeline.reader import Sink
@@ -230,6 +232,7 @@ class Restorer:
             repaired=landed.repaired,
             cached_bytes=landed.cached_bytes,
             missing=landed.matched.missing,
+            left_alone=landed.matched.left_alone,
             unexpected=landed.unexpected,
             renamed=landed.matched.renamed,
             converted=landed.matched.converted,
@@ -238,6 +241,13 @@ class Restorer:
         )
         if report.uninitialised:
             _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
+        if report.left_alone:
+            _log.warning(
+                "ckpt: step %d holds a part of a state: %d names keep their values (%s)",
+                ref.step,
+                len(report.left_alone),
+                few(report.left_alone),
+            )
         if report.missing and not landed.matched.wanted:
             _log.warning(
                 "ckpt: step %d has nothing of the state: all tensors kept what they had", ref.step
@@ -319,11 +329,7 @@ class Restorer:
         )
         unexpected = tuple(name for name in nowhere if not name.startswith(_PATTERN))
         if unused := [name for name in nowhere if name.startswith(_PATTERN)]:
-            patterns = ", ".join(repr(each[1:].replace(_PATTERN, "/")) for each in unused)
-            raise ConfigError(
-                f"no name of the state fits {patterns}: names are as `ckpt show` prints them, in "
-                "a model parted by dots; an optimizer's settings are optimizer/param_groups"
-            )
+            raise unfitting(each[1:].replace(_PATTERN, "/") for each in unused)
         if unexpected and self._selection.strict:
             raise EntryUnexpected(unexpected, ref.step)
         self._overwritten = True

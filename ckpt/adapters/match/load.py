@@ -31,14 +31,9 @@ from ckpt.adapters.tensors.gathered import forget_copies, release
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.walk.collect import (
-    declares_state,
-    find_parameters,
-    is_stateful,
-    look_again,
-    walk_objects,
-)
+from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.modules import asked, unwrapped
+from ckpt.adapters.walk.objects import declares_state, is_stateful, look_again, walk_objects
 from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest

@@ -29,7 +29,10 @@ def match_module(match: Matching, module: nn.Module, node: Node, path: str, sour
     match.open(path, source)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     extra: dict[str, Callable[[], Any]] = {}
-    for entry in items_of(path, module).entries:
+    items = items_of(path, module)
+    for fqn in items.left:
+        match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
+    for entry in items.entries:
         name = f"{path}/{entry.fqn}"
         there = match.source(name)
         found = match.saved.node(there)

@@ -161,7 +161,7 @@ class _Loader:
             if not match.takes(each.name):
                 match.claim(each.name, each.source, silent=True)
             elif each.saved is None:
-                match.lack(each.name, each.source)
+                match.lack(each.name, each.source, each.weight)
             else:
                 match.claim(each.name, each.source)
                 if each.is_here:

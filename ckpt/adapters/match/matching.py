@@ -33,6 +33,7 @@ class Matched:
     Attributes:
         wanted: The leaves by the names and dtypes of the checkpoint.
         missing: Names that are not in the checkpoint.
+        left_alone: Names that are not in it because its save left them out on purpose.
         unexpected: Names of the checkpoint that have no place in this rank's state. Another rank
             (another pipeline stage) may have a place for them, so all ranks decide. The same holds
             for ``unused``, the patterns of selections and renamings that match nothing here.
@@ -45,6 +46,7 @@ class Matched:
     targets: list[Source] = field(default_factory=list[Source])
     actions: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     missing: tuple[str, ...] = ()
+    left_alone: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
@@ -69,6 +71,7 @@ class Matching:
         self._opened: dict[str, list[str]] = {}
         self._taken: set[str] = set()
         self._missing: dict[str, str] = {}
+        self._left: dict[str, None] = {}
         self._unused = {*(selection.only or ()), *selection.renaming.patterns}
         self._filled: dict[Hashable, str] = {}
         self._wanted: list[Leaf] = []
@@ -100,9 +103,16 @@ class Matching:
         if source != name and not silent:
             self._renamed[name] = source
 
-    def lack(self, name: str, source: str) -> None:
-        """The checkpoint has not what it should be filled with."""
-        if self.takes(name):
+    def lack(self, name: str, source: str, parameter: str = "") -> None:
+        """The checkpoint has not what it should be filled with.
+
+        ``parameter``: what it is the optimizer's state of, by its name in the checkpoint.
+        """
+        if not self.takes(name):
+            return
+        if self.saved.left_out(source, parameter):
+            self._left[name] = None
+        else:
             self._missing[name] = source
 
     @contextmanager
@@ -171,6 +181,7 @@ class Matching:
             targets=self._targets,
             actions=self.actions,
             missing=tuple(self._missing),
+            left_alone=tuple(self._left),
             unexpected=tuple(filter(self._is_about, unexpected)),
             unused=tuple(sorted(self._unused)),
             renamed=tuple(self._renamed.items()),

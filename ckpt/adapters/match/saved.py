@@ -10,6 +10,7 @@ from typing import Any, Final
 from ckpt.adapters.match.remake import torch_value
 from ckpt.errors import ManifestCorrupt
 from ckpt.model.manifest import Manifest
+from ckpt.model.patterns import patterns_of
 from ckpt.model.values import Node, below, decode, join, parse
 
 ABSENT: Final = object()
@@ -46,6 +47,7 @@ class Saved:
         self.manifest = manifest
         self.tensors = manifest.tensor_map()
         self.names = sorted(self.tensors)
+        self._patterns, _ = patterns_of(manifest.metadata)
         self._tree: Node = parse(manifest.tree)
         if not isinstance(self._tree, dict):
             raise ManifestCorrupt("tree", "it is not an object")
@@ -111,6 +113,24 @@ class Saved:
     def parameters(self, path: str) -> Collection[str]:
         """Full names of the parameters of the optimizer at ``path``."""
         return self._held(path, self.node(path)).keys()
+
+    def left_out(self, name: str, parameter: str = "") -> bool:
+        """Return True if the save left ``name`` out on purpose.
+
+        ``parameter``: what it is the optimizer's state of.
+        """
+        if not self._patterns.takes(name) or self._patterns.excludes(parameter):
+            return True
+        return self._in_left(name) or self._in_left(parameter)
+
+    def _in_left(self, name: str) -> bool:
+        end = name.find("/")
+        while end >= 0:
+            node = self.node(name[:end])
+            if tag(node) == "module":
+                return name[end + 1 :] in node.get("left", ())
+            end = name.find("/", end + 1)
+        return False
 
     def entries(self, path: str) -> list[str]:
         """Full names of the entries of the module at ``path``.

@@ -16,7 +16,7 @@ from ckpt.adapters.tensors.layout import local
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.walk.collect import declares_state, is_stateful
+from ckpt.adapters.walk.objects import declares_state, is_stateful
 
 
 def memory_of(target: Source) -> Hashable:

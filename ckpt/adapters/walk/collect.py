@@ -9,10 +9,8 @@ leaves a node: ``tensor`` and ``array`` (with the name of their bytes), ``module
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.memory import Memory, OptimizerItems, Structure
 from ckpt.adapters.walk.modules import (
     Parameters,
@@ -39,9 +38,17 @@ from ckpt.adapters.walk.modules import (
     state_name,
     unwrapped,
 )
+from ckpt.adapters.walk.objects import (
+    declares_state,
+    is_stateful,
+    look_again,
+    walk_objects,
+    walk_tensors,
+)
 from ckpt.adapters.walk.segments import At, Held, Segment, Table, place_of, same_view
-from ckpt.adapters.walk.stand_in import OptimizerStandIn, StandIn
+from ckpt.adapters.walk.stand_in import OptimizerStandIn
 from ckpt.errors import UnsupportedValue
+from ckpt.model.patterns import WHOLE, Patterns
 from ckpt.model.values import Node, encode, join
 
 _log = logging.getLogger("ckpt")
@@ -57,6 +64,8 @@ class Collected:
         tied: name -> the name of the same memory that came earlier.
         per_rank: path -> tree of a ``PerRank`` value.
         optimizers: The optimizers to fence.
+        unused: The patterns that fitted no name.
+        left_out: What the metadata keeps of the patterns; empty for a whole state.
     """
 
     parts: list[Segment | Held] = field(default_factory=list[Segment | Held])
@@ -64,6 +73,8 @@ class Collected:
     tree: Node = None
     per_rank: dict[str, Node] = field(default_factory=dict[str, Node])
     optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
+    unused: tuple[str, ...] = ()
+    left_out: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def held(self) -> list[Held]:
@@ -84,6 +95,7 @@ def collect(
     memory: Memory | None = None,
     lasting: bool = False,
     captured: Collection[Optimizer] = (),
+    patterns: Patterns = WHOLE,
 ) -> Collected:
     """Walk ``state``.
 
@@ -92,6 +104,7 @@ def collect(
 
     Args:
         captured: Optimizers whose steps run no hook, since a graph replays them.
+        patterns: The part of the state that is walked. Names are those of the whole state.
 
     Raises:
         UnsupportedValue: Something that only pickle could save, with its path and the way out.
@@ -105,39 +118,51 @@ def collect(
     memory = memory or Memory()
     objects = list(walk_objects(state))
     look_again(objects)
-    optimizers = [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)]
-    holds = partial(_holds, captured)
+    optimizers = _Optimizers(
+        [unwrapped(value) for _, value in objects if isinstance(value, Optimizer)], captured
+    )
     modules = [
         (value, memory.items(path, value))
         for path, value in objects
         if isinstance(value, nn.Module)
     ]
     parameters = Parameters(modules)
-    parameters.look_for(optimizers, walk_tensors(state))
-    walk = _Walk(parameters, optimizers, holds, rank, memory, lasting=lasting)
+    parameters.look_for(optimizers.all, walk_tensors(state))
+    choice = memory.choice(patterns)
+    walk = _Walk(parameters, optimizers, choice, rank, memory, lasting=lasting)
     walk.out.tree = {
-        key: encode(value, join("", key), walk.other) for key, value in _string_keys(state)
+        key: encode(value, join("", key), walk.other)
+        for key, value in _string_keys(choice.part_of(state))
     }
+    walk.out.unused, walk.out.left_out = choice.unused, choice.left_out
     return walk.out
 
 
-def _holds(captured: Collection[Optimizer], optimizer: Optimizer) -> bool:
-    """Return True if only steps that a hook can hold change an optimizer's tensors.
+@dataclass(frozen=True, slots=True)
+class _Optimizers:
+    """The optimizers of a state; ``captured``: those whose steps run no hook."""
 
-    They may then be copied while training goes on.
-    """
-    return not (methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in captured)
+    all: Sequence[Optimizer]
+    captured: Collection[Optimizer]
 
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Return True if only steps that a hook can hold change an optimizer's tensors.
 
-def _owned(optimizers: Sequence[Optimizer], holds: Callable[[Optimizer], bool]) -> set[int]:
-    """Identity of the parameters that nothing changes but the ``step`` of these optimizers."""
-    late: set[int] = set()
-    eager: set[int] = set()
-    for optimizer in optimizers:
-        found = late if holds(optimizer) else eager
-        for group in optimizer.param_groups:
-            found.update(map(id, group["params"]))
-    return late - eager
+        They may then be copied while training goes on.
+        """
+        return not (
+            methods_beyond_step(optimizer) or is_capturable(optimizer) or optimizer in self.captured
+        )
+
+    def owned(self) -> set[int]:
+        """Identity of the parameters that nothing changes but the ``step`` of these optimizers."""
+        late: set[int] = set()
+        eager: set[int] = set()
+        for optimizer in self.all:
+            found = late if self.holds(optimizer) else eager
+            for group in optimizer.param_groups:
+                found.update(map(id, group["params"]))
+        return late - eager
 
 
 def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -147,59 +172,6 @@ def _string_keys(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 repr(key), "key of the state", "use non-empty strings that do not begin with '$'"
             )
         yield key, value
-
-
-def is_stateful(value: object) -> bool:
-    """Return True if the object saves and loads itself."""
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
-
-
-def declares_state(value: object) -> bool:
-    """Return True if the class is a ``Stateful`` of torch's checkpoints.
-
-    Its ``state_dict()`` then holds its own tensors. A restore fills them before it gives that dict
-    to ``load_state_dict()``. torchtitan's ``ModelWrapper`` and ``OptimizersContainer`` are of that
-    kind.
-    """
-    api = sys.modules.get("torch.distributed.checkpoint.stateful")
-    return (
-        api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
-    )
-
-
-def look_again(objects: Sequence[tuple[str, Any]]) -> None:
-    """Let what stands in for others show what is there now. Before anything is asked of it."""
-    for _, value in objects:
-        if isinstance(value, StandIn):
-            value.look()
-
-
-def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Modules and optimizers in the containers of a state, with their paths."""
-    if isinstance(value, nn.Module | Optimizer):
-        if not declares_state(value):
-            yield path, value
-    elif isinstance(value, Mapping) and depth < 100:
-        for key, item in value.items():
-            if type(item) not in PLAIN:  # of those there may be thousands
-                yield from walk_objects(item, join(path, key), depth + 1)
-    elif isinstance(value, list | tuple) and depth < 100:
-        for index, item in enumerate(value):
-            yield from walk_objects(item, join(path, index), depth + 1)
-
-
-def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that stand in the containers of a state, with their paths."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping) and depth < 100:
-        for key, item in value.items():
-            yield from walk_tensors(item, join(path, key), depth + 1)
-    elif isinstance(value, list | tuple) and depth < 100:
-        for index, item in enumerate(value):
-            yield from walk_tensors(item, join(path, index), depth + 1)
 
 
 def find_parameters(state: Mapping[str, Any], objects: Sequence[tuple[str, Any]]) -> Parameters:
@@ -218,17 +190,18 @@ class _Walk:
     def __init__(
         self,
         parameters: Parameters,
-        optimizers: Sequence[Optimizer],
-        holds: Callable[[Optimizer], bool],
+        optimizers: _Optimizers,
+        choice: Choice,
         rank: int,
         memory: Memory,
         *,
         lasting: bool,
     ) -> None:
-        self._lasting, self._optimizers, self._holds = lasting, optimizers, holds
-        self.out = Collected()
+        self._lasting, self._optimizers, self._choice = lasting, optimizers, choice
+        # one that is left out is fenced too: its step changes parameters that are saved
+        self.out = Collected(optimizers=list(optimizers.all))
         self._parameters, self._rank, self._memory = parameters, rank, memory
-        self._owned = _owned(optimizers, holds)
+        self._owned = optimizers.owned()
         self._seen: dict[int, str] = {}
         self._at: At = {}
         self._unread: list[Segment] = []  # segments of the last walk that are not in these two yet
@@ -304,7 +277,7 @@ class _Walk:
         owner = unwrapped(tensor.owner)
         if not any(known is owner for known in self.out.optimizers):
             self.out.optimizers.append(owner)
-        return self._holds(owner)
+        return self._optimizers.holds(owner)
 
     def _stored(self, name: str, tensor: Source, seen: dict[int, str], at: At) -> str:
         """``name``, or that of an earlier tensor which is this one.
@@ -466,6 +439,7 @@ class _Walk:
         values = {
             entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.other)
             for entry in items.others
+            if self._choice.takes(f"{path}/{entry.fqn}")
         }
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
@@ -473,32 +447,34 @@ class _Walk:
             made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
             for entry, tensor, is_late in zip(items.held, items.tensors, late, strict=True):
                 name = f"{path}/{entry.fqn}"
+                if not self._choice.takes(name):
+                    continue
                 source = made.setdefault(
                     (id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor)
                 )
                 yield Held(name, source, is_late, entry.replicas, entry.left)
 
-        self._segment(path, (items, *late), items.tensors, named)
-        return {"$": "module", "values": values}
+        self._segment(path, (items, self._choice, *late), items.tensors, named)
+        left = {"left": dict.fromkeys(items.left, True)} if items.left else {}
+        return {"$": "module", "values": values, **left}
 
     def _optimizer(self, optimizer: Optimizer, path: str) -> Node:
         if self._alone:
             raise UnsupportedValue(
                 path, "optimizer in a PerRank", "give it a name of its own on each rank"
             )
-        check_optimizer(path, optimizer, self._optimizers)
+        check_optimizer(path, optimizer, self._optimizers.all)
         self._tell(optimizer)
-        late = self._holds(optimizer)
-        self.out.optimizers.append(optimizer)
+        late = self._optimizers.holds(optimizer)
         keeper = keeper_of(path, optimizer)
         now = Structure(optimizer.param_groups, keeper.state)
         items = self._memory.optimizers.get(path)
         if (
             items is None
-            or not items.is_of(keeper, self._parameters, now)
+            or not items.is_of(keeper, self._parameters, now, self._choice)
             or not self._take_again(path, (late, items), items.tensors)
         ):  # also when a tensor has another shape, which may belong to another part of a parameter
-            items = OptimizerItems(path, optimizer, keeper, self._parameters, now)
+            items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
             self._memory.optimizers[path] = items
             candidates = self._named(path, items, late, is_partial=keeper.own is not None)
             self._take(path, self._build((late, items), items.tensors, candidates))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
+from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.modules import (
     ModuleItems,
     Parameters,
@@ -25,6 +26,7 @@ from ckpt.adapters.walk.modules import (
 )
 from ckpt.adapters.walk.segments import Segment, Table
 from ckpt.adapters.walk.stand_in import ModuleStandIn
+from ckpt.model.patterns import Patterns
 
 _values: Final = methodcaller("values")
 
@@ -44,6 +46,11 @@ class Memory:
             str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...] | None, ModuleItems]
         ] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
+        self._choices: dict[Patterns, Choice] = {}
+
+    def choice(self, patterns: Patterns) -> Choice:
+        """Return the choice by ``patterns``, which remembers what it has found."""
+        return self._choices.setdefault(patterns, Choice(patterns))
 
     def items(self, path: str, module: nn.Module) -> ModuleItems:
         """``items_of``, remembered while the module has the same values under the same keys.
@@ -72,6 +79,7 @@ class Memory:
         self.tables.clear()
         self.modules.clear()
         self.optimizers.clear()
+        self._choices.clear()
 
 
 class Structure:
@@ -117,6 +125,7 @@ class OptimizerItems:
 
     __slots__ = (
         "_alone",
+        "_choice",
         "_items",
         "_known",
         "_own",
@@ -134,9 +143,10 @@ class OptimizerItems:
         keeper: Keeper,
         parameters: Parameters,
         now: Structure,
+        choice: Choice,
     ) -> None:
         check_owners(path, optimizer)
-        self._known, self._own = now, keeper.own
+        self._known, self._own, self._choice = now, keeper.own, choice
         self._items, self._alone = parameters.items, dict(parameters.alone)
         self._sources = [
             index for index, value in enumerate(now.values) if isinstance(value, Source)
@@ -150,7 +160,11 @@ class OptimizerItems:
             index_of[id(parameter)] = first
             first += len(entry)
         groups = part_groups(optimizer, parameters)
-        for group, group_parts in zip(optimizer.param_groups, groups, strict=True):
+        for group, all_parts in zip(optimizer.param_groups, groups, strict=True):
+            group_parts = [
+                [part for part in parts if choice.takes(f"{path}/{part.path}", part.path)]
+                for parts in all_parts
+            ]
             self.names.append([part.path for parts in group_parts for part in parts])
             for parameter, parts in zip(group["params"], group_parts, strict=True):
                 entry = keeper.state.get(parameter, {})
@@ -164,12 +178,13 @@ class OptimizerItems:
                         else:
                             self.others.append((index, state_name(path, part.path, key)))
 
-    def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure) -> bool:
+    def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:
         """Return whether it is still so: all tensors are the same objects, and values that are
         no tensors stand where they stood.
         """
         return (
-            self._items == parameters.items
+            self._choice is choice
+            and self._items == parameters.items
             and self._alone == parameters.alone
             and self._own == keeper.own
             and now.is_as(self._known, self._sources)

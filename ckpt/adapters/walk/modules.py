@@ -269,6 +269,7 @@ class ModuleItems:
         held: The entries that are tensors.
         tensors: The tensors of these.
         others: The entries that are no tensors.
+        left: Names of the module's that are not saved.
     """
 
     entries: tuple[Entry, ...]
@@ -277,6 +278,7 @@ class ModuleItems:
     held: tuple[Entry, ...] = field(init=False)
     tensors: tuple[Source, ...] = field(init=False)
     others: tuple[Entry, ...] = field(init=False)
+    left: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         held = tuple(entry for entry in self.entries if isinstance(entry.value, Source))

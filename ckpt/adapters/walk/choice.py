@@ -1,0 +1,75 @@
+"""The part of a state that a save is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.adapters.walk.objects import declares_state
+from ckpt.model.patterns import WHOLE, Patterns, left_out
+from ckpt.model.values import join
+
+
+class Choice:
+    """What ``patterns`` take of a state. It remembers which names they take, and which fitted.
+
+    Dicts, modules and optimizers are parted. Everything else is saved as a whole or not at all.
+
+    Thread safety:
+        The training thread.
+    """
+
+    def __init__(self, patterns: Patterns) -> None:
+        self._patterns = patterns
+        self._known: dict[str, bool] = {}
+        self._used: set[str] = set()
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The patterns that have fitted no name."""
+        given = (*(self._patterns.only or ()), *self._patterns.exclude)
+        return tuple(each for each in given if each not in self._used)
+
+    @property
+    def left_out(self) -> dict[str, Any]:
+        """What the metadata of the save keeps of it; empty for a whole state."""
+        return left_out(self._patterns, self._used)
+
+    def takes(self, name: str, parameter: str = "") -> bool:
+        """Return True if ``name`` is saved.
+
+        ``parameter``: what it is the optimizer's state of. If that is excluded, its state is too.
+        """
+        if self._patterns is WHOLE:
+            return True
+        if (known := self._known.get(name)) is None:
+            self._used.update(self._patterns.fitting(name))
+            known = self._patterns.takes(name) and not self._patterns.excludes(parameter)
+            self._known[name] = known
+        return known
+
+    def part_of(self, state: Mapping[Any, Any], path: str = "") -> Mapping[Any, Any]:
+        """Return ``state`` without what is left out.
+
+        Its modules and optimizers are parted by name (``takes``).
+        """
+        if self._patterns is WHOLE:
+            return state
+        found: dict[Any, Any] = {}
+        for key, value in state.items():
+            name = join(path, key)
+            taken = self.takes(name)
+            if self._patterns.excludes(name) or not (taken or self._patterns.reaches(name)):
+                continue
+            if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
+                found[key] = value
+            elif type(value) is dict:
+                inside = self.part_of(value, name)
+                if inside or taken:
+                    found[key] = inside
+            elif taken:
+                found[key] = value
+        return found

@@ -1,0 +1,68 @@
+"""The objects in the containers of a state, with their paths."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.adapters.tensors.layout import PLAIN
+from ckpt.adapters.walk.stand_in import StandIn
+from ckpt.model.values import join
+
+
+def is_stateful(value: object) -> bool:
+    """Return True if the object saves and loads itself."""
+    return callable(getattr(value, "state_dict", None)) and callable(
+        getattr(value, "load_state_dict", None)
+    )
+
+
+def declares_state(value: object) -> bool:
+    """Return True if the class is a ``Stateful`` of torch's checkpoints.
+
+    Its ``state_dict()`` then holds its own tensors. A restore fills them before it gives that dict
+    to ``load_state_dict()``. torchtitan's ``ModelWrapper`` and ``OptimizersContainer`` are of that
+    kind.
+    """
+    api = sys.modules.get("torch.distributed.checkpoint.stateful")
+    return (
+        api is not None and api.Stateful in type(value).__mro__ and not isinstance(value, nn.Module)
+    )
+
+
+def look_again(objects: Sequence[tuple[str, Any]]) -> None:
+    """Let what stands in for others show what is there now. Before anything is asked of it."""
+    for _, value in objects:
+        if isinstance(value, StandIn):
+            value.look()
+
+
+def walk_objects(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Modules and optimizers in the containers of a state, with their paths."""
+    if isinstance(value, nn.Module | Optimizer):
+        if not declares_state(value):
+            yield path, value
+    elif isinstance(value, Mapping) and depth < 100:
+        for key, item in value.items():
+            if type(item) not in PLAIN:  # of those there may be thousands
+                yield from walk_objects(item, join(path, key), depth + 1)
+    elif isinstance(value, list | tuple) and depth < 100:
+        for index, item in enumerate(value):
+            yield from walk_objects(item, join(path, index), depth + 1)
+
+
+def walk_tensors(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that stand in the containers of a state, with their paths."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping) and depth < 100:
+        for key, item in value.items():
+            yield from walk_tensors(item, join(path, key), depth + 1)
+    elif isinstance(value, list | tuple) and depth < 100:
+        for index, item in enumerate(value):
+            yield from walk_tensors(item, join(path, index), depth + 1)

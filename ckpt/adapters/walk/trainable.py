@@ -1,0 +1,82 @@
+"""The trained part of a model, in the place of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.adapters.walk.memory import Memory
+from ckpt.adapters.walk.modules import Entry, ModuleItems
+from ckpt.adapters.walk.stand_in import ModuleStandIn
+from ckpt.errors import ConfigError
+
+
+def trainable(model: nn.Module) -> nn.Module:
+    """Return what stands in a state for the trained part of ``model``.
+
+    ``{"model": ckpt.trainable(model), "optimizer": optimizer}`` saves and restores the parameters
+    that require a gradient at the time of the call, under the names that they have in the whole
+    model, and the buffers and extra state of modules that hold such a parameter themselves. All
+    other parameters and buffers are left out, also those of a ``BatchNorm(affine=False)``. The
+    manifest names them, so a restore of the whole model leaves them alone and its report says so.
+
+    Raises:
+        ConfigError: No parameter requires a gradient, or ``model`` is no module.
+    """
+    return _Trainable(model)
+
+
+class _Trainable(ModuleStandIn):
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"trainable({type(model).__name__}): give a module")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ConfigError(
+                "trainable(model): no parameter of the model requires a gradient: call it after "
+                "the adapter is in place, or give the model itself"
+            )
+        super().__init__()
+        self.model = model
+        self._memory = Memory()
+        self._known: tuple[ModuleItems, Sequence[bool], ModuleItems] | None = None
+
+    def look(self) -> None:
+        """Nothing is kept that could be out of date."""
+
+    def settle(self) -> None:
+        """A restore fills the model's own tensors."""
+
+    def items(self, path: str) -> ModuleItems:
+        """Return the items of the model that are trained now."""
+        whole = self._memory.items(path, self.model)
+        trained = [_is_trained(entry.value) for entry in whole.entries]
+        if self._known is None or self._known[0] is not whole or self._known[1] != trained:
+            self._known = whole, trained, _part_of(whole, trained)
+        return self._known[2]
+
+
+def _part_of(whole: ModuleItems, trained: Sequence[bool]) -> ModuleItems:
+    pairs = list(zip(whole.entries, trained, strict=True))
+    homes = {_home(entry) for entry, is_trained in pairs if is_trained}
+    kept = [
+        is_trained or (id(entry.value) not in whole.parts and _home(entry) in homes)
+        for entry, is_trained in pairs
+    ]
+    return replace(
+        whole,
+        entries=tuple(entry for (entry, _), keep in zip(pairs, kept, strict=True) if keep),
+        left=tuple(entry.fqn for (entry, _), keep in zip(pairs, kept, strict=True) if not keep),
+    )
+
+
+def _home(entry: Entry) -> str:
+    """Return the name of the module that holds the entry itself."""
+    return entry.fqn.rpartition(".")[0]
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
