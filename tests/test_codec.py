@@ -13,7 +13,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import verify_step
+from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.config import SaveConfig, load_config
 from ckpt.errors import ConfigError, FormatTooNew, IntegrityError
 from ckpt.model import encoding
@@ -191,7 +191,7 @@ def test_damage_is_found_and_the_step_before_restored(tmp_path: Path, share: flo
         report = verify_step(backend, newest, workers=workers)
         assert [fault.key for fault in report.faults] == [key]
         with pytest.raises(IntegrityError):
-            fetch_step(backend, newest, open_backend(str(tmp_path / "copy")), workers=workers)
+            fetch_step([backend], StepFolder(open_backend(str(tmp_path / "copy")), newest, workers))
     assert not list((tmp_path / "copy").glob("*/manifest.json"))
     found = state(0)
     with CheckpointManager([tier]) as manager:
@@ -215,8 +215,8 @@ def test_a_fetch_copies_what_lies_there(tmp_path: Path) -> None:
     source, copy = open_backend(str(tmp_path / "a")), open_backend(str(tmp_path / "b"))
     (ref,) = committed(source)
     with Workers("test", 2) as workers:
-        report = fetch_step(source, ref, copy, workers=workers)
-        again = fetch_step(source, ref, copy, workers=workers)
+        report = fetch_step([source], StepFolder(copy, ref, workers))
+        again = fetch_step([source], StepFolder(copy, ref, workers))
     assert report.copied_bytes == report.nbytes == read_manifest(source, ref).stored_bytes
     assert again.copied_bytes == 0
     names = {name: size for name, size in files(tmp_path / "a").items() if name != "writer.json"}

@@ -12,6 +12,7 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts
 from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import StepFolder
 from ckpt.cli.main import main
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
@@ -92,13 +93,7 @@ def test_the_verb_restore_mends_what_is_raw_near_from_what_is_encoded_far(
     sources = [open_backend(tier.url) for tier in tiers]
     (ref,) = attempts(sources[0])
     with Workers("test", 2) as workers:
-        fetch_step(
-            sources[0],
-            ref,
-            open_backend(str(tmp_path / "mended")),
-            others=sources[1:],
-            workers=workers,
-        )
+        fetch_step(sources, StepFolder(open_backend(str(tmp_path / "mended")), ref, workers))
     (mended,) = (tmp_path / "mended").rglob("*.safetensors")
     assert mended.read_bytes() == good
 

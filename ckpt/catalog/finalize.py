@@ -26,22 +26,21 @@ from functools import partial
 from typing import Final
 
 from ckpt.catalog.index import attempts, own_objects
-from ckpt.catalog.verify import OnProgress, size_faults, verify_files
+from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
+from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import MANIFEST, StepRef, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.reference import fill
-from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.merge import merge
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
 
 _WHEN: Final = (
     "once it is a day old, and not before, since its job may run where it cannot be seen from here"
@@ -73,29 +72,19 @@ def finalize(
         CommitError: It cannot, or must not, become a checkpoint; the sentence says why.
         IntegrityError: What its ranks have written is damaged.
     """
-    retry = RetryPolicy()
-    ask = partial(retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
+    folder = StepFolder(backend, ref, workers)
+    ask = partial(folder.retry.call, partial(_check_owner, backend, ref, job_is_dead=job_is_dead))
     owner = ask()
     _check_last(backend, ref, owner)
-    parts = _read_fragments(backend, ref, workers, retry)
+    parts = _read_fragments(folder)
     manifest = merge(parts)
     fragments = {part.rank: fragment_of(part, key=ref.key(named.name)) for part, named in parts}
     whole = fill(manifest, fragments, key=ref.manifest)
     encodings = whole.encodings()
     if read_data:
-        faults, _ = verify_files(
-            backend,
-            ref,
-            whole.files,
-            workers=workers,
-            on_progress=on_progress,
-            retry=retry,
-            encodings=encodings,
-        )
+        faults, _ = verify_files(folder, whole.files, encodings, on_progress=on_progress)
     else:
-        faults = size_faults(
-            backend, ref, manifest.files, workers=workers, retry=retry, encodings=encodings
-        )
+        faults = size_faults(folder, manifest.files, encodings)
     if faults:
         raise faults[0].error()
     # as the leader asks, right before its put
@@ -103,24 +92,18 @@ def finalize(
         raise CommitError(
             f"step {ref.step}: another process took the root over meanwhile: try again"
         )
-    _put(backend, ref, manifest, workers, retry)
+    _put(folder, manifest)
     return manifest
 
 
-def _put(
-    backend: StorageBackend, ref: StepRef, manifest: Manifest, workers: Workers, retry: RetryPolicy
-) -> None:
-    """The last look at the files comes after the mark: nobody removes one from then on."""
+def _put(folder: StepFolder, manifest: Manifest) -> None:
+    """The last look at the files comes after the claim marker: from then on none is removed."""
+    backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):
         raise CommitError(f"step {ref.step}: it was refused, and is being cleared away just now")
-    if faults := size_faults(
-        backend, ref, manifest.files, workers=workers, retry=retry, encodings=manifest.encodings()
-    ):
+    if faults := size_faults(folder, manifest.files, manifest.encodings()):
         raise faults[0].error()
-    workers.run_all(
-        partial(retry.call, partial(backend.head, ref.key(part.name)))
-        for part in manifest.fragments
-    )
+    folder.require_fragments(manifest)
     retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
     release_marker(backend, ref)
 
@@ -185,16 +168,15 @@ def _of_leader(name: str) -> bool:
     )
 
 
-def _read_fragments(
-    backend: StorageBackend, ref: StepRef, workers: Workers, retry: RetryPolicy
-) -> list[tuple[Packed, FragmentRef]]:
+def _read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
     """Those of all ranks.
 
     Raises:
         CommitError: Some are missing.
         ManifestCorrupt: One is damaged, or not of this save.
     """
-    names = [info.key.rpartition("/")[2] for info in own_objects(backend, ref)]
+    ref = folder.ref
+    names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, ref)]
     # the manifest may be there by now: others finish too
     found = sorted(name for name in names if name.endswith(".json") and name != MANIFEST)
     if not found:
@@ -202,16 +184,14 @@ def _read_fragments(
             f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of "
             f"it {_WHEN}"
         )
-    parts = workers.run_all(partial(_read_fragment, backend, ref, name, retry) for name in found)
+    parts = folder.workers.run_all(partial(_read_fragment, folder, name) for name in found)
     _check_world(ref, [fragment for fragment, _ in parts])
     return parts
 
 
-def _read_fragment(
-    backend: StorageBackend, ref: StepRef, name: str, retry: RetryPolicy
-) -> tuple[Packed, FragmentRef]:
-    key = ref.key(name)
-    data = retry.call(partial(read_object, backend, key, limit=MAX_RECORD_BYTES))
+def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
+    ref, key = folder.ref, folder.ref.key(name)
+    data = folder.read(key)
     fragment = unpack(data, Packed, key=key)  # the merge checks what is in it
     if (fragment.step, fragment.attempt, fragment_name(fragment.rank)) != (
         ref.step,

@@ -16,17 +16,17 @@ given until ``finish`` (the contract allows it) holds the files under way.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 from msgspec.structs import replace
 
 from ckpt.catalog.index import own_objects, read_manifest, read_packed
-from ckpt.catalog.tiered_reader import OnChunk, OnRepair, TieredReader
-from ckpt.catalog.verify import Meter, OnProgress, fault_of, size_faults, verify_files
+from ckpt.catalog.tiered_reader import OnRepair, TieredReader
+from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
 from ckpt.coordination.claim_marker import claim_for_finish, release_marker
 from ckpt.errors import (
@@ -37,7 +37,7 @@ from ckpt.errors import (
     StorageError,
 )
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import MAX_RECORD_BYTES, pack, unpack
+from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import (
     Encoding,
@@ -51,17 +51,18 @@ from ckpt.model.manifest import (
 from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.pipeline.encoded import widths_of, write_encoded
 from ckpt.pipeline.reader import Sink
-from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
-from ckpt.pipeline.workers import Workers
-from ckpt.pipeline.writer import ImageWrite, write_image
+from ckpt.pipeline.writer import ImageWrite, OnBytes, write_image
 from ckpt.plan.merge import merge
 from ckpt.plan.rebase import same_chunks
 from ckpt.plan.restore import ChunkRead, chunks_of
-from ckpt.storage.api import StorageBackend, read_object
+from ckpt.storage.api import StorageBackend
+
+Fetch = Callable[[Sequence[ChunkRead], Sink], int]
+"""Reads chunks of one file; returns the position of the farthest source that was needed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FetchReport:
     """``nbytes`` of data files, as they lie there, are now right at the destination;
     ``copied_bytes`` of them were not there before.
@@ -73,7 +74,7 @@ class FetchReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FileCopy:
     """A data file at the destination, and the position of the farthest source that was needed
     for it.
@@ -84,7 +85,7 @@ class FileCopy:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Recoding:
     """Files of the same chunks for a tier with another codec.
 
@@ -116,10 +117,8 @@ class Recoding:
 
 def fetch_nearest(
     sources: Sequence[StorageBackend],
-    ref: StepRef,
-    destination: StorageBackend,
+    folder: StepFolder,
     *,
-    workers: Workers,
     on_progress: OnProgress | None = None,
     on_repair: OnRepair = lambda _: None,
 ) -> FetchReport:
@@ -133,6 +132,7 @@ def fetch_nearest(
         IntegrityError: As ``fetch_step``: what the first try met.
         StorageError: As ``fetch_step``.
     """
+    ref = folder.ref
     first: IntegrityError | None = None
     tried: set[bytes] = set()
     for position, source in enumerate(sources):
@@ -141,9 +141,8 @@ def fetch_nearest(
         others = [*sources[:position], *sources[position + 1 :]]
         try:
             report = fetch_step(
-                source, ref, destination,
-                workers=workers, on_progress=on_progress, on_repair=on_repair, others=others,
-            )  # fmt: skip
+                [source, *others], folder, on_progress=on_progress, on_repair=on_repair
+            )
         except FormatUnsupported:
             if first is None:
                 raise
@@ -153,7 +152,7 @@ def fetch_nearest(
             tried.add(_manifest(source, ref))
             continue
         if first is not None:  # what the tries before have brought
-            _clear_unnamed(destination, ref, read_packed(destination, ref)[0], RetryPolicy())
+            _clear_unnamed(folder, read_packed(folder.backend, ref)[0])
         return report
     assert first is not None
     raise first
@@ -181,26 +180,24 @@ def _meter(
 
 
 def fetch_step(
-    source: StorageBackend,
-    ref: StepRef,
-    destination: StorageBackend,
+    sources: Sequence[StorageBackend],
+    folder: StepFolder,
     *,
-    workers: Workers,
     on_progress: OnProgress | None = None,
-    retry: RetryPolicy | None = None,
-    others: Sequence[StorageBackend] = (),
     on_repair: OnRepair = lambda _: None,
     codec: str | None = None,
 ) -> FetchReport:
-    """Make a committed step of ``source`` one of ``destination``.
+    """Make a committed step of the first of ``sources`` one of the store of ``folder``.
 
     On an error, what is finished stays for the next try, and the step is not listed at the
     destination (unless it was before). A destination where the step is encoded otherwise is left
     alone if it is intact.
 
     Args:
-        others: Where to look for what the source has not intact, nearest first.
-        on_repair: Told when one of them is.
+        sources: The source, then the stores that are asked for what it does not have intact,
+            nearest first.
+        folder: The step at the destination.
+        on_repair: Told when another store is asked.
         codec: That of the destination. None: files are copied as they lie at the source.
 
     Raises:
@@ -211,66 +208,53 @@ def fetch_step(
             not only in how files are encoded.
     """
     start = time.perf_counter()
-    retry = retry or RetryPolicy()
-    origin = TieredReader((source, *others), ref, retry=retry, on_repair=on_repair)
+    origin = TieredReader(sources, folder.ref, retry=folder.retry, on_repair=on_repair)
     with _about_the_source():
         found = origin.whole(lambda found: origin.filled(found, None))
     manifest, packed = found.manifest, found.packed
-    old = _encoded_otherwise(destination, ref, manifest, packed, retry)
-    listed = old is None and _make_way(destination, ref, packed, retry)
-    if old is not None and not _wrong(destination, ref, old, workers, retry):
-        return FetchReport(ref, old.stored_bytes, 0, time.perf_counter() - start)
+    old = _encoded_otherwise(folder, manifest, packed)
+    listed = old is None and _make_way(folder, packed)
+    if old is not None and not verify_files(folder, old.files, old.encodings())[0]:
+        return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
     recoding = None if codec is None or listed else _recoding(origin, manifest, codec)
-    kept = _kept(origin, manifest, destination, recoding, workers, retry)
+    kept = _kept(manifest, folder, recoding)
     missing = [file for file in manifest.files if file.rank not in kept]
     encodings = manifest.encodings()
-    sizes = partial(size_faults, source, ref, missing, encodings=encodings)
-    for fault in () if others else sizes(workers=workers, retry=retry):
+    here = dataclasses.replace(folder, backend=sources[0])
+    for fault in size_faults(here, missing, encodings) if len(sources) == 1 else ():
         raise fault.error()
     meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
     copies = copy_files(
-        origin,
-        missing,
-        destination,
-        encodings=encodings,
-        workers=workers,
-        retry=retry,
-        meter=meter,
-        recoding=recoding,
+        origin.fetch, missing, folder, encodings=encodings, on_bytes=meter.add, recoding=recoding
     )
     if old is not None:  # not before all of the data is there
-        retry.call(partial(destination.delete, ref.manifest))
+        folder.retry.call(partial(folder.backend.delete, folder.ref.manifest))
     if recoding is None:
-        copy_fragments(
-            origin, manifest, manifest.fragments, destination, workers=workers, retry=retry
-        )
+        copy_fragments(origin, manifest, manifest.fragments, folder)
     else:
         told = {copy.file.rank: copy.encoding for copy in copies} | kept
-        manifest = _put_fragments(ref, recoding, told, destination, workers, retry)
+        manifest = _put_fragments(folder, recoding, told)
         packed = pack(manifest)
-    look = partial(_look, destination, ref, manifest, workers, retry)
-    commit_copy(destination, ref, packed, retry, look=look)
+    commit_copy(folder, packed, look=partial(_look, folder, manifest))
     if old is not None:
-        _clear_unnamed(destination, ref, manifest, retry)
+        _clear_unnamed(folder, manifest)
     copied = sum(stored_size(copy.file, copy.encoding) for copy in copies)
-    return FetchReport(ref, manifest.stored_bytes, copied, time.perf_counter() - start)
+    return FetchReport(folder.ref, manifest.stored_bytes, copied, time.perf_counter() - start)
 
 
 def copy_files(
-    origin: TieredReader,
+    fetch: Fetch,
     files: Sequence[File],
-    destination: StorageBackend,
+    folder: StepFolder,
     *,
     encodings: Mapping[int, Encoding],
-    workers: Workers,
-    retry: RetryPolicy,
-    meter: Meter,
+    on_bytes: OnBytes = lambda _: None,
     recoding: Recoding | None = None,
-    on_chunk: OnChunk = lambda *_: None,
 ) -> list[FileCopy]:
-    """Copy data files, all of each or nothing: as they lie at the sources, or as ``recoding``
+    """Copy data files, all of each or nothing: as they are at the sources, or as ``recoding``
     has it. Raises as ``fetch_step`` does.
     """
+    workers = folder.workers
     failed: list[BaseException] = []
 
     def copy(file: File) -> FileCopy:
@@ -281,24 +265,24 @@ def copy_files(
             if failed:
                 raise StorageError(file.name, "another file could not be copied")
             with _about_the_source():
-                positions.append(origin.fetch(reads, sink, on_chunk))
+                positions.append(fetch(reads, sink))
 
         image = StoredImage(chunks, read)
         name = file.name if recoding is None else recoding.name(file.rank)
         write = ImageWrite(
             source=image,
             chunks=image.lengths,
-            key=origin.ref.key(name),
+            key=folder.ref.key(name),
             workers=workers,
-            retry=retry,
-            on_bytes=meter.add,
+            retry=folder.retry,
+            on_bytes=on_bytes,
             known=file.chunks,
         )
         try:
             if recoding is not None:
-                encoding = recoding.write(write, file.rank, destination)
+                encoding = recoding.write(write, file.rank, folder.backend)
             else:
-                write_image(write, destination)
+                write_image(write, folder.backend)
         except BaseException as error:
             failed.append(error)
             raise
@@ -319,30 +303,20 @@ def copy_fragments(
     origin: TieredReader,
     manifest: Manifest,
     fragments: Sequence[FragmentRef],
-    destination: StorageBackend,
-    *,
-    workers: Workers,
-    retry: RetryPolicy,
+    folder: StepFolder,
 ) -> None:
     """Copy those of ``fragments`` that are not there.
 
     Their data files go first: whoever finds all fragments may commit them.
     """
     files = manifest.file_map()
-    workers.run_all(
-        partial(_copy_fragment, origin, destination, manifest, named, files.get(named.rank), retry)
+    folder.workers.run_all(
+        partial(_copy_fragment, origin, folder, manifest, named, files.get(named.rank))
         for named in fragments
     )
 
 
-def commit_copy(
-    destination: StorageBackend,
-    ref: StepRef,
-    packed: bytes,
-    retry: RetryPolicy,
-    *,
-    look: Callable[[], None],
-) -> None:
+def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:
     """Put the manifest of a step whose files are all there.
 
     ``look`` raises if one of them is not, or not any more: until there is a manifest, who makes
@@ -352,52 +326,37 @@ def commit_copy(
         ObjectExists: As ``fetch_step``.
         StorageError: It is being cleared away there, or was.
     """
-    if _make_way(destination, ref, packed, retry):
+    if _make_way(folder, packed):
         look()
         return
+    destination, ref = folder.backend, folder.ref
     # without a mark: one that cannot be finished shall not keep its remains from being cleared away
     look()
-    if not retry.call(partial(claim_for_finish, destination, ref)):
+    if not folder.retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
     look()
-    _commit(destination, ref, packed, retry)
+    _commit(folder, packed)
     release_marker(destination, ref)
 
 
-def _look(
-    destination: StorageBackend,
-    ref: StepRef,
-    manifest: Manifest,
-    workers: Workers,
-    retry: RetryPolicy,
-) -> None:
+def _look(folder: StepFolder, manifest: Manifest) -> None:
     """Raises ``StorageError`` if a file or a fragment is not there as it should be."""
-    faults = size_faults(
-        destination,
-        ref,
-        manifest.files,
-        workers=workers,
-        retry=retry,
-        encodings=manifest.encodings(),
-    )
-    if faults:
+    if faults := size_faults(folder, manifest.files, manifest.encodings()):
         raise StorageError(
-            faults[0].key, f"{faults[0].what} on {destination.url}: somebody has cleared it away"
+            faults[0].key, f"{faults[0].what} on {folder.backend.url}: somebody has cleared it away"
         )
-    workers.run_all(
-        partial(retry.call, partial(destination.head, ref.key(part.name)))
-        for part in manifest.fragments
-    )
+    folder.require_fragments(manifest)
 
 
-def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> bool:
+def _make_way(folder: StepFolder, packed: bytes) -> bool:
     """Whether the manifest is there.
 
     A damaged copy of it is removed: it would keep the good one out. An intact one that differs, or
     of a later format, is not ours to judge.
     """
+    destination, ref = folder.backend, folder.ref
     try:
-        there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
+        there = folder.read(ref.manifest)
         if there == packed:
             return True
         unpack(there, Manifest, key=ref.manifest)
@@ -405,7 +364,7 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
         return False
     except IntegrityError as error:
         if not isinstance(error, FormatUnsupported):
-            retry.call(partial(destination.delete, ref.manifest))
+            folder.retry.call(partial(destination.delete, ref.manifest))
             return False
     raise ObjectExists(
         ref.manifest,
@@ -414,35 +373,30 @@ def _make_way(destination: StorageBackend, ref: StepRef, packed: bytes, retry: R
     )
 
 
-def _encoded_otherwise(
-    destination: StorageBackend, ref: StepRef, manifest: Manifest, packed: bytes, retry: RetryPolicy
-) -> Manifest | None:
+def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
     """The manifest of a destination that has the same chunks, encoded otherwise; None if it has
     not.
     """
     try:
-        there = retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
-        old = None if there == packed else read_manifest(destination, ref, retry=retry)
+        there = folder.read(folder.ref.manifest)
+        if there == packed:
+            return None
+        old = read_manifest(folder.backend, folder.ref, retry=folder.retry)
     except (ObjectNotFound, IntegrityError):
         return None
-    return (
-        old
-        if old is not None and old.encoded != manifest.encoded and same_chunks(old, manifest)
-        else None
-    )
+    return old if old.encoded != manifest.encoded and same_chunks(old, manifest) else None
 
 
-def _clear_unnamed(
-    destination: StorageBackend, ref: StepRef, manifest: Manifest, retry: RetryPolicy
-) -> None:
+def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
     """Remove what lies beside the files of a step that was just committed: those of another
     encoding.
     """
+    ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     named = {ref.manifest, *map(ref.key, names)}
-    for info in own_objects(destination, ref):
+    for info in own_objects(folder.backend, ref):
         if info.key not in named:
-            retry.call(partial(destination.delete, info.key))
+            folder.retry.call(partial(folder.backend.delete, info.key))
 
 
 def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
@@ -468,12 +422,7 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
 
 
 def _kept(
-    origin: TieredReader,
-    manifest: Manifest,
-    destination: StorageBackend,
-    recoding: Recoding | None,
-    workers: Workers,
-    retry: RetryPolicy,
+    manifest: Manifest, folder: StepFolder, recoding: Recoding | None
 ) -> dict[int, Encoding | None]:
     """Ranks whose files are there already, every byte of them, with their encodings.
 
@@ -483,9 +432,9 @@ def _kept(
     if recoding is not None:
         found: dict[int, tuple[File, Encoding | None]] = {}
         for rank, (file, _) in files.items():
-            key = origin.ref.key(fragment_name(rank))
+            key = folder.ref.key(fragment_name(rank))
             try:
-                data = retry.call(partial(read_object, destination, key, limit=MAX_RECORD_BYTES))
+                data = folder.read(key)
                 encoding = next(iter(read_fragment(data, key=key).encoded), None)
             except (ObjectNotFound, IntegrityError):
                 continue
@@ -493,46 +442,17 @@ def _kept(
                 found[rank] = replace(file, name=recoding.name(rank)), encoding
         files = found
     encodings = {rank: encoding for rank, (_, encoding) in files.items() if encoding}
-    every = [file for file, _ in files.values()]
-    faults, _ = verify_files(
-        destination,
-        origin.ref,
-        every,
-        workers=workers,
-        on_progress=None,
-        retry=retry,
-        encodings=encodings,
-    )
+    faults, _ = verify_files(folder, [file for file, _ in files.values()], encodings)
     wrong = {fault.key for fault in faults}
     return {
         file.rank: encoding
         for file, encoding in files.values()
-        if origin.ref.key(file.name) not in wrong
+        if folder.ref.key(file.name) not in wrong
     }
 
 
-def _wrong(
-    destination: StorageBackend,
-    ref: StepRef,
-    manifest: Manifest,
-    workers: Workers,
-    retry: RetryPolicy,
-) -> bool:
-    """Whether a data file is not there as it should be."""
-    faults, _ = verify_files(
-        destination, ref, manifest.files,
-        workers=workers, on_progress=None, retry=retry, encodings=manifest.encodings(),
-    )  # fmt: skip
-    return bool(faults)
-
-
 def _put_fragments(
-    ref: StepRef,
-    recoding: Recoding,
-    encodings: Mapping[int, Encoding | None],
-    destination: StorageBackend,
-    workers: Workers,
-    retry: RetryPolicy,
+    folder: StepFolder, recoding: Recoding, encodings: Mapping[int, Encoding | None]
 ) -> Manifest:
     """Put the fragments of files that were recoded; returns the manifest that says the same."""
     merged: list[tuple[Packed, FragmentRef]] = []
@@ -540,41 +460,38 @@ def _put_fragments(
     for rank in sorted(recoding.parts):
         name, packed = fragment_name(rank), recoding.fragment(rank, encodings.get(rank))
         data = pack(packed)
-        puts.append(partial(retry.call, partial(destination.put, ref.key(name), [data])))
+        put = partial(folder.backend.put, folder.ref.key(name), [data])
+        puts.append(partial(folder.retry.call, put))
         merged.append((packed, FragmentRef(name, rank, len(data), checksum(data))))
-    workers.run_all(puts)
+    folder.workers.run_all(puts)
     return merge(merged)
 
 
 def _copy_fragment(
     origin: TieredReader,
-    destination: StorageBackend,
+    folder: StepFolder,
     manifest: Manifest,
     named: FragmentRef,
     file: File | None,
-    retry: RetryPolicy,
 ) -> None:
     with _about_the_source():
         data = origin.fragment(manifest, named, file)
     key = origin.ref.key(named.name)
     try:
-        there = retry.call(partial(read_object, destination, key, limit=named.size))
+        there = folder.read(key, limit=named.size)
     except StorageError:  # absent, or longer than it should be
         there = b""
     if checksum(there) != named.checksum:
-        retry.call(partial(destination.put, key, [data]))
+        folder.retry.call(partial(folder.backend.put, key, [data]))
 
 
-def _commit(destination: StorageBackend, ref: StepRef, packed: bytes, retry: RetryPolicy) -> None:
+def _commit(folder: StepFolder, packed: bytes) -> None:
+    key = folder.ref.manifest
     try:
-        retry.call(partial(destination.put, ref.manifest, [packed], if_absent=True))
-    except (
-        ObjectExists
-    ):  # it was there all along, another fetch was faster, or the reply to a first try was lost
-        if (
-            retry.call(partial(read_object, destination, ref.manifest, limit=MAX_RECORD_BYTES))
-            != packed
-        ):
+        folder.retry.call(partial(folder.backend.put, key, [packed], if_absent=True))
+    except ObjectExists:
+        # it was there all along, another fetch was faster, or the reply to a first try was lost
+        if folder.read(key) != packed:
             raise
 
 

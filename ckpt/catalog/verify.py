@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckpt.catalog.fragments import load_fragment
@@ -29,15 +29,16 @@ from ckpt.errors import (
     StorageError,
     TransientStorageError,
 )
+from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest, stored_size
+from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest
 from ckpt.model.reference import carried_fragments, fill
 from ckpt.pipeline.reader import ChunkReader, StoredFile, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
 from ckpt.plan.restore import ChunkRead, chunks_of
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, read_object
 
 OnProgress = Callable[[int, int], None]
 """Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
@@ -76,6 +77,35 @@ class VerifyReport:
         return not self.faults
 
 
+@dataclass(frozen=True, slots=True)
+class StepFolder:
+    """The folder of a step in one store, and the means to work on it.
+
+    Attributes:
+        backend: The store.
+        ref: The step.
+        workers: The threads that send requests.
+        retry: How requests are retried.
+    """
+
+    backend: StorageBackend
+    ref: StepRef
+    workers: Workers
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+    def read(self, key: str, limit: int = MAX_RECORD_BYTES) -> bytes:
+        """Return a whole object."""
+        return self.retry.call(partial(read_object, self.backend, key, limit=limit))
+
+    def require_fragments(self, manifest: Manifest) -> None:
+        """Raise ``ObjectNotFound`` if a fragment is missing. Reads none."""
+        head = self.backend.head
+        self.workers.run_all(
+            partial(self.retry.call, partial(head, self.ref.key(part.name)))
+            for part in manifest.fragments
+        )
+
+
 def verify_step(
     backend: StorageBackend,
     ref: StepRef,
@@ -94,9 +124,9 @@ def verify_step(
             answer not be read; that says nothing about the checkpoint.
     """
     start = time.perf_counter()
-    retry = retry or RetryPolicy()
+    folder = StepFolder(backend, ref, workers, retry or RetryPolicy())
     try:
-        manifest, _ = read_packed(backend, ref, retry=retry)
+        manifest, _ = read_packed(backend, ref, retry=folder.retry)
     except FormatUnsupported:
         raise
     except (IntegrityError, StorageError) as error:
@@ -106,7 +136,7 @@ def verify_step(
         )
     files = manifest.file_map()
     parts = workers.run_all(
-        partial(_fragment, backend, ref, manifest, fragment, files.get(fragment.rank), retry)
+        partial(_fragment, folder, manifest, fragment, files.get(fragment.rank))
         for fragment in manifest.fragments
     )
     faults = [part for part in parts if isinstance(part, Fault)]
@@ -117,13 +147,7 @@ def verify_step(
     except ManifestCorrupt as error:
         faults.append(fault_of(error))
     data_faults, verified = verify_files(
-        backend,
-        ref,
-        manifest.files,
-        workers=workers,
-        on_progress=on_progress,
-        retry=retry,
-        encodings=manifest.encodings(),
+        folder, manifest.files, manifest.encodings(), on_progress=on_progress
     )
     return VerifyReport(
         ref=ref,
@@ -134,17 +158,14 @@ def verify_step(
 
 
 def verify_files(
-    backend: StorageBackend,
-    ref: StepRef,
+    folder: StepFolder,
     files: Sequence[File],
-    *,
-    workers: Workers,
-    on_progress: OnProgress | None,
-    retry: RetryPolicy,
     encodings: Mapping[int, Encoding],
+    *,
+    on_progress: OnProgress | None = None,
 ) -> tuple[list[Fault], int]:
     """The faults of data files, and how many bytes of them are right."""
-    heads = _heads(backend, ref, files, workers, retry, encodings)
+    heads = _heads(folder, files, encodings)
     faults = [fault for _, fault in heads if fault]
     chunks: list[ChunkRead] = []
     stored: dict[int, StoredFile] = {}
@@ -152,8 +173,8 @@ def verify_files(
         encoding = encodings.get(file.rank)
         every = chunks_of(file, encoding)
         chunks += [chunk for chunk in every if chunk.offset + chunk.stored_nbytes <= size]
-        stored[file.rank] = replace(StoredFile.of(ref, file, encoding), size=size)
-    runs, reader = runs_of(chunks), ChunkReader(backend, retry)
+        stored[file.rank] = replace(StoredFile.of(folder.ref, file, encoding), size=size)
+    runs, reader = runs_of(chunks), ChunkReader(folder.backend, folder.retry)
     meter = Meter(sum(run.nbytes for run in runs), on_progress)
 
     def check(run: Run) -> list[Fault]:
@@ -161,41 +182,24 @@ def verify_files(
         meter.add(run.nbytes)
         return [fault_of(error, chunk) for chunk, error in missed]
 
-    found = workers.run_all(partial(check, run) for run in runs)
+    found = folder.workers.run_all(partial(check, run) for run in runs)
     damaged = list(dict.fromkeys(fault for part in found for fault in part))
     return faults + damaged, meter.total - sum(fault.nbytes or 0 for fault in damaged)
 
 
 def size_faults(
-    backend: StorageBackend,
-    ref: StepRef,
-    files: Sequence[File],
-    *,
-    workers: Workers,
-    retry: RetryPolicy,
-    encodings: Mapping[int, Encoding],
+    folder: StepFolder, files: Sequence[File], encodings: Mapping[int, Encoding]
 ) -> list[Fault]:
     """Files that are missing, cut, or added to. Reads none."""
-    return [fault for _, fault in _heads(backend, ref, files, workers, retry, encodings) if fault]
+    return [fault for _, fault in _heads(folder, files, encodings) if fault]
 
 
 def _heads(
-    backend: StorageBackend,
-    ref: StepRef,
-    files: Sequence[File],
-    workers: Workers,
-    retry: RetryPolicy,
-    encodings: Mapping[int, Encoding],
+    folder: StepFolder, files: Sequence[File], encodings: Mapping[int, Encoding]
 ) -> list[tuple[int, Fault | None]]:
     """The size of each file, and what is wrong with it."""
-    return workers.run_all(
-        partial(
-            _size_fault,
-            backend,
-            ref.key(file.name),
-            stored_size(file, encodings.get(file.rank)),
-            retry,
-        )
+    return folder.workers.run_all(
+        partial(_size_fault, folder, StoredFile.of(folder.ref, file, encodings.get(file.rank)))
         for file in files
     )
 
@@ -231,32 +235,25 @@ def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest
 
 
 def _fragment(
-    backend: StorageBackend,
-    ref: StepRef,
-    manifest: Manifest,
-    named: FragmentRef,
-    file: File | None,
-    retry: RetryPolicy,
+    folder: StepFolder, manifest: Manifest, named: FragmentRef, file: File | None
 ) -> Fragment | Fault:
+    load = partial(load_fragment, folder.backend, folder.ref, manifest, named, file)
     try:
-        return retry.call(partial(load_fragment, backend, ref, manifest, named, file))[0]
+        return folder.retry.call(load)[0]
     except (IntegrityError, StorageError) as error:
         return fault_of(error)
 
 
-def _size_fault(
-    backend: StorageBackend, key: str, wanted: int, retry: RetryPolicy
-) -> tuple[int, Fault | None]:
+def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None]:
     try:
-        size = retry.call(partial(backend.head, key)).size
+        size = folder.retry.call(partial(folder.backend.head, file.key)).size
     except StorageError as error:
         return 0, fault_of(error)
-    if size == wanted:
+    if size == file.size:
         return size, None
-    what = (
-        f"has {size} bytes, should have {wanted}: it was {'cut' if size < wanted else 'added to'}"
-    )
-    return size, Fault(key=key, what=what, offset=min(size, wanted))
+    how = "cut" if size < file.size else "added to"
+    what = f"has {size} bytes, should have {file.size}: it was {how}"
+    return size, Fault(key=file.key, what=what, offset=min(size, file.size))
 
 
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:

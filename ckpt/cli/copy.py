@@ -140,6 +140,7 @@ def _copy(
     check: bool,
 ) -> _Copied:
     from ckpt.catalog.transfer import fetch_step
+    from ckpt.catalog.verify import StepFolder
     from ckpt.cli import output
     from ckpt.errors import FormatUnsupported, IntegrityError, ObjectExists
 
@@ -147,7 +148,7 @@ def _copy(
         if not check and (nbytes := _size_there(source, ref, destination)) is not None:
             return _Copied(ref=ref, nbytes=nbytes, skipped=True)
         with output.progress(f"step {ref.step}") as bar:
-            report = fetch_step(source, ref, destination, workers=workers, on_progress=bar)
+            report = fetch_step([source], StepFolder(destination, ref, workers), on_progress=bar)
     except FormatUnsupported:
         raise
     except (IntegrityError, ObjectExists) as error:  # the other steps may be fine

@@ -89,18 +89,18 @@ def import_(
     from ckpt.cli import output
     from ckpt.cli.watched import open_watched
     from ckpt.config import resolve_tier
-    from ckpt.exchange.imports import import_checkpoint
+    from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
 
     tier = resolve_tier(one_place(places([where] if where else None, [root] if root else None)))
     store = open_watched(tier.url, tier.options, timeout)
-    done = import_checkpoint(
-        source,
-        tier,
-        step,
+    foreign = ForeignCheckpoint(
+        path=source,
         kind=kind.value if kind else None,
         plain=plain or (),
         parameter_names=_lines(param_names),
-        look=partial(store.ask, partial(committed, store)),
+    )
+    done = import_checkpoint(
+        foreign, tier, step, look=partial(store.ask, partial(committed, store))
     )
     if json:
         output.show_json(

@@ -101,7 +101,7 @@ def prune(
     late = (
         frozenset["StepRef"]()
         if force
-        else _late(backend.url, owner, tier, config, found, timeout, dry_run=dry_run)
+        else _late(_farther(tier, config, owner, url=backend.url, dry_run=dry_run), found, timeout)
     )
     judged = judge(
         found,
@@ -155,29 +155,20 @@ def _rule(
     return rule
 
 
-def _late(
-    url: str,
-    owner: Owner | None,
-    tier: Tier,
-    config: str | None,
-    found: Sequence[StoredStep],
-    timeout: float,
-    *,
-    dry_run: bool,
-) -> frozenset[StepRef]:
-    """Steps that a running job's farther tiers lack, and so may be reading.
+def _farther(
+    tier: Tier, config: str | None, owner: Owner | None, *, url: str, dry_run: bool
+) -> Sequence[Tier]:
+    """The farther tiers of a job that may run.
 
     Raises:
-        RootInUse: A job may run, and what farther tiers it has is not known.
+        CommitError: A job may run, and its farther tiers are not known.
     """
-    from ckpt.catalog.index import committed
     from ckpt.cli import output
-    from ckpt.cli.watched import open_watched
     from ckpt.config import load_config
-    from ckpt.errors import CkptError, CommitError
+    from ckpt.errors import CommitError
 
     if owner is None or not (owner.alive or owner.is_unknown):
-        return frozenset()
+        return ()
     tiers = load_config(config).tiers
     if tier not in tiers:
         state = "is alive" if owner.alive else "may be alive"
@@ -188,10 +179,20 @@ def _late(
         )
         if dry_run:
             output.warn(told)
-            return frozenset()
+            return ()
         raise CommitError(told)
+    return tiers[tiers.index(tier) + 1 :]
+
+
+def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
+    """Steps that farther tiers lack, and so may be reading."""
+    from ckpt.catalog.index import committed
+    from ckpt.cli import output
+    from ckpt.cli.watched import open_watched
+    from ckpt.errors import CkptError
+
     late: set[StepRef] = set()
-    for farther in tiers[tiers.index(tier) + 1 :]:
+    for farther in tiers:
         taken = {
             held.ref
             for held in found

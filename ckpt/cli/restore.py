@@ -231,7 +231,7 @@ def _try(
     bar: OnProgress | None,
 ) -> _Found | IntegrityError:
     from ckpt.catalog.transfer import fetch_nearest
-    from ckpt.catalog.verify import verify_step
+    from ckpt.catalog.verify import StepFolder, verify_step
     from ckpt.cli import output
     from ckpt.errors import FormatUnsupported, IntegrityError
 
@@ -249,9 +249,8 @@ def _try(
         )
     repaired: list[Repair] = []
     try:
-        fetched = fetch_nearest(
-            sources, ref, destination, workers=workers, on_progress=bar, on_repair=repaired.append
-        )
+        folder = StepFolder(destination, ref, workers)
+        fetched = fetch_nearest(sources, folder, on_progress=bar, on_repair=repaired.append)
     except FormatUnsupported:
         raise  # not damage: an older step would hide it
     except IntegrityError as error:

@@ -61,46 +61,62 @@ class _Module(nn.Module):
         return dict(self._values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignCheckpoint:
+    """A checkpoint of another program.
+
+    Attributes:
+        path: The file or the folder.
+        kind: Its kind; None for the one that it looks like.
+        plain: Names of dicts of tensors that belong to no module.
+        parameter_names: Of the model, in the order the optimizer was given them, where the file has
+            numbers only.
+    """
+
+    path: str
+    kind: Kind | None = None
+    plain: Sequence[str] = ()
+    parameter_names: Sequence[str] | None = None
+
+
 def import_checkpoint(
-    source: str,
+    foreign: ForeignCheckpoint,
     tier: Tier,
     step: int,
     *,
-    kind: Kind | None = None,
-    plain: Sequence[str] = (),
-    parameter_names: Sequence[str] | None = None,
     look: Callable[[], list[StepRef]] | None = None,
 ) -> Imported:
-    """Save what ``source`` holds as ``step``.
+    """Save what ``foreign`` holds as ``step``.
 
     Args:
-        plain: Names of dicts of tensors that belong to no module.
-        parameter_names: Of the model, in the order the optimizer was given them, where the source
-            has numbers only.
+        foreign: What is imported.
+        tier: The place of the checkpoint.
+        step: The step that it becomes.
         look: Returns the committed attempts at ``tier``, for a caller that limits how long this may
             take.
 
     Raises:
-        ConfigError: ``source`` is not there, or of no known kind.
+        ConfigError: ``foreign`` is not there, or of no known kind.
         UnsupportedValue: It holds what only pickle could load.
         StepExists: Steps are immutable.
     """
     backend = open_backend(tier.url, tier.options)
+    source = foreign.path
     _check_apart(source, backend.url)
-    found = kind or detect(source)
+    found = foreign.kind or detect(source)
     check_kind(source, found)
     _check_free(backend.url, step, (look or partial(committed, backend))())
     local = backend.url if is_folder(backend.url) else None
     done = Imported(kind=found)
-    origin = {"imported_from": os.path.abspath(source), "imported_as": found}
+    metadata = {"imported_from": os.path.abspath(source), "imported_as": found}
     # what the tier would give up for a new step is not an import's to remove
     keeps_all = replace(
         tier, every=1, keep_last=None, keep_every=None, keep_best=None, capacity=None
     )
     with _made(local) as scratch:
         state = read_source(source, found, scratch)
-        live = _Shaper(done, plain, parameter_names).shape(state)
-        with CheckpointManager(keeps_all, metadata=origin, slots=1, overlap="off") as manager:
+        live = _Shaper(done, foreign.plain, foreign.parameter_names).shape(state)
+        with CheckpointManager(keeps_all, metadata=metadata, slots=1, overlap="off") as manager:
             manager.save(live, step=step)
     return done
 

@@ -245,9 +245,7 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
     require(bool((shape >= least[tensor]).all()), key, "a shard of less than nothing")
     most = whole[tensor] - shape
     require(bool((most >= 0).all()), key, "a box is not inside the shape of its tensor")
-    starts, counts = _chunks_of(
-        headings, itemsize[tensor], tensor, place, shape, chunks, chunk_bytes, key
-    )
+    starts, counts = _chunks_of(itemsize[tensor], place, shape, chunks, chunk_bytes, key)
     return Columns(
         headings=headings,
         dims=dims,
@@ -309,14 +307,7 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
 
 
 def _chunks_of(
-    headings: tuple[Heading, ...],
-    itemsize: Ints,
-    tensor: Ints,
-    place: Ints,
-    shape: Ints,
-    chunks: Ints,
-    chunk_bytes: int,
-    key: str,
+    itemsize: Ints, place: Ints, shape: Ints, chunks: Ints, chunk_bytes: int, key: str
 ) -> tuple[Ints, Ints]:
     """For each shard its first chunk, and how many: cut like the shard, and of no other shard."""
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
@@ -336,8 +327,7 @@ def _chunks_of(
     left = len(chunks)  # all shards together have no more
     for row in np.flatnonzero(first != nbytes).tolist():
         start = int(starts[row])
-        whole, size = headings[int(tensor[row])][2], int(itemsize[row])
-        held = tuple(shape[row, : len(whole)].tolist())
+        size, held = int(itemsize[row]), tuple(shape[row].tolist())  # ones cut nothing
         lengths = (
             lengths_like(held, int(first[row]) // size, at_most=min(left, len(chunks) - start))
             or []

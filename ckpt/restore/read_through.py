@@ -25,7 +25,7 @@ from typing import Final
 
 from ckpt.catalog.tiered_reader import Found, TieredReader
 from ckpt.catalog.transfer import commit_copy, copy_files, copy_fragments
-from ckpt.catalog.verify import Fault, Meter, verify_files
+from ckpt.catalog.verify import Fault, StepFolder, verify_files
 from ckpt.config import ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.claim_marker import clear_away
@@ -225,16 +225,8 @@ class ReadThrough:
         cache, began, size = self._tiers[position], time.perf_counter(), self._size(file)
         word = _LOST
         try:
-            (copied,) = copy_files(
-                self.origin,
-                [file],
-                cache.backend,
-                encodings=self._encodings,
-                workers=self._workers,
-                retry=self._retry,
-                meter=Meter(size, None),
-                on_chunk=taster.taste,
-            )
+            fetch = partial(self.origin.fetch, on_chunk=taster.taste)
+            (copied,) = copy_files(fetch, [file], self._folder(position), encodings=self._encodings)
             self.origin.mended(position, file)
             source = copied.position
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
@@ -269,10 +261,7 @@ class ReadThrough:
         manifest = self._found.manifest
         named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
         with suppress(IntegrityError):
-            copy_fragments(
-                self.origin, manifest, named, self._tiers[position].backend,
-                workers=self._workers, retry=self._retry,
-            )  # fmt: skip
+            copy_fragments(self.origin, manifest, named, self._folder(position))
 
     def _withdraw(self, position: int, files: Sequence[File]) -> None:
         """Leave no room taken on a disk that is full: the next save needs it more.
@@ -379,13 +368,7 @@ class ReadThrough:
             # it is read again from there, but for the chunks that are bad
             with self.origin.unnoted():
                 copy_files(
-                    self.origin,
-                    [file],
-                    cache.backend,
-                    encodings=self._encodings,
-                    workers=self._workers,
-                    retry=self._retry,
-                    meter=Meter(self._size(file), None),
+                    self.origin.fetch, [file], self._folder(position), encodings=self._encodings
                 )
             self.origin.mended(position, file)
             word = _DONE
@@ -429,7 +412,7 @@ class ReadThrough:
         there = [part for part in parts if self.origin.fault(position, part) is None]
         try:
             look = partial(self._look, position, there)
-            commit_copy(cache.backend, self.origin.ref, self._found.packed, self._retry, look=look)
+            commit_copy(self._folder(position), self._found.packed, look=look)
         except CkptError as error:
             _log.warning(
                 "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error
@@ -446,16 +429,13 @@ class ReadThrough:
             data = self.origin.fragment(self._found.manifest, named, file)
             part = read_fragment(data, key=self.origin.ref.key(named.name))
             file, encoding = part.file or file, next(iter(part.encoded), None)
-        faults, _ = verify_files(
-            self._tiers[position].backend,
-            self.origin.ref,
-            [file],
-            workers=self._workers,
-            on_progress=None,
-            retry=self._retry,
-            encodings={file.rank: encoding} if encoding else {},
-        )
-        return faults
+        encodings = {file.rank: encoding} if encoding else {}
+        return verify_files(self._folder(position), [file], encodings)[0]
+
+    def _folder(self, position: int) -> StepFolder:
+        """The step on a cache."""
+        backend = self._tiers[position].backend
+        return StepFolder(backend, self.origin.ref, self._workers, self._retry)
 
     def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
         for part in parts:

@@ -19,6 +19,7 @@ from functools import partial
 
 from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import StepFolder
 from ckpt.codec.registry import NO_CODEC
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
@@ -183,15 +184,8 @@ class Backfill:
             others = [other.tier.backend for other in self._far if other is not writer]
             config = self._config
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:
-                report = fetch_step(
-                    near,
-                    held.ref,
-                    far.backend,
-                    workers=workers,
-                    retry=self._retry,
-                    others=others,
-                    codec=far.tier.codec,
-                )
+                folder = StepFolder(far.backend, held.ref, workers, self._retry)
+                report = fetch_step([near, *others], folder, codec=far.tier.codec)
             if far.tier.capacity is not None and not known:
                 evictor.settle(held.ref, restored=None)
         except CkptError as error:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.tiered_reader import Repair, TieredReader
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import verify_step
+from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -255,12 +255,10 @@ def test_a_step_is_whole_if_and_only_if_each_chunk_is_intact_somewhere(
     there = open_backend(f"memory://{uuid.uuid4().hex}")
     if None in expected.values():
         with pytest.raises(IntegrityError):
-            fetch_step(
-                stores[0], done.ref, there, workers=workers, retry=IMPATIENT, others=stores[1:]
-            )
+            fetch_step(stores, StepFolder(there, done.ref, workers, IMPATIENT))
         assert not is_committed(there, done.ref)
     else:
-        fetch_step(stores[0], done.ref, there, workers=workers, retry=IMPATIENT, others=stores[1:])
+        fetch_step(stores, StepFolder(there, done.ref, workers, IMPATIENT))
         assert verify_step(there, done.ref, workers=workers).intact
 
 
@@ -273,9 +271,7 @@ def test_a_fetch_tells_once_for_each_file_and_store_what_it_took_from_elsewhere(
     near.delete(done.ref.key(done.manifest.fragments[1].name))
     told: list[Repair] = []
     there = open_backend(f"memory://{uuid.uuid4().hex}")
-    fetch_step(
-        near, done.ref, there, workers=workers, retry=IMPATIENT, others=[far], on_repair=told.append
-    )
+    fetch_step([near, far], StepFolder(there, done.ref, workers, IMPATIENT), on_repair=told.append)
     assert {one.key for one in told} == {
         key(done, 0),
         done.ref.key(done.manifest.fragments[1].name),

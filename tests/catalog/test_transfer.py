@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.catalog.index import is_committed, read_manifest
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import verify_step
+from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -142,10 +142,8 @@ def test_a_fetched_step_is_the_same_to_the_byte(
     written = write_checkpoint(source, 7, SMALL, world_size=world_size)
     told: list[tuple[int, int]] = []
     report = fetch_step(
-        source,
-        written.ref,
-        destination,
-        workers=workers,
+        [source],
+        StepFolder(destination, written.ref, workers),
         on_progress=lambda done, total: told.append((done, total)),
     )
     assert objects(destination) == objects(source)
@@ -167,7 +165,7 @@ def test_parts_and_spans_of_any_size_fit_together(
     monkeypatch.setattr("ckpt.pipeline.reader.RUN_BYTES", span_bytes)
     written = write_checkpoint(source, 7, {"w": np.arange(2000.0)}, world_size=2, chunk_bytes=256)
     destination = Uploads(memory(), part_bytes=part_bytes, parallel_parts=parallel_parts)
-    fetch_step(source, written.ref, destination, workers=workers)
+    fetch_step([source], StepFolder(destination, written.ref, workers))
     assert objects(destination) == objects(source)
     assert (destination.begun, destination.open) == (2, 0)
     assert parallel_parts or destination.most_running == 1
@@ -180,7 +178,7 @@ def test_from_disk_to_disk(tmp_path: Path, workers: Workers) -> None:
         "h": np.ones((70, 999), dtype=np.float16),
     }
     written = write_checkpoint(source, 1, big, world_size=2, chunk_bytes=3 << 20)
-    fetch_step(source, written.ref, destination, workers=workers)
+    fetch_step([source], StepFolder(destination, written.ref, workers))
     for path in (tmp_path / "a").rglob("*.*"):
         if path.is_file():
             assert (
@@ -198,7 +196,7 @@ def test_no_flipped_bit_is_ever_committed(source: StorageBackend, workers: Worke
             source.put(key, [bad])
             destination = Uploads(memory(), part_bytes=100)
             with pytest.raises(IntegrityError):
-                fetch_step(source, written.ref, destination, workers=workers)
+                fetch_step([source], StepFolder(destination, written.ref, workers))
             assert not is_committed(destination, written.ref)
             assert not key.endswith(".safetensors") or objects(destination) == {}
             assert destination.open == 0
@@ -217,7 +215,7 @@ def test_no_missing_cut_or_longer_file_is_ever_committed(
                 source.put(key, [damaged])
             destination = memory()
             with pytest.raises(IntegrityError):
-                fetch_step(source, written.ref, destination, workers=workers)
+                fetch_step([source], StepFolder(destination, written.ref, workers))
             assert not is_committed(destination, written.ref)
         source.put(key, [whole])
 
@@ -230,9 +228,9 @@ def test_a_fetch_that_was_cut_short_goes_on_where_it_was(
     last = written.manifest.files[-1]
     broken = FaultyBackend(store, [Rule(verb="upload", key=last.name, fault=Raise(OutOfSpace))])
     with Workers("one", 1) as one, pytest.raises(OutOfSpace):
-        fetch_step(source, written.ref, broken, workers=one)
+        fetch_step([source], StepFolder(broken, written.ref, one))
     assert not is_committed(store, written.ref)
-    report = fetch_step(source, written.ref, store, workers=workers)
+    report = fetch_step([source], StepFolder(store, written.ref, workers))
     assert report.copied_bytes == last.size
     assert objects(store) == objects(source)
 
@@ -248,9 +246,11 @@ def test_a_step_is_encoded_for_its_destination_and_decoded_again(
 ) -> None:
     told: list[tuple[int, int]] = []
     report = fetch_step(
-        source, floats.ref, destination,
-        workers=workers, codec="zstd", on_progress=lambda done, total: told.append((done, total)),
-    )  # fmt: skip
+        [source],
+        StepFolder(destination, floats.ref, workers),
+        codec="zstd",
+        on_progress=lambda done, total: told.append((done, total)),
+    )
     nbytes = floats.manifest.nbytes
     assert told[-1] == (nbytes, nbytes)
     assert report.nbytes == report.copied_bytes < nbytes * 0.95
@@ -261,12 +261,12 @@ def test_a_step_is_encoded_for_its_destination_and_decoded_again(
     assert manifest.codecs == ("zstd",)
     assert same_chunks(manifest, read_manifest(source, floats.ref))
     assert verify_step(destination, floats.ref, workers=workers).intact
-    again = fetch_step(source, floats.ref, destination, workers=workers, codec="zstd")
+    again = fetch_step([source], StepFolder(destination, floats.ref, workers), codec="zstd")
     assert (again.copied_bytes, again.nbytes) == (0, report.nbytes)
     back, alike = memory(), memory()
-    fetch_step(destination, floats.ref, back, workers=workers, codec="none")
+    fetch_step([destination], StepFolder(back, floats.ref, workers), codec="none")
     assert objects(back) == objects(source)
-    fetch_step(destination, floats.ref, alike, workers=workers, codec="zstd:3")
+    fetch_step([destination], StepFolder(alike, floats.ref, workers), codec="zstd:3")
     assert objects(alike) == objects(destination)
 
 
@@ -274,18 +274,20 @@ def test_a_fetch_for_another_codec_goes_on_where_it_was(
     source: StorageBackend, workers: Workers, floats: Written
 ) -> None:
     whole, store = memory(), memory()
-    fetch_step(source, floats.ref, whole, workers=workers, codec="zstd")
+    fetch_step([source], StepFolder(whole, floats.ref, workers), codec="zstd")
     rules = [Rule(verb="put", key="manifest", fault=Raise(OutOfSpace))]
     with pytest.raises(OutOfSpace):
-        fetch_step(source, floats.ref, FaultyBackend(store, rules), workers=workers, codec="zstd")
+        fetch_step(
+            [source], StepFolder(FaultyBackend(store, rules), floats.ref, workers), codec="zstd"
+        )
     assert not is_committed(store, floats.ref)
     key = floats.ref.key(data_name(1, encoded=True))
     flip_byte(store, key, 4096 + 500)
-    report = fetch_step(source, floats.ref, store, workers=workers, codec="zstd")
+    report = fetch_step([source], StepFolder(store, floats.ref, workers), codec="zstd")
     assert report.copied_bytes == len(objects(whole)[key])
     assert objects(store) == objects(whole)
     flip_byte(store, key, 4096 + 500)
-    report = fetch_step(source, floats.ref, store, workers=workers, codec="zstd")
+    report = fetch_step([source], StepFolder(store, floats.ref, workers), codec="zstd")
     assert report.copied_bytes == len(objects(whole)[key])
     assert objects(store) == objects(whole)
 
@@ -295,7 +297,7 @@ def test_damage_at_the_source_is_not_encoded(
 ) -> None:
     flip_byte(source, floats.ref.key(data_name(1)), 4096 + 500)
     with pytest.raises(ChecksumMismatch):
-        fetch_step(source, floats.ref, destination, workers=workers, codec="zstd")
+        fetch_step([source], StepFolder(destination, floats.ref, workers), codec="zstd")
     assert not is_committed(destination, floats.ref)
     assert floats.ref.key(data_name(1, encoded=True)) not in objects(destination)
 
@@ -303,10 +305,13 @@ def test_damage_at_the_source_is_not_encoded(
 def test_a_step_that_is_there_already_keeps_its_encoding(
     source: StorageBackend, destination: StorageBackend, workers: Workers, floats: Written
 ) -> None:
-    fetch_step(source, floats.ref, destination, workers=workers)
+    fetch_step([source], StepFolder(destination, floats.ref, workers))
     before = objects(destination)
     assert (
-        fetch_step(source, floats.ref, destination, workers=workers, codec="zstd").copied_bytes == 0
+        fetch_step(
+            [source], StepFolder(destination, floats.ref, workers), codec="zstd"
+        ).copied_bytes
+        == 0
     )
     assert objects(destination) == before
 
@@ -315,20 +320,20 @@ def test_files_already_there_are_not_trusted_for_their_size(
     source: StorageBackend, destination: StorageBackend, workers: Workers
 ) -> None:
     written = write_checkpoint(source, 1, SMALL, world_size=2)
-    fetch_step(source, written.ref, destination, workers=workers)
+    fetch_step([source], StepFolder(destination, written.ref, workers))
     for key, whole in objects(destination).items():
         bad = bytearray(whole)
         bad[len(bad) // 2] ^= 1
         destination.put(key, [bad])
-        fetch_step(source, written.ref, destination, workers=workers)
+        fetch_step([source], StepFolder(destination, written.ref, workers))
         assert objects(destination) == objects(source), key
 
 
 def test_a_second_fetch_copies_nothing(source: StorageBackend, workers: Workers) -> None:
     written = write_checkpoint(source, 1, SMALL, world_size=2)
     destination = Uploads(memory(), part_bytes=100)
-    fetch_step(source, written.ref, destination, workers=workers)
-    again = fetch_step(source, written.ref, destination, workers=workers)
+    fetch_step([source], StepFolder(destination, written.ref, workers))
+    again = fetch_step([source], StepFolder(destination, written.ref, workers))
     assert (again.copied_bytes, again.nbytes, destination.begun) == (0, written.manifest.nbytes, 2)
 
 
@@ -338,7 +343,7 @@ def test_another_manifest_of_the_same_attempt_is_not_overwritten(
     written = write_checkpoint(source, 1, SMALL)
     other = write_checkpoint(destination, 1, SMALL, world_size=2)
     with pytest.raises(ObjectExists):
-        fetch_step(source, written.ref, destination, workers=workers)
+        fetch_step([source], StepFolder(destination, written.ref, workers))
     assert read_object(destination, written.ref.manifest, limit=1 << 20) == pack(other.stored)
 
 
@@ -350,7 +355,7 @@ def test_a_manifest_of_a_later_format_is_not_taken_for_a_damaged_one(
     record = b'{"checksum":"' + checksum(later).encode() + b'","body":' + later + b"}"
     destination.put(written.ref.manifest, [record])
     with pytest.raises(ObjectExists, match="another manifest"):
-        fetch_step(source, written.ref, destination, workers=workers)
+        fetch_step([source], StepFolder(destination, written.ref, workers))
     assert read_object(destination, written.ref.manifest, limit=1000) == record
 
 
@@ -363,7 +368,7 @@ def test_the_manifest_is_written_last(source: StorageBackend, workers: Workers) 
             order.append(key)
             return super().put(key, parts, if_absent=if_absent)
 
-    fetch_step(source, written.ref, Watched(memory(), part_bytes=4096), workers=workers)
+    fetch_step([source], StepFolder(Watched(memory(), part_bytes=4096), written.ref, workers))
     kinds = [
         key.rpartition("/")[2].rpartition(".")[2] if "manifest" not in key else "manifest"
         for key in order
@@ -377,7 +382,7 @@ def test_a_lost_reply_to_the_commit_is_no_failure(
     written = write_checkpoint(source, 1, SMALL)
     rules = [Rule(verb="put", key="manifest", fault=LoseReply(TransientStorageError), nth=1)]
     fetch_step(
-        source, written.ref, FaultyBackend(destination, rules), workers=workers, retry=IMPATIENT
+        [source], StepFolder(FaultyBackend(destination, rules), written.ref, workers, IMPATIENT)
     )
     assert objects(destination) == objects(source)
 
@@ -391,11 +396,10 @@ def test_stuttering_stores_are_asked_again(
         for verb in ("head", "read_into", "upload", "write", "finish", "put")
     }
     fetch_step(
-        FaultyBackend(source, [stutter["head"], stutter["read_into"]]),
-        written.ref,
-        FaultyBackend(destination, list(stutter.values())),
-        workers=workers,
-        retry=IMPATIENT,
+        [FaultyBackend(source, [stutter["head"], stutter["read_into"]])],
+        StepFolder(
+            FaultyBackend(destination, list(stutter.values())), written.ref, workers, IMPATIENT
+        ),
     )
     assert objects(destination) == objects(source)
 
@@ -410,7 +414,7 @@ def test_a_failing_destination_is_its_own_error_and_leaves_no_step(
     rules = [Rule(verb=verb, fault=Raise(error))]  # type: ignore[arg-type]
     with pytest.raises(error):
         fetch_step(
-            source, written.ref, FaultyBackend(store, rules), workers=workers, retry=IMPATIENT
+            [source], StepFolder(FaultyBackend(store, rules), written.ref, workers, IMPATIENT)
         )
     assert not is_committed(store, written.ref)
 
@@ -426,7 +430,9 @@ def test_an_interrupted_fetch_aborts_its_uploads(source: StorageBackend) -> None
     with Workers("test", 3) as workers, pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt.pipeline.reader.RUN_BYTES", 512)
         with pytest.raises(KeyboardInterrupt):
-            fetch_step(source, written.ref, destination, workers=workers, on_progress=interrupt)
+            fetch_step(
+                [source], StepFolder(destination, written.ref, workers), on_progress=interrupt
+            )
     assert destination.open == 0
     assert not is_committed(destination, written.ref)
 
@@ -466,7 +472,7 @@ def test_memory_does_not_grow_with_the_file(
 
     destination = SmallParts(store, part_bytes=1000)
     with Workers("test", 3) as workers:
-        fetch_step(source, written.ref, destination, workers=workers)
+        fetch_step([source], StepFolder(destination, written.ref, workers))
     assert objects(destination) == objects(source)
     assert alive[0] == 0
     assert alive[1] <= 6 * (4096 + 2 * 1000)
@@ -476,5 +482,5 @@ def test_a_step_that_is_not_there_is_not_found(
     source: StorageBackend, destination: StorageBackend, workers: Workers
 ) -> None:
     with pytest.raises(CkptError):
-        fetch_step(source, StepRef(9, "abc123"), destination, workers=workers)
+        fetch_step([source], StepFolder(destination, StepRef(9, "abc123"), workers))
     assert objects(destination) == {}

@@ -8,7 +8,7 @@ import pytest
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import is_committed
 from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import verify_step
+from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.coordination.claim_marker import (
     claim_for_finish,
     claim_for_removal,
@@ -168,7 +168,7 @@ def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
     finish(left)
     source = open_memory(f"memory://{uuid.uuid4().hex}", {})
     with Workers("test", 2) as workers:
-        fetch_step(left, REF, source, workers=workers)
+        fetch_step([left], StepFolder(source, REF, workers))
 
         class HeldUp:
             held = False
@@ -183,7 +183,7 @@ def test_what_is_being_removed_is_neither_finished_nor_copied_there(left):
                     with pytest.raises(CommitError, match="being cleared away"):
                         finish(left)
                     with pytest.raises(StorageError, match="being cleared away"):
-                        fetch_step(source, REF, left, workers=workers)
+                        fetch_step([source], StepFolder(left, REF, workers))
 
         assert removed(left, HeldUp())
     assert names(left) == set()
