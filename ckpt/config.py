@@ -1,4 +1,4 @@
-"""The configuration: ``ckpt.toml`` and the environment, which are read here and nowhere else.
+"""The configuration: ``ckpt.toml`` and the variables ``CKPT_*``, which only this module reads.
 
 ::
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 HOP = re.compile(r"\| (\d+) \| `([^`]+)` \| `([^`]+)` \| [^|]+ \|")
-MOST_HOPS = {"The way of a save": 12, "The way of a restore": 10}
+MOST_HOPS = {"The path of a save": 12, "The path of a restore": 10}
 
 
 def hops(section: str) -> list[tuple[int, str, str]]:

@@ -77,10 +77,10 @@ class TorchStoreCoordinator:
         _asked(lambda: self._store.set(f"{subject}/{self.rank}", message.decode()))
 
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:
-        """Words of ``ranks`` that have come.
+        """Return the messages of ``ranks`` that have arrived.
 
-        One request waits for the last of them; when it is there, or after a while, all are looked
-        at.
+        One request waits for the message of the highest rank. When it is there, or after a while,
+        all messages are read.
         """
         keys = {rank: f"{subject}/{rank}" for rank in sorted(ranks)}
         deadline, pause = time.monotonic() + timeout, _LOOK_SECONDS
@@ -107,8 +107,8 @@ class TorchStoreCoordinator:
         return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
 
     def forget(self, subject: str) -> None:
-        """Words are a few hundred bytes for each rank, tier and save: too much to keep for a
-        month of training. Verdicts, one a save, stay.
+        """Remove this rank's message. Messages take a few hundred bytes for each rank, tier and
+        save, which would add up in a month of training. Verdicts, one per save, stay.
         """
         with contextlib.suppress(dist.DistError, RuntimeError):
             self._store.delete_key(f"{subject}/{self.rank}")
@@ -166,9 +166,8 @@ class TorchStoreCoordinator:
     def _wait(self, keys: list[str], seconds: float) -> bool:
         """Return True if all ``keys`` have a value within ``seconds``.
 
-        It looks again at growing intervals. A wait of torch's own prints two warnings each time
-        that it ends in vain, and a thread inside of it when the interpreter exits ends the process
-        with a signal.
+        It looks again at growing intervals. ``Store.wait`` prints two warnings at each timeout,
+        and a thread that is inside of it while the interpreter exits kills the process.
         """
         deadline = time.monotonic() + seconds
         longest = max(_LONGEST_PAUSE, self.world_size / _LOOKS)

@@ -26,9 +26,9 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
 from ckpt.plan.leaf import Leaf
+from ckpt.plan.reach import Reach, reach_of, verdict
 from ckpt.plan.rebase import Rebase
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.plan.sources import Reach, reach_of, verdict
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
@@ -407,7 +407,7 @@ class TieredReader:
 
     @contextmanager
     def unnoted(self) -> Generator[None]:
-        """What fails meanwhile is known already, or of no interest to the caller."""
+        """Failures inside of this block are not recorded as repairs."""
         self._noting = False
         try:
             yield

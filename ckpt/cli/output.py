@@ -20,9 +20,9 @@ from rich.text import Text
 
 from ckpt.errors import CkptError
 from ckpt.errors.text import clean, redact
-from ckpt.model.units import duration as duration
-from ckpt.model.units import rate as rate
-from ckpt.model.units import size as size
+from ckpt.model.readable import duration as duration
+from ckpt.model.readable import rate as rate
+from ckpt.model.readable import size as size
 
 if TYPE_CHECKING:
     from ckpt.catalog.verify import OnProgress

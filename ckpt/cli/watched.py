@@ -94,8 +94,9 @@ class Watched:
             return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     def tell(self, text: str = "") -> None:
-        """Print a line if an answer has been due for two seconds, and there was no such line
-        lately.
+        """Warn if an answer has been due for two seconds and no such line was printed recently.
+
+        The line says ``text``, or for how long the store has been silent.
         """
         from ckpt.cli import output
 

@@ -33,7 +33,7 @@ _STORAGE_ERRORS: Final[Mapping[str, type[StorageError]]] = {
 """Storage errors of the leader that the other ranks raise as the same class, by name."""
 
 
-class Aborted(msgspec.Struct, frozen=True, tag="refused"):
+class Aborted(msgspec.Struct, frozen=True, tag="aborted"):
     """The save gets no manifest.
 
     Attributes:

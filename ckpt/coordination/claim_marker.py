@@ -22,7 +22,7 @@ from ckpt.errors import CkptError, ObjectExists, ObjectNotFound, OutOfSpace
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend, is_there
 
-_REFUSED: Final = b""
+_REMOVE: Final = b""
 """An empty object: it fits on a full disk."""
 _REMOVED: Final = b"removed\n"
 _FINISHED: Final = b"finished from outside of its job\n"
@@ -41,7 +41,7 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
 
     If it stands, the save is no checkpoint and never becomes one.
     """
-    if not _claim(backend, ref, _REFUSED):
+    if not _claim(backend, ref, _REMOVE):
         return False
     if is_there(backend, ref.manifest):  # a finisher was faster, and has deleted its marker
         release_marker(backend, ref)

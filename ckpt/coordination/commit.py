@@ -210,7 +210,7 @@ class Merged:
 class Spoiled:
     """This rank cannot make the manifest. If ``certain``, no other rank can."""
 
-    abort_reason: Aborted
+    aborted: Aborted
     certain: bool
 
 
@@ -226,12 +226,12 @@ class PutEnded:
     """The put has ended.
 
     Attributes:
-        reason: Empty if the manifest exists.
-        refusal: Set if the manifest does not exist, and what this rank sent never arrives.
+        reason: Why the put failed; empty if the manifest exists.
+        aborted: Set if the put failed and the manifest can never appear from this rank.
     """
 
     reason: str = ""
-    abort_reason: Aborted | None = None
+    aborted: Aborted | None = None
 
 
 Event = Outcome | Intended | VotesArrived | Merged | Spoiled | Turned | PutEnded
@@ -300,14 +300,14 @@ class CommitMachine:
                 return self._intended(intent, now)
             case Merged(checksum):
                 return self._merged(checksum, now)
-            case Spoiled(refused, certain):
-                self._spoiled = refused
+            case Spoiled(aborted, certain):
+                self._spoiled = aborted
                 decides = self._go is None and (certain or self._rank == LEADER)
-                return Propose(refused) if decides else self._follow(now)
+                return Propose(aborted) if decides else self._follow(now)
             case Turned(turn):
                 return self._turned(turn, now)
-            case PutEnded(reason, refused):
-                return self._put_ended(reason, refused, now)
+            case PutEnded(reason, aborted):
+                return self._put_ended(reason, aborted, now)
 
     def _hear(self, votes: Mapping[int, Vote], now: float) -> Action:
         for rank in sorted(self._missing & votes.keys()):
@@ -377,14 +377,14 @@ class CommitMachine:
         self._exclusive = False
         return self._follow(now) if self._spoiled else Put()  # all put the same
 
-    def _put_ended(self, reason: str, refused: Aborted | None, now: float) -> Action:
+    def _put_ended(self, reason: str, aborted: Aborted | None, now: float) -> Action:
         if not reason:
             assert self._go is not None
             return Conclude(Committed(self._go.checksum))
-        self._spoiled = refused or Aborted(reason, {})
+        self._spoiled = aborted or Aborted(reason, {})
         if not self._exclusive:
             return self._follow(now)  # another may be luckier
-        return Turning(refused) if refused is not None else Conclude(Unknown(reason))
+        return Turning(aborted) if aborted is not None else Conclude(Unknown(reason))
 
     def _follow(self, now: float) -> Action:
         """Wait for what other ranks do while there is time."""

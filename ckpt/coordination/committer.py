@@ -307,8 +307,9 @@ class _Commit:
         return Outcome(None if heard is None else decode_verdict(heard))
 
     def _gather(self, ranks: frozenset[int], until: float) -> Event:
-        """Where the others were faster they have forgotten their words: the outcome is looked
-        for meanwhile.
+        """Wait for votes of ``ranks``, or for the outcome.
+
+        Ranks that have read the outcome remove their votes, so that the outcome is looked for too.
         """
         while True:
             left = max(0.0, until - time.monotonic())
@@ -320,7 +321,7 @@ class _Commit:
             if (outcome := self._outcome(0.0)).verdict is not None:
                 return outcome
             if (gone := who_left(self._coordinator)) is not None and gone.rank in ranks:
-                # it tells nothing more, but may have told its word just before
+                # it posts nothing more, but may have posted its vote just before
                 last = self._coordinator.collect(self._subject, {gone.rank}, timeout=0.0)
                 vote = _vote_of(last[gone.rank]) if last else Failed(f"it has ended: {gone.reason}")
                 return VotesArrived({gone.rank: vote})
@@ -366,14 +367,14 @@ class _Commit:
         has said no rather than nothing.
         """
         told = f"{type(error).__name__}: {error}"
-        refused = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
+        aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
         try:
             never = not isinstance(error, TransientStorageError) and self._place.is_absent(
                 self._ref
             )
         except Exception as blind:  # noqa: BLE001 - not even that can be seen
             return PutEnded(f"{told}; then {blind!r}")
-        return PutEnded(told, refused if never else None)
+        return PutEnded(told, aborted if never else None)
 
 
 def _vote_of(data: bytes) -> Vote:

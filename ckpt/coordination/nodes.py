@@ -24,7 +24,7 @@ import msgspec
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import OneTier
-from ckpt.coordination.exchange import Wait, gather, leader_decides
+from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.long_message import drop, receive, send
 from ckpt.coordination.owner import Owner
 from ckpt.errors import CkptError, CommitError, TransientStorageError

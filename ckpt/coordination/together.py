@@ -15,9 +15,9 @@ import msgspec
 
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
-from ckpt.coordination.exchange import Wait, leader_decides
+from ckpt.coordination.gather import Wait, leader_decides
 from ckpt.errors import CkptError, RestoreError, StorageError
-from ckpt.plan.sources import is_damage
+from ckpt.plan.reach import is_damage
 
 _GRACE_SECONDS: Final = 60.0
 """How much longer than the leader the other ranks wait, so that its timeout error reaches them."""

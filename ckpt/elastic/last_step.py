@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.exchange import Wait, gather
+from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, CommitTimeout
 
 _LISTEN_SECONDS: Final = 3600.0

@@ -52,7 +52,8 @@ class AccessDenied(StorageError):
 
 
 class LinkRefused(AccessDenied):
-    """A symbolic link stands there and leads out of the root, so it is not followed.
+    """The path of the object contains a symbolic link that leads out of the root. The link is
+    not followed.
 
     This concerns one object, not the store.
     """

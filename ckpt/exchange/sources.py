@@ -265,7 +265,7 @@ def _dcp(source: str, scratch: str | None) -> State:
             name: _kind(name, item) for name, item in table.state["state_dict_metadata"].items()
         }
         pieces = list(_pieces(source, table))
-        _check_room(source, table, [kind for kind in kinds.values() if kind])
+        _check_sizes(source, table, [kind for kind in kinds.values() if kind])
         paths: Mapping[str, Any] = table.state.get("planner_data") or {}
     made = _made(scratch, [(name, *kind) for name, kind in kinds.items() if kind])
     flat: dict[str, Any] = {}
@@ -357,9 +357,10 @@ def _numbers(size: Any) -> tuple[int, ...]:
     return found
 
 
-def _check_room(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Each byte of a file is of one entry, and tensors have no more bytes than their entries: so
-    what is made has a size that is there.
+def _check_sizes(source: str, table: Inert, kinds: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuse a file whose entries overlap, and tensors that need more bytes than the entries have.
+
+    Otherwise a forged table could make the process allocate more than the file has.
     """
     places: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for info in table.state["storage_data"].values():

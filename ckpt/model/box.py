@@ -163,11 +163,13 @@ def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
 
 
 def _covers_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return True if boxes with as many elements as ``shape`` cover it exactly once.
+    """Return True if the boxes cover ``shape`` exactly once.
 
-    Each edge along a dimension gets a random number, and a box the product of the differences
-    between its edges. The products add up to that of the whole tensor if every element is covered
-    once. Otherwise they do so with a probability of about 2**-60, whatever the boxes are.
+    The boxes must have as many elements in total as the tensor. Each edge along a dimension gets a
+    random number. The value of a box is the product, over its dimensions, of the differences
+    between the numbers of its two edges. The values add up to the value of the whole tensor if
+    every element is covered once. Otherwise the sums agree with a probability of about 2**-60,
+    whatever the boxes are.
     """
     starts = np.array([box.offsets for box in boxes], dtype=np.int64)
     ends = starts + np.array([box.shape for box in boxes], dtype=np.int64)

@@ -14,7 +14,9 @@ import xxhash
 
 from ckpt.errors import ChecksumMismatch
 
-CHECKSUM_PATTERN: Final = re.compile(r"[0-9a-f]{32}")
+CHECKSUM_BYTES: Final = 16
+"""The packed records and the merge keep a checksum as so many bytes."""
+CHECKSUM_PATTERN: Final = re.compile(f"[0-9a-f]{{{2 * CHECKSUM_BYTES}}}")
 
 
 def checksum(data: memoryview | bytes | bytearray) -> str:

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from ckpt.errors import FormatTooNew, FormatTooOld, ManifestCorrupt
-from ckpt.model.checksum import checksum
+from ckpt.model.checksum import CHECKSUM_BYTES, checksum
 from ckpt.model.manifest import FORMAT
 
 MAX_RECORD_BYTES: Final = 4 << 30
@@ -26,7 +26,7 @@ unpack to many.
 
 _COMPRESS_FROM: Final = 1 << 20
 _COMPRESSED: Final = b"ckpt-zstd "
-_PREFIX_BYTES: Final = len(_COMPRESSED) + 33
+_PREFIX_BYTES: Final = len(_COMPRESSED) + 2 * CHECKSUM_BYTES + 1  # and the end of the line
 
 
 class _Envelope(msgspec.Struct, forbid_unknown_fields=True):

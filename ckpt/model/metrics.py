@@ -19,8 +19,8 @@ Metrics = Mapping[str, SupportsFloat]
 
 
 def as_metrics(given: object) -> dict[str, float]:
-    """Return a user's metrics as floats. Raises ``ConfigError`` for other values, and for empty
-    names.
+    """Return a user's metrics as floats. Raises ``ConfigError`` for values that are not numbers,
+    and for empty names.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f'metrics={given!r}: give numbers by name, such as {{"loss": 1.2}}')

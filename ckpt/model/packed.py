@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from ckpt.errors import ManifestCorrupt
+from ckpt.model.checksum import CHECKSUM_BYTES
 from ckpt.model.chunks import lengths_like
 from ckpt.model.dtype import DTYPES
 from ckpt.model.encoding import MAX_EXPANSION, unpack
@@ -32,7 +33,6 @@ from ckpt.model.validate import (
     require,
 )
 
-_CHECKSUM_BYTES: Final = 16
 _MAX_FRAME_BYTES: Final = 1 << 30
 """Unpacked: a rank with a million tensors needs a fifth of it."""
 _SMALL_FRAME_BYTES: Final = 1 << 20
@@ -179,7 +179,7 @@ def fragment_of(packed: Packed, *, key: str) -> Fragment:
         own = dims[index]
         shards[index].append(Shard(packed.rank, place, tuple(start[:own]), tuple(shape[:own])))
     digests = packed.checksums.hex()
-    width = 2 * _CHECKSUM_BYTES
+    width = 2 * CHECKSUM_BYTES
     chunks = tuple(
         Chunk(nbytes, digests[i * width : (i + 1) * width])
         for i, nbytes in enumerate(columns.chunks.tolist())
@@ -285,9 +285,7 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
     require(columns.size == size, key, "the chunks of its file do not add up to its size")
     require(packed.file is not None or not len(columns.tensor), key, "shards, but no file")
     count = len(columns.chunks)
-    require(
-        len(packed.checksums) == _CHECKSUM_BYTES * count, key, "not one checksum for each chunk"
-    )
+    require(len(packed.checksums) == CHECKSUM_BYTES * count, key, "not one checksum for each chunk")
     names = {name for name, _, _ in columns.headings} if packed.tied else set[str]()
     for name, target in packed.tied.items():
         require(

@@ -18,12 +18,12 @@ from ckpt.catalog.candidates import Candidate, Finish
 from ckpt.catalog.index import attempts, is_committed, own_objects, read_packed
 from ckpt.config import Tier
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.exchange import Wait, gather
+from ckpt.coordination.gather import Wait, gather
 from ckpt.errors import CkptError, IntegrityError, StorageError
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest
+from ckpt.model.readable import size
 from ckpt.model.reference import carried_fragments, fill
-from ckpt.model.units import size
 from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step, Union
 from ckpt.plan.copies import without_copy
 from ckpt.storage.api import StorageBackend

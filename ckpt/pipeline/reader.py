@@ -26,8 +26,8 @@ from ckpt.model.manifest import Encoding, File, stored_size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
+from ckpt.plan.reach import Reach, reach_of
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.plan.sources import Reach, reach_of
 from ckpt.storage.api import ScatterReads, StorageBackend, aligned_memory
 
 RUN_BYTES: Final = 16 << 20
@@ -141,7 +141,7 @@ class ChunkReader:
         If the run cannot be read, each chunk is read by itself: the bad sector is in one of them.
 
         Raises:
-            What is not the store's (see ``plan.sources.reach_of``).
+            What is not the store's (see ``plan.reach.reach_of``).
         """
         try:
             return self._read(run, file, sink, on_proven)

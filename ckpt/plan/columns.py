@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from ckpt.errors import ReplicasDiverged, TensorIncomplete
 from ckpt.model.box import Box, tiling_fault
-from ckpt.model.checksum import checksum
+from ckpt.model.checksum import CHECKSUM_BYTES, checksum
 from ckpt.model.manifest import FragmentRef, Packed, Shard, Tensor
 from ckpt.model.packed import Columns, Heading, Tables, check_packed, columns_of, offsets_of
 from ckpt.model.runs import Ints, Run, Runs, compress
@@ -421,10 +421,9 @@ def _unique(offsets: Ints, shapes: Ints) -> tuple[Ints, Ints]:
 
 
 def _checksums(ranks: Sequence[Light]) -> Ints:
-    """Of all chunks of all ranks, as two numbers each."""
-    return np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8").reshape(
-        -1, 2
-    )
+    """Return the checksum of every chunk of every rank, each as a row of 64-bit integers."""
+    checksums = np.frombuffer(b"".join(rank.part.checksums for rank in ranks), dtype="<i8")
+    return checksums.reshape(-1, CHECKSUM_BYTES // 8)
 
 
 def _compare(copies: Copies, sums: Ints) -> None:

@@ -31,7 +31,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.claim_marker import clear_away
 from ckpt.coordination.owner import Owner
 from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, StorageError
-from ckpt.model import units
+from ckpt.model import readable
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, fragment_name
 from ckpt.model.manifest import File, FragmentRef, stored_size
@@ -39,8 +39,8 @@ from ckpt.model.packed import read_fragment
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
+from ckpt.plan.reach import without
 from ckpt.plan.restore import ChunkRead, RestorePlan
-from ckpt.plan.sources import without
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.storage.places import is_folder
@@ -238,7 +238,7 @@ class ReadThrough:
                 self.origin.ref.key(file.name),
                 cache.url,
                 self._tiers[source].url,
-                units.size(size),
+                readable.size(size),
                 seconds,
             )
         except (IntegrityError, StorageError) as error:

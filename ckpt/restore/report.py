@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt.catalog.tiered_reader import Repair
-from ckpt.model.units import duration, rate, size
+from ckpt.model.readable import duration, rate, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
-from ckpt.model.units import size
+from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim
 from ckpt.retention.guard import StepGuard

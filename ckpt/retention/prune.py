@@ -200,8 +200,9 @@ def carry_out(
 
 
 def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None) -> bool:
-    """Take one attempt off, if ``claim`` still holds: the mark, then the manifest, then the files,
-    and the mark last.
+    """Take one attempt off, if ``claim`` still holds.
+
+    The claim marker is put first. Then the manifest goes, then the files, and the marker last.
 
     What somebody finishes just now, or copies there, stays. A folder that holds nothing goes too
     where the store has such, with the cut-off writes of a dead process in it. A removal that is cut
@@ -219,14 +220,14 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     marked = False
     if held.objects:
         try:
-            if not (marked := _mark(backend, held)):
+            if not (marked := _put_marker(backend, held)):
                 return False
         except OutOfSpace:
             # whole checkpoints go first then, and what no fragment tells of
             if held.state == "begun":
                 if any(info.key.endswith(".json") for info in held.objects):
                     return False
-            else:  # the manifest makes room for the mark
+            else:  # the manifest makes room for the marker
                 backend.delete(held.ref.manifest)
                 with suppress(OutOfSpace):
                     marked = claim_committed_for_removal(backend, held.ref)
@@ -240,18 +241,18 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     return True
 
 
-def _mark(backend: StorageBackend, held: StoredStep) -> bool:
-    """Whether the mark says that ``held`` goes, so that no process finishes it."""
-    mark = (
+def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
+    """Put the claim marker that lets no process finish ``held``. Returns whether it stands."""
+    put = (
         claim_for_removal
         if held.state == "begun" and not held.is_cut
         else claim_committed_for_removal
     )
-    if _is_abandoned(held):  # who has found that mark good for itself just now is done in a day
+    if _is_abandoned(held):  # a day's grace: a finisher that read the old marker has ended by then
         release_marker(backend, held.ref)
-        mark(backend, held.ref)
+        put(backend, held.ref)
         return False
-    return mark(backend, held.ref)
+    return put(backend, held.ref)
 
 
 def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
@@ -320,7 +321,7 @@ def _is_abandoned(held: StoredStep) -> bool:
 
     No process needs a day from its marker to its manifest.
     """
-    ours = 0 if held.state == "begun" else None  # a refused save is cleared away by several
+    ours = 0 if held.state == "begun" else None  # an aborted save is cleared away by several
     dates = [
         info.modified
         for info in held.objects

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
-from ckpt.model.units import size
+from ckpt.model.readable import size
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import StepGuard

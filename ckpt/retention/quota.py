@@ -15,7 +15,7 @@ import msgspec
 from ckpt.codec.registry import NO_CODEC
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
-from ckpt.coordination.exchange import Wait, arrivals
+from ckpt.coordination.gather import Wait, arrivals
 from ckpt.errors import CkptError, CommitTimeout, OutOfSpace
 from ckpt.model.keys import StepRef
 from ckpt.retention.claim import Claim

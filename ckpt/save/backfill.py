@@ -24,7 +24,7 @@ from ckpt.codec.registry import NO_CODEC
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
-from ckpt.model.units import size
+from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import job_of

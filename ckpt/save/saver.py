@@ -60,7 +60,7 @@ class _FromFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refused:
+class _AbortedStep:
     """A save that this rank has no part in, and why."""
 
     ref: StepRef
@@ -69,14 +69,14 @@ class _Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class _Refusal:
+class _Abort:
     """Vote on the tier of ``writer`` that this rank has failed a step, in the turn of that step."""
 
     writer: TierWriter
-    refused: _Refused
+    aborted: _AbortedStep
 
 
-_Task = _FromImage | _FromFiles | _Refusal
+_Task = _FromImage | _FromFiles | _Abort
 
 
 class Saver:
@@ -234,7 +234,7 @@ class Saver:
         self._streamer.submit(self._give_up, ref, trial, reason)
 
     def _give_up(self, ref: StepRef, trial: int, reason: str) -> None:
-        self._abort_all(self.writers_of(ref.step), _Refused(ref, trial, reason), awaited=True)
+        self._abort_all(self.writers_of(ref.step), _AbortedStep(ref, trial, reason), awaited=True)
 
     def finish(self) -> None:
         """Finish all saves, stop the threads and release the roots.
@@ -360,7 +360,8 @@ class Saver:
     ) -> bool:
         """Return whether the second of ``writers`` may have the image, after the first has failed.
 
-        If not, the save has failed everywhere, and the queues of farther tiers get a refusal.
+        If not, the save has failed everywhere, and the queues of farther tiers get a vote that
+        aborts it.
         """
         writer, farther, job = writers[0], writers[1:], save.job
         # an image that passes by cannot be read again
@@ -377,12 +378,12 @@ class Saver:
             )
         for each in writers:
             save.outcome.failed(each.url, error, required=True)
-        refused = _Refused(job.ref, job.trial, f"tier {writer.url}: {error}")
-        self._abort_all(farther, refused, awaited=others_go_on)
+        aborted = _AbortedStep(job.ref, job.trial, f"tier {writer.url}: {error}")
+        self._abort_all(farther, aborted, awaited=others_go_on)
         return False
 
     def _abort_all(
-        self, writers: Sequence[TierWriter], refused: _Refused, *, awaited: bool
+        self, writers: Sequence[TierWriter], aborted: _AbortedStep, *, awaited: bool
     ) -> None:
         """Vote on the tiers of ``writers`` that this rank has failed a step.
 
@@ -391,7 +392,7 @@ class Saver:
 
         Args:
             writers: The tiers.
-            refused: The step, and why this rank has no part in it.
+            aborted: The step, and why this rank has no part in it.
             awaited: Whether the other ranks come to the first of them. They come to the next one
                 after a tier that is not required.
         """
@@ -399,9 +400,9 @@ class Saver:
             queue = self._queues.get(writer.url)
             if queue is None:
                 if awaited:
-                    writer.refuse(refused.ref, refused.trial, refused.reason)
+                    writer.abort(aborted.ref, aborted.trial, aborted.reason)
             elif queue.shared:
-                self._push(writer, QueuedStep(refused.ref, _Refusal(writer, refused), held=True))
+                self._push(writer, QueuedStep(aborted.ref, _Abort(writer, aborted), held=True))
             awaited = awaited and not writer.tier.required
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
@@ -453,8 +454,8 @@ class Saver:
                     writer.commit(job, on_bytes=outcome.written)
                     outcome.committed(writer.url)
                     self._on_commit(writer, job.ref)
-                case _Refusal(writer, refused):
-                    writer.refuse(refused.ref, refused.trial, refused.reason)
+                case _Abort(writer, aborted):
+                    writer.abort(aborted.ref, aborted.trial, aborted.reason)
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._fail(task, error)
 
@@ -464,5 +465,5 @@ class Saver:
                 self._miss(writers, save, error)
             case _FromFiles(writer, _, outcome):
                 outcome.failed(writer.url, error, required=writer.tier.required)
-            case _Refusal():
+            case _Abort():
                 pass  # the other ranks wait until their time-out

@@ -57,17 +57,16 @@ _READERS: Final = 8
 
 
 class TierWriter:
-    """The steps of one job on one tier: it commits them there, one at a time, and removes them
-    again.
+    """Commits the steps of one job to one tier, one at a time, and cleans up those that fail.
 
     Args:
         tier: The tier.
         coordinator: The connection of this writer to the other ranks.
         config: How to save.
-        steps: What the job knows about its steps, as this tier sees them.
-        slots: The steps that stay in slots. Only a tier in memory uses it.
+        steps: The state of the job's steps on this tier: committed, waiting or restored.
+        slots: The steps that stay in slots. Only a tier in memory uses them.
 
-    Thread safety: ``close`` may be called from the owner, once, after all other calls have
+    Thread safety: ``close`` may be called by the owner, once, after all other calls have
     returned; all other methods from any thread. ``_turn`` guards ``_retry``, ``_known``,
     ``_taken``, ``_unclean`` and ``_files``: a tier may be served from the image and from its queue,
     for different steps. ``stored`` is called by the thread that has just committed, before it
@@ -244,7 +243,7 @@ class TierWriter:
             with contextlib.suppress(CkptError):
                 sweep(self._backend, self.root, restored=restored, part=self.tier.nodes is not None)
 
-    def refuse(self, ref: StepRef, trial: int, reason: str) -> None:
+    def abort(self, ref: StepRef, trial: int, reason: str) -> None:
         """Vote that this rank has failed ``ref``. On the leader this is the verdict, too."""
         with self._turn:
             if self._quota is not None:
@@ -338,7 +337,7 @@ class TierWriter:
         )
 
     def _abort(self, job: SaveJob) -> CkptError | None:
-        """Return the reason to refuse ``job`` before anything is written: the leader's objection,
+        """Return the reason to abort ``job`` before anything is written: the leader's objection,
         or a lack of room.
         """
         abort = self._objection(job.ref) if self._node.rank == LEADER else None

@@ -120,7 +120,7 @@ def picture(name: str, title: str, description: str, height: int, parts: Sequenc
 
 
 def save() -> str:
-    """The way of a save: what the training thread does, and what goes on behind it."""
+    """The path of a save: what the training thread does, and what goes on behind it."""
     call = Box(
         0, 40, "train", ("save_async(state, step)", "names the tensors", "takes a free slot")
     )
@@ -166,7 +166,7 @@ def save() -> str:
         parts += box.drawn()
     return picture(
         "save",
-        "The way of a save",
+        "The path of a save",
         "The training thread copies a part of the state and returns. Background threads copy the rest until "
         "the optimizer steps, write chunks to the nearest tier, commit when all ranks are durable, and then "
         "copy the step to farther tiers.",
@@ -176,7 +176,7 @@ def save() -> str:
 
 
 def restore() -> str:
-    """The way of a restore: how the ranks agree on a step, and where each chunk comes from."""
+    """The path of a restore: how the ranks agree on a step, and where each chunk comes from."""
     first = Box(
         0, 40, "train", ("List the tiers", "nearest first; finish the", "commit of a dead job")
     )
@@ -233,7 +233,7 @@ def restore() -> str:
         parts += box.drawn()
     return picture(
         "restore",
-        "The way of a restore",
+        "The path of a restore",
         "Rank 0 proposes the newest complete step. Every rank matches it with its state before anything is "
         "changed, reads and verifies chunks from the nearest tier that has them intact, and reports. If a "
         "chunk is intact on no tier, all ranks take the step before.",

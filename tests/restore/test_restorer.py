@@ -19,7 +19,7 @@ from ckpt.cli.main import main
 from ckpt.errors import NoCheckpoint, OutOfSpace, RestoreError, StorageError, TransientStorageError
 from ckpt.events import Event, StepDamaged
 from ckpt.model.keys import parse_folder
-from ckpt.model.units import rate
+from ckpt.model.readable import rate
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 

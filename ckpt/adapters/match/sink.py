@@ -104,8 +104,10 @@ class TensorSink:
 
 
 def _fill(region: torch.Tensor, part: torch.Tensor, name: str) -> None:
-    """Copy, also to an expanded tensor, whose one element stands for many that must then be
-    equal.
+    """Copy ``part`` into ``region``.
+
+    In an expanded region, where elements share memory, the values must be equal. Raises
+    ``RestoreError`` if they are not.
     """
     once = region
     for dim, stride in enumerate(region.stride()):

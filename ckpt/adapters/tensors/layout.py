@@ -165,8 +165,8 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
 
 
 def check_initialized(name: str, tensor: Source) -> None:
-    """Raises ``UnsupportedValue`` for a parameter of a lazy module that has no shape yet: it can
-    be asked for nothing.
+    """Raise ``UnsupportedValue`` for a parameter of a lazy module, which has no shape and no data
+    before the first forward pass.
     """
     if isinstance(tensor, torch.Tensor) and is_lazy(tensor):
         raise UnsupportedValue(
@@ -175,7 +175,7 @@ def check_initialized(name: str, tensor: Source) -> None:
 
 
 def check(name: str, tensor: torch.Tensor) -> str:
-    """The name of its dtype, if it can be saved at all."""
+    """Return the name of the tensor's dtype. Raises ``UnsupportedValue`` if it cannot be saved."""
     check_initialized(name, tensor)
     if tensor.is_meta:
         raise UnsupportedValue(

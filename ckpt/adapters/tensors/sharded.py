@@ -77,9 +77,9 @@ The key of the one piece in a parameter that has keys itself is ''.
 
 
 def flat_parameters(module: nn.Module) -> dict[int, Flat]:
-    """By identity, the parameters of ``module`` that are pieces, or full of them.
+    """Map the identity of each flat parameter of FSDP1 in ``module`` to the pieces in it.
 
-    None without FSDP1.
+    The result is empty without FSDP1.
     """
     found: dict[int, Flat] = {}
     for name, wrapper in _wrappers(module):

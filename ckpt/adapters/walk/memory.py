@@ -179,8 +179,9 @@ class OptimizerItems:
                             self.others.append((index, state_name(path, part.path, key)))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:
-        """Return whether it is still so: all tensors are the same objects, and values that are
-        no tensors stand where they stood.
+        """Return whether this record still describes the optimizer.
+
+        All tensors must be the same objects, and all other values must be at the same places.
         """
         return (
             self._choice is choice

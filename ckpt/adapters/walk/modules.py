@@ -330,7 +330,7 @@ def _check_fsdp1(path: str, module: nn.Module, found: set[int]) -> None:
 
 
 def _shared(module: nn.Module, found: Sequence[Entry]) -> Iterator[Entry]:
-    """The entries of ``module``, each with the ranks that hold the same."""
+    """Yield the entries of ``module``, each with the ranks that are replicas of it."""
     unit_of = units_of(module)
     units = [unit_of(entry.key) for entry in found]
     ranks = {unit: unit.ranks for unit in units}

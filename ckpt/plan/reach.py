@@ -1,4 +1,4 @@
-"""What one store could not give, and what the next store is asked for. Pure decisions."""
+"""How much of a store an error rules out, and what the next store is asked for. Pure decisions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckpt.plan.restore import ChunkRead, RestorePlan
 
 
 class Reach(Enum):
-    """How much of a store a failure concerns: that much is not asked for there again."""
+    """How much of a store a failure rules out. That much is not requested from it again."""
 
     CHUNK = "chunk"
     FILE = "file"

@@ -8,7 +8,7 @@ _UNITS: Final = ("kB", "MB", "GB", "TB", "PB", "EB")
 
 
 def size(nbytes: float) -> str:
-    """Return ``nbytes`` in decimal units with three digits, such as '1.50 GB'."""
+    """Return ``nbytes`` in decimal units with three significant digits, such as '1.50 GB'."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
     power = next((n for n in range(1, len(_UNITS)) if nbytes < 999.5 * 1000**n), len(_UNITS))
