@@ -32,7 +32,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
-from ckpt.adapters.walk.modules import Entry, ModuleItems, Part, entries
+from ckpt.adapters.walk.items import Entry, ModuleItems, Part
+from ckpt.adapters.walk.modules import entries
 from ckpt.adapters.walk.stand_in import ModuleStandIn, OptimizerStandIn
 from ckpt.errors import ConfigError, RestoreError
 from ckpt.integrations.zero_layout import Partition, Piece, partitions_of, span_of_shard

@@ -11,7 +11,8 @@ from torch import nn
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.saved import ABSENT, is_mapping, kind, tag
 from ckpt.adapters.tensors.local_shards import LocalShards
-from ckpt.adapters.walk.modules import Part, items_of
+from ckpt.adapters.walk.items import Part
+from ckpt.adapters.walk.modules import items_of
 from ckpt.errors import KindMismatch
 from ckpt.model.values import Node
 

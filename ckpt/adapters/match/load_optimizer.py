@@ -20,9 +20,9 @@ from ckpt.adapters.match.materialise import is_meta
 from ckpt.adapters.match.saved import ABSENT, SavedParameter
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import (
     PLACELESS,
-    Part,
     fits,
     new_state,
     part_groups,

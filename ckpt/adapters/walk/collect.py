@@ -26,10 +26,10 @@ from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.tensors.zero import keeper_of
 from ckpt.adapters.walk.choice import Choice
+from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.memory import Memory, OptimizerItems, Structure
 from ckpt.adapters.walk.modules import (
     Parameters,
-    Part,
     asked,
     check_optimizer,
     is_capturable,

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
 from ckpt.adapters.walk.choice import Choice
+from ckpt.adapters.walk.items import ModuleItems, Part
 from ckpt.adapters.walk.modules import (
-    ModuleItems,
     Parameters,
-    Part,
     check_owners,
     items_of,
     part_groups,

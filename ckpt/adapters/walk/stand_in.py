@@ -7,15 +7,14 @@ What they save has the names and shapes that plain PyTorch's would have, so one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from ckpt.adapters.tensors.local_shards import Source
-    from ckpt.adapters.walk.modules import ModuleItems
+from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.walk.items import ModuleItems
 
 
 class StandIn(ABC):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.adapters.walk.items import Entry, ModuleItems
 from ckpt.adapters.walk.memory import Memory
-from ckpt.adapters.walk.modules import Entry, ModuleItems
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.errors import ConfigError
 
