@@ -16,11 +16,11 @@ from typing import Final, Literal
 
 import torch
 
+from ckpt.adapters.match.tree import Notes, StateTree, chosen
 from ckpt.catalog.reading import StepReader
 from ckpt.errors import AccessDenied, ConfigError, EntryMissing, OutOfSpace, StorageError
 from ckpt.exchange import dcp_folder, safetensors_file, torch_file
 from ckpt.exchange.opened import TensorView
-from ckpt.exchange.tree import Notes, StateTree, chosen
 from ckpt.model.manifest import Tensor
 from ckpt.model.values import exact, following
 from ckpt.storage.places import is_folder

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ckpt.adapters.match.tree import Notes
 from ckpt.catalog.reading import StepReader
 from ckpt.errors import ConfigError
-from ckpt.exchange.tree import Notes
 from ckpt.model.dtype import DTYPES
 from ckpt.model.manifest import Tensor
 
