@@ -57,14 +57,20 @@ class TorchStoreCoordinator:
     """A coordinator over the default process group's store.
 
     All ranks build one, in the same order. Threads: any.
+
+    Args:
+        group: The rank and the number of ranks in a group that has its own messages; all ranks of
+            the default process group if it is left out.
+        name: A name that only the ranks of this group use, and once. Coordinators with a name need
+            not be built in the same order on all ranks.
     """
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, group: tuple[int, int] | None = None, name: str = "") -> None:
+        self.rank, self.world_size = group or (dist.get_rank(), dist.get_world_size())
         # the agent's store may outlive a restart of the workers
         # Torchrun's word to its workers.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251
-        self._prefix = f"ckpt/{restart}/{next(_serial)}"
+        self._prefix = f"ckpt/{restart}/{name or next(_serial)}"
         self._store: Store = PrefixStore(self._prefix, _own_connection())
         self.set_once("attempt", new_attempt().encode())
         agreed = self.verdict("attempt", timeout=_START_SECONDS)

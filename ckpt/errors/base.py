@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ckpt.errors.text import clean
 
@@ -19,6 +19,17 @@ class CkptError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(clean(message))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message and the fields, since subclasses take other arguments."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[CkptError], args: tuple[Any, ...], fields: dict[str, Any]) -> CkptError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigError(CkptError):
