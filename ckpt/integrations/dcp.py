@@ -1,0 +1,497 @@
+"""``torch.distributed.checkpoint`` (DCP) on ckpt's storage: a writer and a reader for its calls.
+
+    dcp.save(state, storage_writer=CkptWriter("s3://bucket/run", step=1200))
+    dcp.load(state, storage_reader=CkptReader("s3://bucket/run"))
+
+What the writer makes is an ordinary step of ckpt, in any of its tiers: each chunk has a checksum,
+the manifest appears last, and values are stored without pickle. DCP still plans who writes what,
+and its planner asks the reader for boxes, so a checkpoint loads onto another mesh as before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import os
+import re
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Unpack
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from ckpt.adapters.match.sink import TensorSink
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.catalog.candidates import Candidate, candidates
+from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
+from ckpt.config import SaveConfig, Settings, Tier
+from ckpt.coordination.single import SingleCoordinator, new_attempt
+from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, ShapeMismatch
+from ckpt.errors.text import redact
+from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
+from ckpt.manager import CheckpointManager
+from ckpt.model.keys import StepRef
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.restore import plan_restore
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.tiers import as_tiers, open_tiers
+
+Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
+State = dict[str, Any]
+
+_NUMBER: Final = re.compile(r"(?:.*?[^0-9])?([0-9]{1,18})")
+_THREADS: Final = 4
+_BLOCKING: Final = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=False,
+    use_async_staging=False,
+    use_non_blocking_copy=False,
+)
+_last_token: Final[deque[str]] = deque(maxlen=1)
+"""Of the last save in this process: a cached plan has it again."""
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the coordinator tells a rank about a save.
+
+    Attributes:
+        step: The step that is saved.
+        rank: The rank in the group that saves, of ``world_size``.
+        token: Distinguishes this save from all others of the job.
+        spread: Lists that several ranks write. See ``dcp_items.gathered``.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    token: str
+    spread: frozenset[Path]
+
+
+class CkptWriter(AsyncStager, StorageWriter):
+    """A ``StorageWriter`` that saves a step of ckpt, with its checksums, tiers and atomic commit.
+
+    The step is ``step``, or the number at the end of the ``checkpoint_id`` of the call
+    (``"step-1200"``), or one more than the newest step of the first tier. A writer that was given
+    ``step`` saves once. Another one keeps its threads and memory between saves, until ``close``.
+
+    It is also the stager of ``dcp.async_save``. It keeps the memory of the staged state, so the
+    second save and later ones do not wait for new memory. The process executor works too; each
+    save opens the tiers again there.
+
+    Values that are no tensors must be plain (``ckpt`` writes no pickle). Others raise
+    ``UnsupportedValue`` with their name. Where ranks differ in a plain value, DCP keeps one of
+    them.
+
+    Args:
+        tiers: A folder or URL, a `Tier`, or several of these, nearest first.
+        step: The step that is saved.
+        config: How to save (`SaveConfig`). Fields may also be given as keywords.
+
+    Raises:
+        ConfigError: From the save: a setting is wrong, or the planner cached its plan for another
+            writer. Nothing was written.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        step: int | None = None,
+        config: SaveConfig | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self._tiers = as_tiers(tiers)
+        self._config, self._settings = config, settings
+        self._step, self._once = step, step is not None
+        self._asked: int | None = None
+        self._manager: CheckpointManager | None = None
+        self._world = (0, 0)  # rank and number of ranks
+        self._stager: _Stager | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process opens the tiers itself, and saves once."""
+        return {**self.__dict__, "_manager": None, "_stager": None, "_once": True}
+
+    def close(self) -> None:
+        """Wait for all tiers, and give threads and memory back. The next save opens them again."""
+        self._stager = None
+        self._end()
+
+    # -- staging, on the training thread -----------------------------------------------------------
+
+    def stage(self, state_dict: State) -> State:
+        """Return a copy of the state in host memory, for ``dcp.async_save``."""
+        if self._once:
+            return _stage(DefaultStager(_BLOCKING), state_dict)
+        if self._stager is None or self._stager.in_use:
+            self._stager = _Stager()  # the save under way keeps the memory of its own
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """``stage`` has ended when it returns."""
+
+    # -- saving, in the order of DCP's calls -------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the step from ``checkpoint_id``, if there is one."""
+        self._asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
+
+    def set_up_storage_writer(self, *_: Any, **kwargs: Any) -> None:
+        """Refuse what DCP's own storage does and a checkpoint of ckpt cannot be."""
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError(
+                "use_collectives=False makes one checkpoint for each rank, and a step of ckpt is "
+                "one for all: leave it out"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose the step for all ranks, and give the entries of a list to one rank."""
+        step = self._chosen_step()
+        moved, spread = gathered(plans)
+        token = new_attempt()
+        return [
+            dataclasses.replace(plan, storage_data=_Order(step, rank, len(plans), token, spread))
+            for rank, plan in enumerate(moved)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what is this rank's, and return when all ranks' parts are one checkpoint.
+
+        Raises:
+            CkptError: There is no checkpoint, and no rank has one.
+        """
+        order: _Order = plan.storage_data
+        try:
+            self._save(order, plan, planner)
+        finally:
+            if self._once:
+                self.close()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(item.index, 0, None) for item in plan.items])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Describe the checkpoint, which is committed already."""
+        del results
+        metadata.storage_data = {}
+        metadata.storage_meta = self.storage_meta()
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The first tier, without credentials."""
+        return redact(self._tiers[0].url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True if it names a step."""
+        return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _chosen_step(self) -> int:
+        if (step := self._own_step) is not None:
+            return step
+        with _opened(self._tiers, None) as (_, found):
+            return found.ref.step + 1 if found else 0
+
+    @property
+    def _own_step(self) -> int | None:
+        """The step that this rank was given, if there is one."""
+        return self._asked if self._asked is not None else self._step
+
+    def _save(self, order: _Order, plan: SavePlan, planner: SavePlanner) -> None:
+        step = order.step
+        stale = order.token in _last_token
+        if self._own_step is not None and self._own_step != step and not stale:
+            raise ConfigError(
+                f"rank {order.rank} was given step {self._own_step}, and the coordinator step "
+                f"{step}: give the same one on all ranks"
+            )
+        if stale and (self._own_step is None or self._manager is None):
+            raise ConfigError(
+                "the planner uses the plan of an earlier save (enable_plan_caching=True): make "
+                "one CkptWriter(root), and pass it to every save with a checkpoint_id such as "
+                "'step-1200'"
+            )
+        _last_token.append(order.token)
+        manager = self._manager_for(order)
+        state: State = {}
+        fault: Exception | None = None
+        try:
+            state = state_of(plan, planner, order.spread)
+        except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
+            fault, state = error, {"state": _Failed(error)}
+        try:
+            manager.save(state, step if self._own_step is None else self._own_step)
+        finally:
+            if self._stager is not None:
+                self._stager.release(state)
+            if fault is not None:
+                raise fault
+
+    def _manager_for(self, order: _Order) -> CheckpointManager:
+        world = (order.rank, order.world_size)
+        if self._manager is None or self._world != world:
+            self._end()
+            coordinator = (
+                SingleCoordinator()
+                if order.world_size == 1
+                else TorchStoreCoordinator(world, f"dcp/{order.token}")
+            )
+            self._world = world
+            self._manager = CheckpointManager(
+                self._tiers, config=self._config, coordinator=coordinator, **self._settings
+            )
+        return self._manager
+
+    def _end(self) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+
+class _Stager:
+    """Copies a state into memory that it keeps, for one save at a time.
+
+    Thread safety: ``stage`` on the training thread, ``release`` on the one that saves.
+    """
+
+    def __init__(self) -> None:
+        self.in_use = False
+        self._stager = DefaultStager(_BLOCKING)
+        self._held: set[int] = set()
+
+    def stage(self, state: State) -> State:
+        self.in_use = True
+        staged = _stage(self._stager, state)
+        self._held = set(_addresses(staged))
+        return staged
+
+    def release(self, saved: State) -> None:
+        """Take the memory back if it is that of ``saved``, whose save is over."""
+        if not self._held.isdisjoint(_addresses(saved)):
+            self.in_use = False
+
+
+def _stage(stager: DefaultStager, state: State) -> State:
+    staged = stager.stage(state)
+    assert isinstance(staged, dict)  # a future only with use_async_staging
+    return staged
+
+
+def _addresses(state: State) -> Generator[int]:
+    """The addresses of the storages of all tensors."""
+    for leaf in leaves(state):
+        for tensor in leaf.tensors if isinstance(leaf, LocalShards) else (leaf,):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if isinstance(local, torch.Tensor) and (address := local.untyped_storage().data_ptr()):
+                yield address
+
+
+class _Failed:
+    """Raises in place of a state, so that the manager lets the other ranks know."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def state_dict(self) -> State:
+        raise self._error
+
+    def load_state_dict(self, state: State) -> None:
+        """Never called. It makes this an object with a state."""
+
+
+class CkptReader(StorageReader):
+    """A ``StorageReader`` for a step of ckpt, written by `CkptWriter` or a ``CheckpointManager``.
+
+    Every chunk is read from the nearest tier that has it intact, and verified before it counts. A
+    module of a ``CheckpointManager`` has the entries of its ``state_dict()``, and an optimizer
+    those of ``get_optimizer_state_dict``.
+
+    Args:
+        tiers: A folder or URL, a `Tier`, or several of these, nearest first.
+        step: Which one; else the number at the end of ``checkpoint_id``, else the newest.
+
+    Raises:
+        RestoreError: From the load: ranks found different steps to be the newest.
+        IntegrityError, StorageError: From the load: bytes are intact on no tier. Tensors may have
+            been overwritten in part.
+    """
+
+    def __init__(self, tiers: Tiers, *, step: int | None = None) -> None:
+        self._tiers = as_tiers(tiers)
+        self._step, self._asked = step, step
+        self._ref: StepRef | None = None
+        self._entries: Entries | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the step from ``checkpoint_id``, if there is one."""
+        asked = None if checkpoint_id is None else _step_of(checkpoint_id, self._tiers)
+        self._asked = self._step if asked is None else asked
+        self._ref = self._entries = None
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return what the step holds, by the names of DCP."""
+        with _opened(self._tiers, self._asked) as (backends, found):
+            if found is None:
+                asked = "" if self._asked is None else f"step {self._asked} is not there"
+                raise NoCheckpoint(", ".join(each.url for each in backends), asked)
+            origin = _origin(backends, found)
+            self._entries = origin.whole(lambda outline: Entries(outline.manifest))
+        self._ref = found.ref
+        metadata = self._entries.metadata()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
+        return metadata
+
+    def set_up_storage_reader(self, *_: Any) -> None:
+        """Do nothing: ``read_metadata`` has found the step."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return dataclasses.replace(plan, storage_data=self._ref)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse to load a mixture. Raises ``RestoreError``."""
+        if len(found := {plan.storage_data for plan in plans}) > 1:
+            names = " and ".join(sorted(ref.folder for ref in found if ref is not None))
+            raise RestoreError(
+                f"ranks found different steps to be the newest ({names}): give step=, or load "
+                "while no job saves"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for into the planner's tensors."""
+        assert self._entries is not None, "DCP reads the metadata first"
+        wanted = [
+            (item, planner.resolve_tensor(item).detach())
+            for item in plan.items
+            if item.type == LoadItemType.TENSOR
+        ]
+        if wanted:
+            self._read(wanted)
+        for item, tensor in wanted:
+            planner.commit_tensor(item, tensor)
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _packed(self._entries.value(item.storage_index.fqn)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The first tier, without credentials."""
+        return redact(self._tiers[0].url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True if it names a step."""
+        return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
+
+    def _read(self, wanted: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
+        assert self._ref is not None, "DCP reads the metadata first"
+        assert self._entries is not None
+        boxes = [self._entries.leaf(item) for item, _ in wanted]
+        for leaf, (_, tensor) in zip(boxes, wanted, strict=True):
+            if leaf.boxes[0].shape != tuple(tensor.shape):
+                raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
+        with (
+            _opened(self._tiers, self._ref.step, self._ref) as (backends, found),
+            Workers("dcp", _THREADS) as workers,
+        ):
+            if found is None:
+                raise NoCheckpoint(
+                    ", ".join(each.url for each in backends),
+                    f"{self._ref.folder!r} was removed while it was loaded",
+                )
+            origin = _origin(backends, found)
+
+            def read(outline: Found) -> None:
+                manifest = origin.filled(outline, boxes).manifest
+                sink = TensorSink(boxes, [tensor for _, tensor in wanted])
+                origin.read(plan_restore(manifest, boxes), sink, workers=workers)
+
+            origin.whole(read)
+
+
+def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:
+    """The step that a ``checkpoint_id`` names. Raises ``ConfigError``."""
+    given = os.fspath(checkpoint_id).rstrip("/")
+    root, _, name = given.rpartition("/")
+    if (number := _NUMBER.fullmatch(name)) is None:
+        raise ConfigError(
+            f"checkpoint_id={redact(given)!r} names no step: end it with a number, as 'step-1200'"
+        )
+    if root and root.rstrip("/") != tiers[0].url.rstrip("/"):
+        raise ConfigError(
+            f"checkpoint_id={redact(given)!r} is not in {redact(tiers[0].url)}: leave the folder "
+            f"out ({name!r}), since the tiers belong to the writer and the reader"
+        )
+    return int(number[1])
+
+
+@contextmanager
+def _opened(
+    tiers: Sequence[Tier], step: int | None, ref: StepRef | None = None
+) -> Generator[tuple[list[StorageBackend], Candidate | None]]:
+    """The stores of all tiers, and the newest attempt at ``step``, or the one that is ``ref``."""
+    opened = open_tiers(tiers)
+    try:
+        backends = [tier.backend for tier in opened]
+        with Workers("list", len(opened)) as listers:
+            found = (
+                each
+                for each in candidates(backends, step, workers=listers)
+                if ref in (None, each.ref)
+            )
+            yield backends, next(found, None)
+    finally:
+        for tier in opened:
+            tier.backend.close()
+
+
+def _origin(backends: Sequence[StorageBackend], found: Candidate) -> TieredReader:
+    """What reads an attempt, each byte from the nearest store that has it intact."""
+    sources = [backends[position] for position in found.answering]
+    return TieredReader(sources, found.ref, retry=RetryPolicy(), on_repair=_warn)
+
+
+def _warn(repair: Repair) -> None:
+    _log.warning(
+        "ckpt: %s does not have it intact, the next tier is asked: %s", repair.tier, repair.reason
+    )
+
+
+def _packed(value: Any) -> io.BytesIO:
+    """A plain value in the form in which a planner of DCP takes it. It was never stored so."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer

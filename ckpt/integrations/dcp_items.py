@@ -1,0 +1,237 @@
+"""The items of a DCP plan -> a state of ckpt, and a manifest -> the names and values of DCP.
+
+DCP flattens nested dicts and lists to names with dots, and gives each rank some of the entries to
+write. Here the entries of a rank become nested again, so that the names in the checkpoint are those
+that a ``CheckpointManager`` would give to the same state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+
+from ckpt.adapters.match.tree import StateTree
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.errors import ConfigError, RestoreError, UnsupportedValue
+from ckpt.model.box import Box
+from ckpt.model.manifest import Manifest
+from ckpt.plan.leaf import Leaf
+
+Path = tuple[str | int, ...]
+
+_BUFFER: Final = "io.BytesIO"
+"""Beside the bytes of such a buffer, in a tuple: Transformer Engine keeps its extra state so."""
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Return what is in nested containers, and is none itself."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set | frozenset):
+        yield value
+        return
+    for item in value:
+        yield from leaves(item)
+
+
+def path_of(item: WriteItem, plan: SavePlan) -> Path:
+    """Return where the entry stands in the nested state.
+
+    A planner that does not flatten has no paths, and its names are the keys of the state.
+    """
+    paths = cast("Mapping[str, Path]", plan.planner_data or {})
+    return paths.get(item.index.fqn, (item.index.fqn,))
+
+
+def _list_of(path: Path) -> Path | None:
+    """Return the path of the outermost list that an entry is in."""
+    return next((path[:i] for i, part in enumerate(path) if isinstance(part, int)), None)
+
+
+def gathered(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], frozenset[Path]]:
+    """Give the entries of each list to one rank, since ranks can unite dicts only.
+
+    Returns:
+        The plans, and the lists that several ranks must write, because they hold sharded tensors.
+        These are stored as dicts with the positions as keys.
+    """
+    ranks: dict[Path, set[int]] = defaultdict(set)
+    sharded: set[Path] = set()
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if (at := _list_of(path_of(item, plan))) is not None:
+                ranks[at].add(rank)
+                if item.type == WriteItemType.SHARD:
+                    sharded.add(at)
+    homes = {at: min(held) for at, held in ranks.items() if len(held) > 1 and at not in sharded}
+    items: list[list[WriteItem]] = [[] for _ in plans]
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            home = homes.get(_list_of(path_of(item, plan)) or (), rank)
+            known = item.index.fqn in (plans[home].planner_data or {})
+            items[home if known else rank].append(item)
+    moved = [dataclasses.replace(plan, items=each) for plan, each in zip(plans, items, strict=True)]
+    return (moved if homes else list(plans)), frozenset(sharded)
+
+
+def state_of(plan: SavePlan, planner: SavePlanner, spread: frozenset[Path]) -> dict[str, Any]:
+    """Return the nested state of the entries that this rank writes.
+
+    Raises:
+        UnsupportedValue: An entry is a container that DCP would pickle with the tensors in it.
+        ConfigError: The planner does not give values, only bytes that it has pickled.
+    """
+    state: dict[str, Any] = {}
+    shards: dict[Path, list[tuple[WriteItem, torch.Tensor]]] = defaultdict(list)
+    for item in plan.items:
+        path = path_of(item, plan)
+        if item.type == WriteItemType.BYTE_IO:
+            _put(state, path, _value(item, planner), spread)
+            continue
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor), item.index
+        if item.type == WriteItemType.TENSOR:
+            _put(state, path, tensor.detach(), spread)
+        else:
+            shards[path].append((item, tensor.detach()))
+    for path, parts in shards.items():
+        _put(state, path, _sharded(parts), spread)
+    return state
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> Any:
+    name = item.index.fqn
+    if not isinstance(planner, DefaultSavePlanner):
+        raise ConfigError(
+            f"{type(planner).__name__} gives {name!r} as pickled bytes: derive it from "
+            "DefaultSavePlanner, whose lookup_object() gives the value"
+        )
+    value = planner.lookup_object(item.index)
+    if any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
+        raise UnsupportedValue(
+            name, f"{type(value).__name__} with tensors in it", "use dicts or lists of tensors"
+        )
+    if isinstance(value, Mapping):
+        raise UnsupportedValue(
+            name, f"{type(value).__name__} in one entry", "use a planner that flattens the state"
+        )
+    return (_BUFFER, value.getvalue()) if type(value) is io.BytesIO else value
+
+
+def _sharded(parts: Sequence[tuple[WriteItem, torch.Tensor]]) -> LocalShards:
+    (first, tensor), *_ = parts
+    assert first.tensor_data is not None
+    held = [(item.index.offset or (), part) for item, part in parts if part.numel()]
+    return LocalShards(first.tensor_data.size, held, dtype=tensor.dtype)
+
+
+def _put(state: dict[str, Any], path: Path, value: Any, spread: frozenset[Path]) -> None:
+    """Set a value of the nested state, and make the containers on the way."""
+    if _list_of(path) in spread:
+        path = tuple(map(str, path))
+    container: Any = state
+    for part, after in zip(path, (*path[1:], None), strict=True):
+        if isinstance(container, list):
+            assert isinstance(part, int), path
+            container += [None] * (part + 1 - len(container))
+            known = container[part]
+        else:
+            known = container.get(part)
+        if after is None:
+            container[part] = value
+        elif known is None:
+            container[part] = known = [] if isinstance(after, int) else {}
+        container = known
+
+
+class Entries:
+    """What a checkpoint holds, by the names that DCP gives to it.
+
+    Attributes:
+        names: For each tensor its name in the checkpoint.
+        values: The other values.
+        paths: For each entry its path in the nested state.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._tensors = manifest.tensor_map()
+        stored: dict[int, str] = {}
+        kept: list[torch.Tensor] = []  # an identity is used once
+
+        def stand_in(name: str) -> torch.Tensor:
+            tensor = self._tensors[name]
+            made = torch.empty(tensor.shape, dtype=_dtype(tensor.dtype), device="meta")
+            stored[id(made)] = name
+            kept.append(made)
+            return made
+
+        state = StateTree(manifest, stand_in, (), by_name=True, safe=False).build()
+        flattened = DefaultSavePlanner(flatten_sharded_tensors=False)
+        flattened.set_up_planner(state)
+        flat, self.paths = flattened.state_dict, flattened.mappings
+        self.names = {
+            name: stored[id(value)] for name, value in flat.items() if id(value) in stored
+        }
+        self.values = {name: value for name, value in flat.items() if name not in self.names}
+
+    def metadata(self) -> Metadata:
+        """Return what a planner needs to know.
+
+        Each tensor is one chunk, since ckpt finds the chunks that hold a box itself.
+        """
+        known: dict[str, Any] = {name: BytesStorageMetadata() for name in self.values}
+        for name, stored in self.names.items():
+            tensor = self._tensors[stored]
+            whole = ChunkStorageMetadata(
+                offsets=torch.Size([0] * len(tensor.shape)), sizes=torch.Size(tensor.shape)
+            )
+            properties = TensorProperties(dtype=_dtype(tensor.dtype))
+            known[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [whole])
+        return Metadata(known, planner_data=self.paths)
+
+    def leaf(self, item: ReadItem) -> Leaf:
+        """Return the box of a tensor that a plan asks for."""
+        tensor = self._tensors[self.names[item.storage_index.fqn]]
+        base = item.storage_index.offset or (0,) * len(tensor.shape)
+        offsets = tuple(a + b for a, b in zip(base, item.storage_offsets, strict=True))
+        box = Box(offsets, tuple(item.lengths))
+        return Leaf(tensor.name, tensor.dtype, tensor.shape, (box,))
+
+    def value(self, name: str) -> Any:
+        """Return a value that is no tensor. Raises ``RestoreError`` for one with tensors in it."""
+        value = self.values[name]
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
+            raise RestoreError(
+                f"{name!r} is a {type(value).__name__} with tensors in it, which DCP would pickle: "
+                "restore it with CheckpointManager"
+            )
+        match value:
+            case (str() as kind, bytes() as data) if kind == _BUFFER:
+                return io.BytesIO(data)
+            case _:
+                return value
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found

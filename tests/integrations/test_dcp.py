@@ -1,0 +1,386 @@
+"""``torch.distributed.checkpoint`` with ckpt as its storage: the calls are DCP's own."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import (
+    ChecksumMismatch,
+    CkptError,
+    ConfigError,
+    OutOfSpace,
+    RestoreError,
+    StepExists,
+    UnsupportedValue,
+)
+from ckpt.integrations.dcp import CkptReader, CkptWriter
+from tests.distributed.launch import torchrun
+from tests.integrations.workers.dcp import build as trained_as_sharded
+from tests.integrations.workers.dcp import state_of, total
+from tests.processes import run
+from tests.test_docs import block
+
+WORKER = Path(__file__).parent / "workers" / "dcp.py"
+
+# DCP says so whenever there is no process group
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    values, moments = get_state_dict(*trained(seed))
+    return {"model": values, "optimizer": moments, "step": seed}
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, item in value.items() for k, v in flat(item, f"{path}/{key}").items()}
+    if isinstance(value, list):
+        return flat(dict(enumerate(value)), path)
+    return {path: value}
+
+
+def assert_equal(one: Any, two: Any) -> None:
+    one, two = flat(one), flat(two)
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, two[name]), name
+        else:
+            assert value == two[name], name
+
+
+def error_of(call: Any) -> BaseException:
+    """What DCP has wrapped."""
+    with pytest.raises(CheckpointException) as caught:
+        call()
+    (failure,) = caught.value.failures.values()
+    return failure[0]
+
+
+def test_a_saved_state_loads_and_is_an_ordinary_step(tmp_path):
+    saved = state(3)
+    dcp.save(saved, storage_writer=CkptWriter(tmp_path, step=3))
+    target = state(4)
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    assert_equal(target, saved)
+    for command in ("ls", "verify", "show"):
+        done = run([sys.executable, "-m", "ckpt.cli.main", command, str(tmp_path)], timeout=60)
+        assert done.returncode == 0, done.stdout
+    assert not list(tmp_path.rglob(".metadata"))
+
+
+def test_the_manager_restores_what_the_writer_saved(tmp_path):
+    model, optimizer = trained(1)
+    values, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": values, "moments": moments}, storage_writer=CkptWriter(tmp_path, step=1))
+    other, another = trained(2)
+    target = {"model": other, "moments": get_state_dict(other, another)[1]}
+    with CheckpointManager(tmp_path) as manager:
+        report = manager.restore(target)
+    assert report is not None
+    assert report.missing == ()
+    assert_equal(other.state_dict(), model.state_dict())
+    assert_equal(target["moments"], moments)
+
+
+def test_the_reader_loads_what_the_manager_saved(tmp_path):
+    model, optimizer = trained(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"model": model, "optimizer": optimizer, "step": 12, "note": ("a", {1, 2})})
+    values, moments = get_state_dict(*trained(2))
+    target = {"model": values, "optimizer": moments, "step": 0, "note": None}
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    wanted = get_state_dict(model, optimizer)
+    assert_equal(target["model"], wanted[0])
+    assert_equal(target["optimizer"]["state"], wanted[1]["state"])
+    assert (target["step"], target["note"]) == (12, ("a", {1, 2}))
+
+
+def test_a_whole_checkpoint_loads_without_a_target(tmp_path):
+    saved = {**state(1), "list": [torch.ones(2), {"k": 1}]}
+    dcp.save(saved, storage_writer=CkptWriter(tmp_path, step=1))
+    target: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner()
+    _load_state_dict(target, CkptReader(tmp_path), planner=planner, no_dist=True)
+    assert_equal(target, saved)
+
+
+def test_plain_values_and_buffers_keep_their_types(tmp_path):
+    values = {
+        "tuple": (1, "a", None), "set": {1, 2}, "large": 2**80, "nan": float("inf"),
+        "bytes": b"\0\1", "dtype": torch.bfloat16, "list": [1, [2]], "complex": 1 + 2j,
+    }  # fmt: skip
+    dcp.save({**values, "io": io.BytesIO(b"abc")}, storage_writer=CkptWriter(tmp_path, step=1))
+    target: dict[str, Any] = dict.fromkeys([*values, "io"])
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    assert target.pop("io").getvalue() == b"abc"
+    assert target == values
+    assert {key: type(value) for key, value in target.items()} == {
+        key: type(value) for key, value in values.items()
+    }
+
+
+def test_a_value_that_needs_pickle_is_refused_by_name(tmp_path):
+    error = error_of(
+        lambda: dcp.save({"a": {"b": object()}}, storage_writer=CkptWriter(tmp_path, step=1))
+    )
+    assert isinstance(error, UnsupportedValue)
+    assert "a/b" in str(error)
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("value", [(torch.ones(1),), {"inner": torch.ones(1)}, {"inner": 1}])
+def test_a_container_that_would_be_one_entry_is_refused_by_name(tmp_path, value):
+    writer = CkptWriter(tmp_path, step=1)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    error = error_of(lambda: dcp.save({"held": value}, storage_writer=writer, planner=planner))
+    assert isinstance(error, UnsupportedValue)
+    assert "'held'" in str(error)
+
+
+def test_pickle_in_a_file_is_never_loaded(tmp_path):
+    """DCP's own reader runs the code in a file of its folder. Here there is no pickle to swap."""
+    dcp.save({"a": 1, "t": torch.ones(3)}, storage_writer=CkptWriter(tmp_path, step=1))
+    (folder,) = tmp_path.glob("step-*")
+    for file in folder.iterdir():
+        assert b"\x80\x02" not in file.read_bytes()[:64], file
+
+
+def test_a_flipped_bit_raises_and_names_the_file(tmp_path):
+    saved = {"t": torch.randn(1000), "step": 5}
+    dcp.save(saved, storage_writer=CkptWriter(tmp_path, step=1))
+    (file,) = tmp_path.glob("step-*/rank-*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 4
+    file.write_bytes(data)
+    target = {"t": torch.zeros(1000), "step": 0}
+    error = error_of(lambda: dcp.load(target, storage_reader=CkptReader(tmp_path)))
+    assert isinstance(error, ChecksumMismatch)
+    assert file.name in str(error)
+    assert target["step"] == 0
+
+
+def test_a_damaged_near_tier_is_read_from_the_farther_one(tmp_path):
+    tiers = [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"))]
+    saved = {"t": torch.randn(1000)}
+    dcp.save(saved, storage_writer=CkptWriter(tiers, step=1))
+    (file,) = tmp_path.glob("near/step-*/rank-*.safetensors")
+    file.write_bytes(file.read_bytes()[:-7])
+    target = {"t": torch.zeros(1000)}
+    dcp.load(target, storage_reader=CkptReader(tiers))
+    assert torch.equal(target["t"], saved["t"])
+
+
+def test_a_full_disk_raises_and_the_step_before_is_whole(tmp_path):
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount in a namespace of its own (unshare -m)")
+    mount = f"mount -t tmpfs -o size=4m none {tmp_path} && exec {sys.executable} {WORKER} full"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run(["unshare", "-m", "sh", "-c", f"{mount} {tmp_path}"], env=environment, timeout=60)
+    assert done.returncode == 0, done.stdout
+    assert f"{OutOfSpace.__name__} loaded 1" in done.stdout
+
+
+def test_a_save_that_is_killed_leaves_the_step_before(tmp_path):
+    """DCP's own writer overwrites files in place, and its reader then loads a mixture of both."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = run([sys.executable, str(WORKER), "killed", str(tmp_path)], env=environment, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stdout
+    target = {"a": torch.zeros(100_000), "b": torch.zeros(100_000)}
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    assert torch.equal(target["a"], torch.ones(100_000))
+    assert torch.equal(target["b"], torch.ones(100_000))
+
+
+def test_ranks_that_found_different_steps_do_not_load_a_mixture(tmp_path):
+    plans: list[LoadPlan] = []
+    for step in (1, 2):
+        dcp.save({"t": torch.full((2,), step)}, storage_writer=CkptWriter(tmp_path, step=step))
+        reader = CkptReader(tmp_path)
+        reader.read_metadata()
+        plans.append(reader.prepare_local_plan(LoadPlan([])))
+    with pytest.raises(RestoreError, match="different steps"):
+        CkptReader(tmp_path).prepare_global_plan(plans)
+
+
+def test_a_kept_writer_numbers_steps_and_stages_into_the_same_memory(tmp_path):
+    writer = CkptWriter(tmp_path)
+    weights = torch.zeros(1000)
+    addresses: set[int] = set()
+    stage = writer.stage
+
+    def watched(given: dict[str, Any]) -> dict[str, Any]:
+        staged = stage(given)
+        addresses.add(staged["w"].data_ptr())
+        return staged
+
+    writer.stage = watched  # type: ignore[method-assign]
+    for step in range(3):
+        weights.fill_(step)
+        future = dcp.async_save({"w": weights}, storage_writer=writer)
+        weights.fill_(-1)
+        future.result()
+    writer.close()
+    assert len(addresses) == 1
+    for step in range(3):
+        target = {"w": torch.zeros(1000)}
+        dcp.load(target, storage_reader=CkptReader(tmp_path, step=step))
+        assert torch.equal(target["w"], torch.full((1000,), float(step)))
+
+
+def test_a_state_staged_during_a_save_gets_memory_of_its_own(tmp_path):
+    writer = CkptWriter(tmp_path)
+    first = writer.stage({"w": torch.ones(10)})
+    second = writer.stage({"w": torch.zeros(10)})
+    assert torch.equal(first["w"], torch.ones(10))
+    assert torch.equal(second["w"], torch.zeros(10))
+
+
+def test_the_checkpoint_id_gives_the_step(tmp_path):
+    dcp.save({"t": torch.ones(2)}, checkpoint_id="step-17", storage_writer=CkptWriter(tmp_path))
+    target = {"t": torch.zeros(2)}
+    dcp.load(target, checkpoint_id=f"{tmp_path}/17", storage_reader=CkptReader(tmp_path))
+    assert torch.equal(target["t"], torch.ones(2))
+
+
+@pytest.mark.parametrize("given", ["final", "elsewhere/step-3", ""])
+def test_a_checkpoint_id_that_names_no_step_of_the_root_is_refused(tmp_path, given):
+    for side in (CkptWriter(tmp_path), CkptReader(tmp_path)):
+        with pytest.raises(ConfigError, match="checkpoint_id"):
+            side.reset(given)
+
+
+def test_a_step_is_saved_once(tmp_path):
+    writer = CkptWriter(tmp_path)
+    dcp.save({"t": torch.ones(2)}, checkpoint_id="3", storage_writer=writer)
+    again = error_of(
+        lambda: dcp.save({"t": torch.zeros(2)}, checkpoint_id="3", storage_writer=writer)
+    )
+    writer.close()
+    assert isinstance(again, StepExists)
+
+
+def test_a_missing_step_says_what_there_is(tmp_path):
+    dcp.save({"t": torch.ones(2)}, storage_writer=CkptWriter(tmp_path, step=3))
+    with pytest.raises(CheckpointException, match="step 4 is not there"):
+        dcp.load({"t": torch.ones(2)}, storage_reader=CkptReader(tmp_path, step=4))
+
+
+def test_one_checkpoint_for_each_rank_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="use_collectives"):
+        CkptWriter(tmp_path).set_up_storage_writer(True, rank=0, use_collectives=False)
+
+
+def test_a_plan_that_another_writer_cached_is_refused(tmp_path):
+    saved = {"t": torch.ones(2)}
+    kept = CkptWriter(tmp_path)
+    for step in (1, 2):
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(saved, checkpoint_id=f"step-{step}", storage_writer=kept, planner=planner)
+    kept.close()
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    writer = CkptWriter(tmp_path, step=3)
+    error = error_of(lambda: dcp.save(saved, storage_writer=writer, planner=planner))
+    assert isinstance(error, ConfigError)
+    assert "enable_plan_caching" in str(error)
+
+
+def test_an_empty_state_is_a_step(tmp_path):
+    dcp.save({}, storage_writer=CkptWriter(tmp_path, step=1))
+    dcp.load({}, storage_reader=CkptReader(tmp_path))
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.steps() == [1]
+
+
+def test_the_lines_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block("docs/integrations/dcp.md", "CkptWriter"), "dcp.md", "exec"), {})
+    with CheckpointManager("runs/gpt") as manager:
+        assert manager.steps() == [1200]
+
+
+def test_tied_tensors_are_stored_once(tmp_path):
+    weight = torch.randn(100, 100)
+    dcp.save({"a": weight, "b": weight}, storage_writer=CkptWriter(tmp_path, step=1))
+    (file,) = tmp_path.glob("step-*/rank-*.safetensors")
+    assert file.stat().st_size < 1.5 * weight.nbytes
+    target = {"a": torch.zeros(100, 100), "b": torch.zeros(100, 100)}
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    assert torch.equal(target["b"], weight)
+
+
+def test_errors_pass_between_processes_as_they_are():
+    import pickle
+
+    for error in (StepExists(3, "root"), ChecksumMismatch("key", 1, 2), CkptError("text")):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert (str(again), again.__dict__) == (str(error), error.__dict__)
+
+
+def totals(printed: str) -> list[float]:
+    return [float(each) for each in re.findall(r"total (\S+)", printed)]
+
+
+@pytest.mark.distributed
+def test_two_ranks_save_and_three_and_one_load(tmp_path):
+    printed = torchrun(2, str(WORKER), "save", tmp_path)
+    saved = set(totals(printed))
+    assert len(saved) == 1
+    assert printed.count("refused {0: 'PeerFailed', 1: 'UnsupportedValue'}") == 2
+    printed = torchrun(3, str(WORKER), "load", tmp_path)
+    assert totals(printed) == 6 * list(saved)
+    assert printed.count("part [0.0, 1.0, 2.0, 3.0]") == 2
+    model, optimizer = trained_as_sharded(5)
+    target = state_of(model, optimizer, 0)
+    dcp.load(target, storage_reader=CkptReader(tmp_path))
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=target["model"],
+        optim_state_dict=target["optimizer"],
+    )
+    assert total(model, optimizer) == saved.pop()
+    assert (target["step"], target["lists"][1]) == (7, {"names": ["a", "b"]})
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_process_executor_saves_and_refuses(tmp_path):
+    printed = torchrun(2, str(WORKER), "process", tmp_path)
+    assert printed.count("refused {0: 'PeerFailed', 1: 'UnsupportedValue'}") == 2
+    assert len(set(totals(printed))) == 1

@@ -1,0 +1,196 @@
+"""Two ranks save a sharded state through DCP, other numbers of ranks load it.
+
+dcp.py save|load|process FOLDER, under torchrun; dcp.py full|killed FOLDER alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import ckpt.storage.tiers
+from ckpt.errors import CkptError
+from ckpt.integrations.dcp import CkptReader, CkptWriter
+
+
+def say(*words: object) -> None:
+    """One write, since several ranks have one output."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))  # no number of ranks divides them
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def total(model: nn.Module, optimizer: Any) -> float:
+    """The same for the same values, on any number of ranks."""
+    tensors = [
+        *model.parameters(),
+        *(optimizer.state[each]["exp_avg"] for each in model.parameters()),
+    ]
+    whole = torch.cat(
+        [
+            (each.full_tensor() if isinstance(each, DTensor) else each.detach()).flatten()
+            for each in tensors
+        ]
+    )
+    return (whole.double() * torch.arange(1, whole.numel() + 1)).sum().item()
+
+
+def state_of(model: nn.Module, optimizer: Any, step: int) -> dict[str, Any]:
+    values, moments = get_state_dict(model, optimizer)
+    lists = [torch.arange(3.0), {"names": ["a", "b"]}]
+    return {"model": values, "optimizer": moments, "step": step, "lists": lists}
+
+
+def save(root: str) -> None:
+    model, optimizer = build(0)
+    rank = dist.get_rank()
+    state = {**state_of(model, optimizer, 7), f"of rank {rank}": rank}
+    dcp.save(state, storage_writer=CkptWriter(root, step=1))
+    writer = CkptWriter(root)
+    for step in (2, 3):
+        dcp.async_save(state, checkpoint_id=f"step-{step}", storage_writer=writer).result()
+    writer.close()
+    say("total", total(model, optimizer))
+    refuse(lambda state: dcp.save(state, storage_writer=CkptWriter(root, step=9)))
+
+
+def load(root: str, steps: Sequence[int] = (1, 3)) -> None:
+    for step in steps:
+        model, optimizer = build(5)
+        state = state_of(model, optimizer, 0)
+        dcp.load(state, storage_reader=CkptReader(root, step=step))
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        assert state["step"] == 7
+        assert state["lists"][1] == {"names": ["a", "b"]}
+        say("total", total(model, optimizer))
+    if dist.get_world_size() == 3:
+        part_of_the_ranks(f"{root}/part")
+
+
+def part_of_the_ranks(root: str) -> None:
+    """Ranks 1 and 2 save alone."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank():
+        state = {"t": torch.arange(4.0), f"of rank {dist.get_rank()}": 1}
+        dcp.save(state, storage_writer=CkptWriter(root, step=1), process_group=group)
+        state["t"].zero_()
+        dcp.load(state, storage_reader=CkptReader(root), process_group=group)
+        say("part", state["t"].tolist())
+
+
+def process(root: str) -> None:
+    """The same from the process executor's process, which gets a copy of the writer."""
+    model, optimizer = build(0)
+    writer = CkptWriter(root)
+
+    def save_there(state: dict[str, Any], step: int) -> None:
+        dcp.async_save(
+            state,
+            checkpoint_id=f"step-{step}",
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        ).result()
+
+    for step in (4, 5):
+        save_there(state_of(model, optimizer, 7), step)
+    refuse(lambda state: save_there(state, 6))
+    say("total", total(model, optimizer))
+    load(root, (4, 5))
+
+
+def refuse(save: Callable[[dict[str, Any]], Any]) -> None:
+    """What one rank cannot save, no rank saves, and all of them raise."""
+    try:
+        save({f"of rank {dist.get_rank()}": object() if dist.get_rank() else 1})
+    except CheckpointException as error:
+        kinds = {rank: type(each[0]) for rank, each in error.failures.items()}
+        assert all(issubclass(kind, CkptError) for kind in kinds.values()), kinds
+        say("refused", {rank: kind.__name__ for rank, kind in sorted(kinds.items())})
+
+
+def full(root: str) -> None:
+    """A disk of 4 MiB: the second save does not fit, and the first one loads."""
+    dcp.save({"t": torch.ones(300_000)}, storage_writer=CkptWriter(root, step=1))
+    try:
+        dcp.save({"t": torch.zeros(900_000)}, storage_writer=CkptWriter(root, step=2))
+    except CheckpointException as error:
+        kind = type(error.failures[0][0]).__name__
+        target = {"t": torch.zeros(300_000)}
+        dcp.load(target, storage_reader=CkptReader(root))
+        say(kind, "loaded", int(target["t"].mean()))
+
+
+def killed(root: str) -> None:
+    """A second save into the root that ends when the first bytes are written."""
+    ones = {"a": torch.ones(100_000), "b": torch.ones(100_000)}
+    dcp.save(ones, storage_writer=CkptWriter(root, step=1))
+
+    class Deadly:
+        def __init__(self, backend: Any) -> None:
+            self._backend = backend
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._backend, name)
+
+        def upload(self, key: str, size: int) -> Any:
+            upload = self._backend.upload(key, size)
+            write = upload.write
+
+            def last(offset: int, data: memoryview) -> None:
+                write(offset, data)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            upload.write = last
+            return upload
+
+    opened = ckpt.storage.tiers.open_backend
+    ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))  # type: ignore[assignment]
+    twos = {name: 2 * value for name, value in ones.items()}
+    dcp.save(twos, storage_writer=CkptWriter(root, step=2))
+
+
+def main(what: str, root: str) -> None:
+    if what in ("full", "killed"):
+        return {"full": full, "killed": killed}[what](root)
+    dist.init_process_group("gloo")
+    {"save": save, "load": load, "process": process}[what](root)
+    dist.barrier()
+    dist.destroy_process_group()
+    return None
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main(*sys.argv[1:])
