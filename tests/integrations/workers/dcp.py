@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt.storage.tiers
 from ckpt.errors import CkptError
@@ -65,7 +65,12 @@ def total(model: nn.Module, optimizer: Any) -> float:
 def state_of(model: nn.Module, optimizer: Any, step: int) -> dict[str, Any]:
     values, moments = get_state_dict(model, optimizer)
     lists = [torch.arange(3.0), {"names": ["a", "b"]}]
-    return {"model": values, "optimizer": moments, "step": step, "lists": lists}
+    state = {"model": values, "optimizer": moments, "step": step, "lists": lists}
+    if dist.is_initialized():  # of a list with a shard in it, several ranks write entries
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        shard = distribute_tensor(torch.full((5,), float(step)), mesh, [Shard(0)])
+        state["mixed"] = [shard, torch.full((2,), step), step]
+    return state
 
 
 def save(root: str) -> None:
@@ -94,6 +99,8 @@ def load(root: str, steps: Sequence[int] = (1, 3)) -> None:
         )
         assert state["step"] == 7
         assert state["lists"][1] == {"names": ["a", "b"]}
+        shard, whole, number = state["mixed"]
+        assert (shard.full_tensor().tolist(), whole.tolist(), number) == ([7.0] * 5, [7, 7], 7)
         say("total", total(model, optimizer))
     if dist.get_world_size() == 3:
         part_of_the_ranks(f"{root}/part")
