@@ -132,7 +132,7 @@ MAX_PARAMETERS = 6
 ENTRY_POINTS = {"ckpt/manager.py restore"}
 """Public functions, whose parameters are a user's settings. Commands are entry points too."""
 
-OPTIONAL_PACKAGES = {"aiobotocore", "botocore", "gcsfs", "google", "obstore", "s3fs"}
+OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "gcsfs", "google", "obstore", "s3fs"}
 LATE_IMPORTS = {
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
     "backends/ckpt_backends/gcs.py": {"fsspec"},
@@ -157,6 +157,7 @@ FOREIGN_PRIVATES = {
     "ckpt/adapters/torch_store.py",
     "ckpt/adapters/tensors/units.py",
     "ckpt/adapters/tensors/zero.py",
+    "ckpt/integrations/accelerate.py",
     "ckpt/integrations/deepspeed.py",
     "backends/ckpt_backends/gcs.py",
     "backends/ckpt_backends/s3.py",

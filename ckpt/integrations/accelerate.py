@@ -1,0 +1,346 @@
+"""Accelerate: ``save_state`` and ``load_state`` of an ``Accelerator``, in the background.
+
+    checkpoints = AcceleratorCheckpoints(accelerator, "runs/digits")
+    checkpoints.load_state()  # after accelerator.prepare(...)
+    ...
+    checkpoints.save_state()  # returns after milliseconds
+
+A checkpoint holds what ``accelerator.save_state`` keeps: every prepared model, optimizer, scheduler
+and loader, the scaler, the registered objects, the random number generators of every rank, and
+``accelerator.step``. The names in it are ``model``, ``model_1``, ``optimizer``, ``scheduler`` and
+so on. So ``{"model": model, "optimizer": optimizer}`` of plain PyTorch restores from it with
+``only=``, in any layout.
+
+This module imports accelerate when the first `AcceleratorCheckpoints` is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckpt.adapters.tensors.per_rank import PerRank, RngState
+from ckpt.adapters.walk.objects import declares_state
+from ckpt.config import Tier
+from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, RestoreError
+from ckpt.errors.base import few
+from ckpt.manager import CheckpointManager
+from ckpt.model.metrics import Metrics
+from ckpt.pending import PendingSave
+from ckpt.restore.report import RestoreReport
+from ckpt.storage.places import is_folder
+from ckpt.storage.tiers import as_tiers
+
+TESTED: Final = ("1.0", "1.15")
+"""The first and the last release of accelerate that the tests ran on."""
+_ROOT: Final = "ckpt"  # in the project's folder: save_state deletes what is in "checkpoints"
+_REFUSED: Final = {
+    "DEEPSPEED": "put ckpt.integrations.deepspeed.zero_state(engine) into a state of your own",
+    "MEGATRON_LM": "Megatron keeps its own checkpoints",
+    "XLA": "torch_xla keeps the tensors on its own devices",
+}
+
+_log = logging.getLogger("ckpt")
+_warned: Final[set[str]] = set()
+
+
+class AcceleratorCheckpoints:
+    """Saves what an ``Accelerator`` has prepared, and restores it.
+
+    Every rank makes one and makes the same calls.
+
+    Args:
+        accelerator: The ``Accelerator``. Objects that are prepared later are saved as well.
+        tiers: As for `CheckpointManager`. None: the folder ``ckpt`` in the ``project_dir`` of an
+            accelerator with ``automatic_checkpoint_naming``. A folder or URL that is no `Tier`
+            keeps the newest ``total_limit`` steps of the ``ProjectConfiguration``.
+        settings: Further arguments of the `CheckpointManager`.
+
+    Attributes:
+        manager: The `CheckpointManager` at work.
+
+    Raises:
+        ConfigError: The kind of training is not supported, or no place is given, or the place is a
+            folder that ``accelerator.save_state`` has written. Nothing was written.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        tiers: str
+        | os.PathLike[str]
+        | Tier
+        | Sequence[str | os.PathLike[str] | Tier]
+        | None = None,
+        **settings: Any,
+    ) -> None:
+        _check(accelerator)
+        project = accelerator.project_configuration
+        if tiers is None:
+            if not (project.automatic_checkpoint_naming and accelerator.project_dir):
+                raise ConfigError(
+                    "AcceleratorCheckpoints(accelerator) names no place: give a folder or URL, or "
+                    "set project_dir and automatic_checkpoint_naming in the ProjectConfiguration"
+                )
+            tiers = os.path.join(accelerator.project_dir, _ROOT)
+        items = list(tiers) if isinstance(tiers, list | tuple) else [tiers]
+        places = [_limited(item, project.total_limit) for item in items]
+        self._folders = [Path(place.url) for place in places if is_folder(place.url)]
+        for folder in self._folders:
+            if _is_theirs(folder):
+                raise ConfigError(_theirs(folder))
+        self._accelerator = accelerator
+        self.manager = CheckpointManager(places, **settings)
+
+    def save_state(self, step: int | None = None, *, metrics: Metrics | None = None) -> PendingSave:
+        """Save in the background, as `CheckpointManager.save_async` does.
+
+        Args:
+            step: None takes the ``iteration`` of the ``ProjectConfiguration``, which counts the
+                calls and goes on after ``load_state``.
+            metrics: Numbers by name for ``Tier(keep_best=...)``.
+
+        Returns:
+            The handle of the save.
+
+        Raises:
+            ConfigError: ``step`` is the name of a folder.
+            CkptError: As `CheckpointManager.save_async` raises.
+        """
+        _check_step(step, "save_state")
+        project = self._accelerator.project_configuration
+        number = project.iteration if step is None else step
+        # An error of an earlier save is raised after this one has begun: its number is taken.
+        project.iteration += 1
+        hooks = self._accelerator._save_model_state_pre_hook
+        if hooks and "hooks" not in _warned:
+            _warned.add("hooks")
+            _log.warning(
+                "ckpt: %d hook(s) of register_save_state_pre_hook are not called, since no folder "
+                "is written: call them yourself if they keep more than the models",
+                len(hooks),
+            )
+        return self.manager.save_async(self._state(), number, metrics=metrics)
+
+    def load_state(self, step: int | None = None, **options: Any) -> RestoreReport | None:
+        """Restore ``step``, or the newest intact step. Call it after ``accelerator.prepare``.
+
+        Args:
+            step: None for the newest.
+            options: Further arguments of `CheckpointManager.restore`, such as ``strict=False``.
+
+        Returns:
+            The report, or None if there is no checkpoint.
+
+        Raises:
+            ConfigError: ``step`` is the name of a folder, or only ``accelerator.save_state`` has
+                saved here. Nothing was changed.
+            RestoreError: Other objects were prepared or registered than saved. Nothing was changed.
+        """
+        _check_step(step, "load_state")
+        state = self._state()
+        try:
+            report = self.manager.restore(state, step, **options)
+        except (EntryMissing, EntryUnexpected) as error:
+            if objects := [name for name in error.names if _is_whole(name)]:
+                verb = "has no" if isinstance(error, EntryMissing) else "also holds"
+                what = f"step {error.step} {verb} {few(objects)}"
+                raise RestoreError(f"{what}, and {self._counts()}") from error
+            raise
+        if report is None:
+            self._refuse_theirs()
+            return None
+        counters = state["accelerate"]
+        self._accelerator.step = counters["step"]
+        self._accelerator.project_configuration.iteration = counters["iteration"]
+        return report
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish every save (`CheckpointManager.close`). The end of the process does it as well."""
+        self.manager.close(timeout)
+
+    def __enter__(self) -> Self:
+        self.manager.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.manager.__exit__(*error)
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that is prepared or registered now, under its name in a checkpoint."""
+        found = self._accelerator
+        state: dict[str, Any] = {}
+        for name, objects in _prepared(found).items():
+            state |= {
+                name if number == 0 else f"{name}_{number}": value
+                for number, value in enumerate(objects)
+            }
+        if found.scaler is not None:
+            state["scaler"] = found.scaler
+        state["rng"] = PerRank(RngState(), on_resize="same_rank")
+        iteration = found.project_configuration.iteration
+        return state | {"accelerate": {"step": found.step, "iteration": iteration}}
+
+    def _counts(self) -> str:
+        counts = {name: len(objects) for name, objects in _prepared(self._accelerator).items()}
+        listed = ", ".join(f"{count} x {name}" for name, count in counts.items())
+        return (
+            f"the accelerator has {listed}: prepare and register the same objects, in the same "
+            "order and with the same configuration, as the run that saved it"
+        )
+
+    def _refuse_theirs(self) -> None:
+        """Raise ``ConfigError`` if a resume from their folders was meant: nothing of ours is
+        there.
+        """
+        project_dir = self._accelerator.project_dir
+        folders = [*self._folders, *([Path(project_dir, "checkpoints")] if project_dir else [])]
+        for folder in folders:
+            for inner in sorted(folder.glob("checkpoint_*")):
+                if _is_theirs(inner):
+                    raise ConfigError(_theirs(inner))
+
+
+class _Order:
+    """What decides the order of a prepared loader's next epochs: its number of epochs, and the seed
+    or the generator of its sampler. ``accelerator.save_state`` leaves out most of it.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = self._loader.get_sampler()
+        found = {"iteration": self._loader.iteration}
+        if hasattr(sampler, "initial_seed"):
+            found["seed"] = sampler.initial_seed
+        if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            found["generator"] = generator.get_state()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        sampler = self._loader.get_sampler()
+        self._loader.iteration = state["iteration"]
+        if "seed" in state and hasattr(sampler, "initial_seed"):
+            sampler.initial_seed = state["seed"]
+        if "generator" in state and hasattr(sampler, "generator"):
+            sampler.generator = sampler.generator or torch.Generator()
+            sampler.generator.set_state(state["generator"])
+
+
+class _Position:
+    """The position of a ``StatefulDataLoader``."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._loader.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._loader.dl_state_dict = state  # else a save before the next batch keeps the old one
+
+
+def _prepared(accelerator: Any) -> dict[str, list[Any]]:
+    """The objects that ``accelerator.save_state`` saves, by kind, in its order."""
+    return {
+        "model": accelerator._models,
+        "optimizer": accelerator._optimizers,
+        "scheduler": accelerator._schedulers,
+        "loader": [dict(_of_loader(loader)) for loader in accelerator._dataloaders],
+        "registered": [_registered(value) for value in accelerator._custom_objects],
+    }
+
+
+def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
+    yield "order", PerRank(_Order(loader), on_resize=_same_or_first)
+    if loader.use_stateful_dataloader:
+        yield "position", PerRank(_Position(loader), on_resize=_refuse_resize)
+
+
+def _registered(value: Any) -> Any:
+    """Let each rank keep what it has, unless the value is of a kind that ranks share."""
+    if isinstance(value, nn.Module | Optimizer | PerRank) or declares_state(value):
+        return value
+    return PerRank(value, on_resize=_same_or_first)
+
+
+def _is_whole(name: str) -> bool:
+    """Return True for the name of an object, False for that of something in it."""
+    return "/" not in name or name.endswith(("/order", "/position"))
+
+
+def _same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
+    return rank if rank < saved_world_size else 0
+
+
+def _refuse_resize(_rank: int, world_size: int, saved_world_size: int) -> int:
+    raise ConfigError(
+        f"the position of a StatefulDataLoader was saved by {saved_world_size} rank(s), and this "
+        f"world has {world_size}: resume with as many ranks, or begin the epoch again with "
+        'load_state(only=["model*", "optimizer*", "scheduler*", "accelerate"])'
+    )
+
+
+def _limited(place: Any, total_limit: int | None) -> Tier:
+    (tier,) = as_tiers(place)
+    return tier if isinstance(place, Tier) else Tier(tier.url, keep_last=total_limit)
+
+
+def _check(accelerator: Any) -> None:
+    """Raise ``ConfigError`` for what is no ``Accelerator`` or cannot be saved."""
+    import accelerate
+
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise ConfigError(
+            f"AcceleratorCheckpoints needs an accelerate.Accelerator, not a "
+            f"{type(accelerator).__name__}"
+        )
+    kind = accelerator.distributed_type.value
+    if kind in _REFUSED:
+        raise ConfigError(f"an Accelerator of type {kind} is not supported: {_REFUSED[kind]}")
+    release = ".".join(accelerate.__version__.split(".")[:2])
+    if not _parts(TESTED[0]) <= _parts(release) <= _parts(TESTED[1]) and release not in _warned:
+        _warned.add(release)
+        _log.warning(
+            "ckpt: accelerate %s is installed, and this version of ckpt was tested with %s to %s: "
+            "save and restore once and compare before you rely on it",
+            accelerate.__version__,
+            *TESTED,
+        )
+
+
+def _parts(release: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", release)))
+
+
+def _check_step(step: object, verb: str) -> None:
+    if isinstance(step, str | os.PathLike):
+        raise ConfigError(
+            f"{verb}({os.fspath(step)!r}): give the number of a step. The place is given once, to "
+            "AcceleratorCheckpoints(accelerator, place); accelerator.load_state(folder) loads a "
+            "folder that accelerator.save_state has written"
+        )
+
+
+def _is_theirs(folder: Path) -> bool:
+    """Return True for a folder that ``accelerator.save_state`` has written."""
+    return any(folder.glob("random_states_*.pkl"))
+
+
+def _theirs(folder: Path) -> str:
+    return (
+        f"{folder} is a checkpoint of accelerator.save_state: load it once with "
+        f"accelerator.load_state({str(folder)!r}) instead of AcceleratorCheckpoints.load_state, "
+        "and save into another folder from then on"
+    )

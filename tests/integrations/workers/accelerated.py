@@ -1,0 +1,97 @@
+"""A rank of a training under Accelerate.
+
+The first life trains without saves, then once more with saves, and every rank is killed with
+SIGKILL while the last of them is on its way. The second life resumes. Each life leaves what it has
+trained in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+import ckpt.storage.tiers
+from ckpt.integrations.accelerate import AcceleratorCheckpoints
+from tests.integrations.accelerate_job import Job, accelerator, forget
+
+SAVED, KILLED = 14, 18  # both within an epoch
+
+
+class Deadly:
+    """A store in which a rank dies when it has written its file of step KILLED."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def upload(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        begun = self._inner.upload(key, *args, **kwargs)
+        return LastUpload(begun) if f"{KILLED:09d}" in key else begun
+
+
+class LastUpload(Deadly):
+    def finish(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(mode: str, seed: int) -> Job:
+    made = accelerator(total_limit=2)
+    if mode == "fsdp2":  # on CPUs accelerate ignores its plugin: let it prepare as on GPUs
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=10,
+            cpu_ram_efficient_loading=False,
+        )
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        AcceleratorState._shared_state |= {
+            "distributed_type": DistributedType.FSDP,
+            "fsdp_plugin": plugin,
+        }
+        assert made.is_fsdp2
+    return Job(made, seed=seed)
+
+
+def main(folder: Path, mode: str, life: str) -> None:
+    if life == "first":
+        reference = job(mode, 7)
+        rank = reference.accelerator.process_index
+        (folder / f"first-{rank}.json").write_text(json.dumps(reference.train()))
+        forget()
+
+        opened = ckpt.storage.tiers.open_backend
+        ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))
+        killed = job(mode, 7)
+        checkpoints = AcceleratorCheckpoints(killed.accelerator, folder / "run")
+
+        def save(batch: int) -> None:
+            if batch in (10, SAVED):
+                checkpoints.save_state(batch).result()
+            elif batch == KILLED:
+                checkpoints.save_state(batch)
+
+        killed.train(after=save)
+        raise AssertionError("the job was not killed")
+    resumed = job(mode, 8)
+    with AcceleratorCheckpoints(resumed.accelerator, folder / "run") as checkpoints:
+        report = checkpoints.load_state()
+        assert report is not None
+        rank = resumed.accelerator.process_index
+        told = {"step": report.step, "iteration": resumed.accelerator.save_iteration}
+        told["trained"] = resumed.train()
+        told["sum"] = resumed.seen.sum.item()
+        (folder / f"second-{rank}.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
