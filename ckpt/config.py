@@ -44,6 +44,7 @@ DEBUG_VARIABLE: Final = "CKPT_DEBUG"
 MEMORY: Final = "memory"
 
 OnBusy = Literal["wait", "skip"]
+OnError = Literal["raise", "warn"]
 Overlap = Literal["auto", "off"]
 Mode = Literal["min", "max"]
 Copies = Literal["one", "per_node"]
@@ -54,6 +55,7 @@ _MIN_CHUNK_BYTES: Final = 16
 _MAX_CHUNK_BYTES: Final = 64 << 20
 _SAVE_KEYS: Final = (
     "on_busy",
+    "on_error",
     "overlap",
     "chunk_mib",
     "commit_timeout_seconds",
@@ -202,6 +204,11 @@ class SaveConfig:
 
     Attributes:
         on_busy: What ``save_async`` does when no slot is free: wait for one, or skip this save.
+        on_error: What happens when a save fails: "raise" raises its error from the next call of the
+            manager; "warn" logs a warning, counts it in ``manager.failed``, and training goes on.
+            The next save tries again, and ``close`` logs how many saves failed. Mistakes in the
+            call itself (`ConfigError`, `UnsupportedValue`, `StepExists`, `ManagerClosed`) are
+            always raised.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
             everything on return.
         check: How a save makes sure that the copy is the state at the call, also after changes that
@@ -229,6 +236,7 @@ class SaveConfig:
     """
 
     on_busy: OnBusy = "wait"
+    on_error: OnError = "raise"
     overlap: Overlap = "auto"
     chunk_bytes: int = 16 << 20
     commit_timeout_seconds: float = 600.0
@@ -244,6 +252,7 @@ class SaveConfig:
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
+        one_of("on_error", self.on_error, get_args(OnError))
         one_of("copies", self.copies, get_args(Copies))
         one_of("check", self.check, get_args(CheckMode))
         one_of("overlap", self.overlap, get_args(Overlap))
@@ -278,6 +287,7 @@ class Settings(TypedDict, total=False):
     """The fields of ``SaveConfig`` as keywords of the manager."""
 
     on_busy: OnBusy
+    on_error: OnError
     overlap: Overlap
     chunk_bytes: int
     commit_timeout_seconds: float

@@ -11,7 +11,7 @@ from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Self, TypeGuard, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -31,7 +31,14 @@ from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.elastic.handled import ending_error
 from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, alone_in, one_at_a_time
-from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    ManagerClosed,
+    SaveSkipped,
+    StepExists,
+    UnsupportedValue,
+)
 from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
@@ -50,6 +57,8 @@ from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
+_OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
+"""Errors that say what the caller has to correct."""
 TESTED_TORCH: Final = "2.13"  # the release of torch that every test runs on
 _warned: Final[set[str]] = set()
 _LIST_SECONDS: Final = 1.0  # for requests that a restore has given up, when it closes
@@ -115,7 +124,7 @@ class CheckpointManager:
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._observers = Observers(observers)
-        self._ledger = SaveLedger(self._observers)
+        self._ledger = SaveLedger(self._observers, self._config.on_error)
         notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
         reports = Reports(self._ledger, self._observers, notices)
         self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
@@ -137,6 +146,11 @@ class CheckpointManager:
     def skipped(self) -> int:
         """Saves that were not made because no slot was free (``on_busy="skip"``)."""
         return self._ledger.skipped
+
+    @property
+    def failed(self) -> int:
+        """Saves that have failed. Those that were skipped do not count."""
+        return self._ledger.failed
 
     @classmethod
     def from_config(
@@ -234,8 +248,8 @@ class CheckpointManager:
 
         Raises:
             CkptError: The state cannot be saved, or an earlier save has failed and its error was
-                not raised yet. If some tier has that earlier step, this save has begun all the
-                same.
+                not raised yet (unless ``on_error="warn"``). If some tier has that earlier step,
+                this save has begun all the same.
             ConfigError: A pattern fits no name of the state. With more than one rank the save
                 fails with it, since another rank may have the name.
         """
@@ -290,7 +304,9 @@ class CheckpointManager:
             # so that the others do not wait
             if self._coordinator.world_size > 1 and self._begun != ref:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
-            raise
+            if not self._warns_of(error):
+                raise
+            return self._not_made(ref, error)
 
     def save(
         self,
@@ -302,10 +318,16 @@ class CheckpointManager:
         exclude: Names = None,
         timeout: float | None = None,
     ) -> PendingSave:
-        """Save and wait for the commit. Raises what ``save_async`` and ``PendingSave.result``
-        raise.
+        """Save and wait for the commit.
+
+        Raises what ``save_async`` and ``PendingSave.result`` raise. With ``on_error="warn"`` it
+        raises no error of a save: ``PendingSave.exception`` has it.
         """
-        pending = self._begin(state, step, metrics, only, exclude).result(timeout)
+        pending = self._begin(state, step, metrics, only, exclude)
+        if self._config.on_error == "warn":
+            pending.exception(timeout)
+        else:
+            pending.result(timeout)
         self._ledger.raise_unreported()
         return pending
 
@@ -319,7 +341,11 @@ class CheckpointManager:
         self._fence.wait()
         for pending in self._ledger.pending:
             if not pending.done():
-                pending.wait_staged()
+                try:
+                    pending.wait_staged()
+                except CkptError as error:
+                    if not self._warns_of(error):  # else it is reported where the save ends
+                        raise
         self._ledger.raise_unreported()
 
     # -- finding and restoring ---------------------------------------------------------------------
@@ -485,8 +511,7 @@ class CheckpointManager:
             if in_time:
                 done.result()
             self._ledger.raise_unreported(kept=False)
-            if (missing := missing_at_the_end(self._ledger.pending, timeout)) is not None:
-                raise missing
+            self._ledger.end_all(missing_at_the_end(self._ledger.pending, timeout))
 
     def _finish(self, reason: str) -> None:
         """All of ``close`` that may take long.
@@ -603,11 +628,26 @@ class CheckpointManager:
         )
 
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
-        pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
-        self._ledger.end(pending, SaveSkipped(ref.step))
         if self._coordinator.world_size > 1:
             self._saver.give_up(ref, trial, SKIPPED)
+        return self._not_made(ref, SaveSkipped(ref.step))
+
+    def _not_made(self, ref: StepRef, error: CkptError) -> PendingSave:
+        """Return the handle of a save that has not begun, or fails by itself, for ``error``."""
+        for pending in self._ledger.pending if self._begun == ref else ():
+            if pending.step == ref.step:
+                return pending
+        pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
+        self._ledger.end(pending, error)
         return pending
+
+    def _warns_of(self, error: BaseException) -> TypeGuard[CkptError]:
+        """Return True if a log line is all that comes of an error of a save."""
+        return (
+            self._config.on_error == "warn"
+            and isinstance(error, CkptError)
+            and not isinstance(error, _OF_THE_CALL)
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from itertools import chain
 
-from ckpt.errors import CkptError, SaveSkipped, TierBehind
+from ckpt.config import OnError
+from ckpt.errors import CkptError, SaveSkipped, StepsMissing, TierBehind
+from ckpt.errors.base import few
 from ckpt.events import Observers, SaveFailed
 from ckpt.pending import PendingSave
 
 _log = logging.getLogger("ckpt")
+_GOES_ON = '; training goes on (on_error="warn")'
 
 
 class SaveLedger:
@@ -17,24 +21,32 @@ class SaveLedger:
 
     Args:
         observers: They get a `SaveFailed` for each save that ends with an error.
+        on_error: "warn": no later call raises the error of a save.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
 
-    def __init__(self, observers: Observers) -> None:
-        self._observers = observers
+    def __init__(self, observers: Observers, on_error: OnError = "raise") -> None:
+        self._observers, self._warns = observers, on_error == "warn"
         self._lock = threading.Lock()
         self._pending: list[PendingSave] = []
         self._saved: set[int] = set()
         self._trials: dict[int, int] = {}
         self._owners: dict[int, object] = {}
         self._skipped = 0
+        self._failed: list[int] = []
 
     @property
     def skipped(self) -> int:
         """How many saves were not made because no slot was free."""
         with self._lock:
             return self._skipped
+
+    @property
+    def failed(self) -> int:
+        """How many saves have failed."""
+        with self._lock:
+            return len(self._failed)
 
     @property
     def pending(self) -> list[PendingSave]:
@@ -88,13 +100,37 @@ class SaveLedger:
                 if not isinstance(error, TierBehind):  # else nearer tiers have it, as was wanted
                     self._saved.discard(pending.step)
                 self._skipped += isinstance(error, SaveSkipped)
-            _log.log(logging.WARNING if skipped else logging.ERROR, "ckpt: %s", error)
+                if not skipped:
+                    self._failed.append(pending.step)
+            level = logging.WARNING if skipped or self._warns else logging.ERROR
+            _log.log(level, "ckpt: %s%s", error, "" if skipped or not self._warns else _GOES_ON)
             self._observers.notify(SaveFailed(step=pending.step, error=error))
         # a skipped save was asked for: no later call raises it
-        pending.finish(error, reported=skipped)
+        pending.finish(error, reported=skipped or self._warns)
         with self._lock:
             owner = self._owners.pop(pending.step, None)
         del owner  # outside of the lock: this may be the last reference
+
+    def end_all(self, missing: StepsMissing | None) -> None:
+        """Log at the end what is ``missing``, and how many saves have failed; raise it instead
+        unless failures are only warned of.
+        """
+        if not self._warns:
+            if missing is not None:
+                raise missing
+            return
+        if missing is not None:
+            _log.warning("ckpt: %s", missing)
+        with self._lock:
+            given_up = chain.from_iterable(missing.missing.values()) if missing is not None else ()
+            lost = sorted({*self._failed, *given_up})
+        if lost:
+            _log.warning(
+                "ckpt: %d save%s failed: step%s %s",
+                len(lost),
+                *("s" if len(lost) > 1 else "",) * 2,
+                few(list(map(str, lost)), quote=False),
+            )
 
     def raise_unreported(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
         """Raise the first error that no call has raised yet.
