@@ -302,6 +302,21 @@ class Settings(TypedDict, total=False):
     exit_seconds: float
 
 
+def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
+    """Return ``config`` with ``settings``, the keywords of a manager.
+
+    Raises:
+        ConfigError: One of them is unknown, or has a wrong value.
+    """
+    if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
+        way = f"there are {', '.join(Settings.__annotations__)}"
+        if unknown[0] in Tier.__dataclass_fields__:
+            more = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
+            way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{more}))"
+        raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
+    return replace(config, **settings)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole ``ckpt.toml``.

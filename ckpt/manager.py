@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
-from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self, TypeGuard, Unpack
+from typing import Any, Final, Self, Unpack
 
 import torch
 from torch.optim import Optimizer
@@ -22,43 +23,38 @@ from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.objects import walk_objects
-from ckpt.adapters.walk.prepare import PlanCache, Prepared, growth_of
+from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.catalog.index import committed
-from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config
+from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config, with_settings
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
 from ckpt.coordination.nodes import agree
 from ckpt.elastic.handled import ending_error
-from ckpt.elastic.planned_stop import STOP_SIGNALS, StopSignals, alone_in, one_at_a_time
-from ckpt.errors import (
-    CkptError,
-    ConfigError,
-    ManagerClosed,
-    SaveSkipped,
-    StepExists,
-    UnsupportedValue,
+from ckpt.elastic.planned_stop import (
+    STOP_SIGNALS,
+    StopSignals,
+    alone_in,
+    as_deadline,
+    one_at_a_time,
 )
+from ckpt.errors import CkptError, ConfigError, ManagerClosed, SaveSkipped, StepExists
 from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
-from ckpt.model.patterns import LEFT_OUT, WHOLE, Names, Patterns, patterns_for, unfitting
-from ckpt.model.values import dumps, to_json
+from ckpt.model.patterns import WHOLE, Names, Patterns, patterns_for, unfitting
 from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
+from ckpt.save.jobs import Jobs
 from ckpt.save.ledger import SaveLedger
-from ckpt.save.rank_files import SaveJob
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
-from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
-_OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
-"""Errors that say what the caller has to correct."""
 TESTED_TORCH: Final = "2.13"  # the release of torch that every test runs on
 _warned: Final[set[str]] = set()
 _LIST_SECONDS: Final = 1.0  # for requests that a restore has given up, when it closes
@@ -100,22 +96,9 @@ class CheckpointManager:
         coordinator: Coordinator | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        if unknown := sorted(settings.keys() - Settings.__annotations__.keys()):
-            way = f"there are {', '.join(Settings.__annotations__)}"
-            if unknown[0] in Tier.__dataclass_fields__:
-                more = ", keep_last=1" if unknown[0] in ("keep_best", "keep_every") else ""
-                way = f"it belongs to a tier: CheckpointManager(Tier(url, {unknown[0]}=...{more}))"
-            raise ConfigError(f"unknown setting {unknown[0]!r}; {way}")
         _warn_of_untested(torch.__version__)
-        self._config = replace(config or SaveConfig(), **settings)
-        self._metadata = dict(metadata or {})
-        self._packed_metadata = to_json("metadata", self._metadata)
-        for name, setting in ((METRICS, "metrics"), (LEFT_OUT, "only")):
-            if name in self._metadata:
-                raise ConfigError(
-                    f"metadata: {name!r} is where save_async({setting}=...) keeps what it is "
-                    "given: take another name"
-                )
+        self._config = with_settings(config or SaveConfig(), settings)
+        self._jobs = Jobs(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
@@ -304,9 +287,9 @@ class CheckpointManager:
             # so that the others do not wait
             if self._coordinator.world_size > 1 and self._begun != ref:
                 self._saver.give_up(ref, trial, reason or f"{type(error).__name__}: {error}")
-            if not self._warns_of(error):
+            if not self._ledger.warns_of(error):
                 raise
-            return self._not_made(ref, error)
+            return self._ledger.not_made(step, error, begun=self._begun == ref)
 
     def save(
         self,
@@ -344,7 +327,7 @@ class CheckpointManager:
                 try:
                     pending.wait_staged()
                 except CkptError as error:
-                    if not self._warns_of(error):  # else it is reported where the save ends
+                    if not self._ledger.warns_of(error):  # else it is reported where the save ends
                         raise
         self._ledger.raise_unreported()
 
@@ -451,11 +434,53 @@ class CheckpointManager:
             ConfigError: The call is not in the main thread.
         """
         self._check_open()
+        if self._stop is not None:
+            raise ConfigError(
+                "this manager already listens for a stop: call on_signals() or on_stop_request(), "
+                "once"
+            )
         chosen = signals or STOP_SIGNALS
         self._stop = StopSignals(
             self._coordinator, chosen, grace_seconds, reraise=reraise, owner=self
         )
         return self._stop
+
+    def on_stop_request(self) -> StopSignals:
+        """Listen for ``request_stop`` on any rank, and handle no signal. All ranks call this.
+
+        It may be called in any thread, for loops that do not run in the main thread. After
+        ``on_signals`` it is not needed. ``requested(step)`` of the returned object is that of
+        ``on_signals``.
+        """
+        self._check_open()
+        if self._stop is None:
+            self._stop = StopSignals(self._coordinator, (), math.inf, reraise=False, owner=self)
+        return self._stop
+
+    def request_stop(self, deadline: float | datetime | None = None) -> None:
+        """Stop all ranks after the same step, as a signal to ``on_signals`` does.
+
+        For preemptions that are announced otherwise. One rank is enough, and more do no harm. The
+        call returns at once: ``requested(step)`` becomes True, and ``close`` returns after the last
+        save. It may be called from any thread.
+
+        Args:
+            deadline: Seconds from now, or a datetime with a time zone. At that time every rank that
+                has not closed its manager ends as by SIGTERM. None: no rank does.
+
+        Raises:
+            ConfigError: Nothing listens: call ``on_signals`` or ``on_stop_request`` on all ranks
+                first. Or the deadline is over, or is no time.
+        """
+        self._check_open()
+        ends = as_deadline(deadline)
+        if self._stop is None:
+            raise ConfigError(
+                "request_stop: the ranks do not listen: call manager.on_signals() or "
+                "manager.on_stop_request() on all ranks before the loop, and ask its "
+                "requested(step) after each step"
+            )
+        self._stop.request(ends)
 
     def close(self, timeout: float | None = None) -> None:
         """Finish every save, and free memory and threads. A second call does nothing.
@@ -578,7 +603,7 @@ class CheckpointManager:
             snapshot = prepared.snapshot(
                 slot, collected.parts, ref.step, overlap=overlap, check=check
             )
-            job = self._job(ref, trial, prepared, snapshot, collected, notes)
+            job = self._jobs.job(ref, trial, prepared, snapshot, collected, notes)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
             pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
@@ -599,55 +624,10 @@ class CheckpointManager:
             self._saver.reserve_quietly(prepared.plan.size, prepared.devices)
         return pending
 
-    def _job(
-        self,
-        ref: StepRef,
-        trial: int,
-        prepared: Prepared,
-        snapshot: Snapshot,
-        collected: Collected,
-        notes: Metadata,
-    ) -> SaveJob:
-        metadata = self._packed_metadata
-        if collected.left_out:
-            notes = {**notes, LEFT_OUT: collected.left_out}
-        if notes:
-            metadata = to_json("metadata", {**self._metadata, **notes})
-        return SaveJob(
-            ref=ref,
-            trial=trial,
-            plan=prepared.plan,
-            image=snapshot.window,
-            tied=collected.tied,
-            tree=dumps(collected.tree, "state"),
-            per_rank=dumps(collected.per_rank, "state"),
-            replicas=snapshot.replicas,
-            metadata=metadata,
-            created_at=time.time(),
-            confirm=snapshot.confirm,
-        )
-
     def _skip(self, ref: StepRef, trial: int) -> PendingSave:
         if self._coordinator.world_size > 1:
             self._saver.give_up(ref, trial, SKIPPED)
-        return self._not_made(ref, SaveSkipped(ref.step))
-
-    def _not_made(self, ref: StepRef, error: CkptError) -> PendingSave:
-        """Return the handle of a save that has not begun, or fails by itself, for ``error``."""
-        for pending in self._ledger.pending if self._begun == ref else ():
-            if pending.step == ref.step:
-                return pending
-        pending = PendingSave(ref.step, 0, None, began=time.perf_counter())
-        self._ledger.end(pending, error)
-        return pending
-
-    def _warns_of(self, error: BaseException) -> TypeGuard[CkptError]:
-        """Return True if a log line is all that comes of an error of a save."""
-        return (
-            self._config.on_error == "warn"
-            and isinstance(error, CkptError)
-            and not isinstance(error, _OF_THE_CALL)
-        )
+        return self._ledger.not_made(ref.step, SaveSkipped(ref.step))
 
     def _check_open(self) -> None:
         if self._closed:

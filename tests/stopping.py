@@ -240,6 +240,57 @@ def the_manager_is_not_closed(root: Path) -> None:
 
 
 @case
+def requested(root: Path) -> None:
+    managers: list[CheckpointManager] = []
+    init = CheckpointManager.on_signals
+
+    def on_signals(self: CheckpointManager, *signals: int, **options: Any) -> Any:
+        managers.append(self)
+        return init(self, *signals, **options)
+
+    CheckpointManager.on_signals = on_signals  # type: ignore[method-assign]
+
+    def ask() -> None:
+        SENT.append(0)
+        managers[0].request_stop(deadline=15)
+        managers[0].request_stop()
+
+    assert train(root, at={4: ask}).signal is None
+
+
+@case
+def requested_and_then_signalled(root: Path) -> None:
+    with CheckpointManager(root) as manager:
+        stop = manager.on_signals()
+        assert manager.on_stop_request() is stop
+        manager.request_stop()
+        while stop._last._promise is None:
+            time.sleep(0.001)
+        assert stop.requested(4)
+        manager.save_async({"x": torch.zeros(3)}, 4)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    print("returned")
+
+
+@case
+def requested_and_not_in_time(root: Path) -> None:
+    """In a thread that is not the main one, which no handler of a signal could be set in."""
+
+    def work() -> None:
+        with CheckpointManager(root) as manager:
+            stop = manager.on_stop_request()
+            manager.save({"x": torch.zeros(3)}, 3)
+            manager.request_stop(deadline=0.7)
+            assert stop.signal is None
+            time.sleep(15)  # a step that does not end
+            print("returned")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@case
 def wrong_calls(root: Path) -> None:
     def refused(message: str, call: Callable[[], object]) -> None:
         try:

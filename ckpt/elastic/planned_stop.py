@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import select
 import signal
@@ -15,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial, wraps
+from datetime import datetime
+from functools import wraps
 from types import FrameType
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
@@ -29,6 +31,11 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
 _PATIENCE_SECONDS: Final = 5.0
 """How many seconds ranks wait for each other's promise, which comes from a thread of its own."""
 _CLOSE: Final = 0  # no signal has this number
+_REQUEST: Final = 255  # nor this one
+_REQUESTED: Final = b"request"
+"""What a rank that is asked to stop sends to the others, with the deadline behind it."""
+_POLL_SECONDS: Final = 3600.0
+_OVER: Final = "the deadline of the request is over"
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger("ckpt")
@@ -80,22 +87,49 @@ def one_at_a_time(
     return guarded
 
 
+def as_deadline(value: object) -> float:
+    """Return when ``value`` is over, in seconds since 1970: a number of seconds from now, or a
+    datetime with a time zone. None: never.
+
+    Raises:
+        ConfigError: It is neither, or is over already.
+    """
+    if value is None:
+        return math.inf
+    way = "give seconds from now, or a datetime with a time zone, such as 120"
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise ConfigError(f"deadline={value!r} has no time zone: {way}")
+        ends = value.timestamp()
+    elif is_number(value):
+        ends = time.time() + float(value)
+    else:
+        raise ConfigError(f"deadline={value!r}: {way}")
+    if not ends > time.time():
+        raise ConfigError(f"deadline={value!r} is over: {way}")
+    return ends
+
+
 class StopSignals:
-    """Handles signals between ``CheckpointManager.on_signals`` and the manager's ``close``.
+    """Handles signals and requests to stop, between ``CheckpointManager.on_signals`` and the
+    manager's ``close``.
 
     ``close`` restores the earlier handlers and raises the signal again, so the process ends as it
     would have ended without ckpt.
 
-    If the grace time is over before that, or some rank does not answer, the default action of the
-    signal ends the process at once. The save under way is lost, and older checkpoints are intact. A
-    repeated signal changes nothing, since launchers often send several. A second SIGINT goes to the
-    earlier handler, which raises ``KeyboardInterrupt``.
+    ``CheckpointManager.request_stop`` does as a signal does, but no signal is raised in the end.
+
+    If the grace time or the deadline is over before that, or some rank does not answer, the default
+    action of the signal (SIGTERM after a request) ends the process at once. The save under way is
+    lost, and older checkpoints are intact. A repeated signal changes nothing, since launchers often
+    send several. A second SIGINT goes to the earlier handler, which raises ``KeyboardInterrupt``.
 
     Attributes:
         signal: The signal that arrived on this rank or on another one; None so far.
 
     Thread safety:
-        Create and close it in the main thread. Call ``requested`` from the training thread.
+        Create and close it in the main thread, unless it handles no signals. Call ``requested``
+        from the training thread, and ``request`` from any thread.
     """
 
     def __init__(
@@ -117,6 +151,7 @@ class StopSignals:
             owner,
         )
         self._last = LastStep(coordinator, patience=min(_PATIENCE_SECONDS, grace_seconds / 2))
+        self._ends = math.inf
         self._closed = self._interrupted = False
         self._ear, self._mouth = os.pipe()
         os.set_blocking(self._mouth, False)  # a handler must never wait
@@ -126,7 +161,18 @@ class StopSignals:
         self._workers.submit(self._watch)
         if coordinator.world_size > 1:
             self._workers.submit(self._listen)
-        self._install()
+        if signals:
+            self._install()
+
+    def request(self, ends: float) -> None:
+        """Stop all ranks after the same step, as after a signal, and end this one by the time
+        ``ends``.
+
+        A second request can only bring the end forward.
+        """
+        self._ends = min(self._ends, ends)
+        with contextlib.suppress(BlockingIOError):  # it was heard long ago
+            os.write(self._mouth, bytes([_REQUEST]))
 
     def requested(self, step: int) -> bool:
         """Return True if ``step``, which is over, is the last step.
@@ -145,7 +191,7 @@ class StopSignals:
         """
         if self._closed:
             return
-        if threading.current_thread() is not threading.main_thread():
+        if self._signals and threading.current_thread() is not threading.main_thread():
             raise ConfigError(
                 "a manager with on_signals() is closed in the main thread, as handlers are"
             )
@@ -183,7 +229,7 @@ class StopSignals:
     def uninstall(self) -> None:
         """Give the signals back to the handlers that were there before."""
         global _active
-        _active = None
+        _active = None if _active is self else _active
         if self._wakes and (other := signal.set_wakeup_fd(-1)) != self._mouth:
             signal.set_wakeup_fd(other)
         for signum, earlier in self._earlier.items():
@@ -206,34 +252,42 @@ class StopSignals:
     # -- in the background -------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        signum = -1
-        while signum not in (*self._signals, _CLOSE):
-            signum = self._next(None)
-        if signum == _CLOSE:
-            return
-        began = time.monotonic()
-        self.signal = signal.Signals(signum)
-        if self._closed:
-            return
-        _log.warning("ckpt: %s: all ranks stop after the same step", self.signal.name)
-        self._workers.submit(
-            partial(self._agree, self.signal)
-        )  # the job's store may hang: the grace time ends that too
-        while (left := began + self._grace - time.monotonic()) > 0:
-            if self._next(left) == _CLOSE:
+        stops, grace_ends = False, math.inf
+        while (left := min(grace_ends - time.monotonic(), self._ends - time.time())) > 0:
+            word = self._next(None if math.isinf(left) else min(left, _POLL_SECONDS))
+            if word == _CLOSE:
                 return
-        self._end(self.signal, f"the grace time of {self._grace:g} s is over")
+            if word in self._signals and self.signal is None:
+                self.signal = signal.Signals(word)
+                grace_ends = time.monotonic() + self._grace
+            elif word != _REQUEST:
+                continue
+            if self._closed:
+                return
+            if not stops:
+                stops = True
+                what = self.signal.name if self.signal else "a stop was requested"
+                _log.warning("ckpt: %s: all ranks stop after the same step", what)
+                # the job's store may hang: the grace time ends that too
+                self._workers.submit(self._agree)
+        is_grace = grace_ends <= time.monotonic()
+        self._end(f"the grace time of {self._grace:g} s is over" if is_grace else _OVER)
 
-    def _agree(self, signum: signal.Signals) -> None:
+    def _agree(self) -> None:
+        request = _REQUESTED if math.isinf(self._ends) else b"%s%.3f" % (_REQUESTED, self._ends)
         try:
-            step = self._last.agree(str(int(signum)).encode())
+            step = self._last.agree(str(int(self.signal)).encode() if self.signal else request)
         except Exception as error:  # noqa: BLE001
             # Whatever it is, the training thread may wait for ever.
-            self._end(signum, f"no last step was agreed on: {error}")
+            self._end(f"no last step was agreed on: {error}")
         _log.info("ckpt: step %d is the last", step)
 
     def _listen(self) -> None:
-        if (word := self._last.listen()) is not None:
+        if (word := self._last.listen()) is None:
+            return
+        if word.startswith(_REQUESTED):
+            self.request(float(word.removeprefix(_REQUESTED) or "inf"))
+        else:
             os.write(self._mouth, bytes([int(word)]))
 
     def _next(self, seconds: float | None) -> int:
@@ -244,12 +298,14 @@ class StopSignals:
             return -1
         return os.read(self._ear, 1)[0]
 
-    def _end(self, signum: signal.Signals, reason: str) -> NoReturn:
+    def _end(self, reason: str) -> NoReturn:
         """End the process by the default action of the signal, from any thread.
 
         Python would leave it to the main thread, which may be stuck.
         """
-        _log.error("ckpt: %s: %s; ending now, older checkpoints are whole", signum.name, reason)
+        signum = self.signal or signal.SIGTERM
+        what = signum.name if self.signal else "a stop was requested"
+        _log.error("ckpt: %s: %s; ending now, older checkpoints are whole", what, reason)
         ctypes.CDLL(None).signal(ctypes.c_int(signum), ctypes.c_void_p(0))
         os.kill(os.getpid(), signum)
         time.sleep(1)
@@ -257,6 +313,8 @@ class StopSignals:
 
 
 def _check(signals: tuple[int, ...], grace_seconds: float) -> None:
+    if not signals:
+        return
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
             "on_signals() must be called in the main thread: Python lets no other one handle "

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from itertools import chain
+from typing import Final, TypeGuard
 
 from ckpt.config import OnError
-from ckpt.errors import CkptError, SaveSkipped, StepsMissing, TierBehind
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    ManagerClosed,
+    SaveSkipped,
+    StepExists,
+    StepsMissing,
+    TierBehind,
+    UnsupportedValue,
+)
 from ckpt.errors.base import few
 from ckpt.events import Observers, SaveFailed
 from ckpt.pending import PendingSave
 
 _log = logging.getLogger("ckpt")
-_GOES_ON = '; training goes on (on_error="warn")'
+_OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
+"""Errors that say what the caller has to correct."""
+_GOES_ON: Final = '; training goes on (on_error="warn")'
 
 
 class SaveLedger:
@@ -110,6 +123,21 @@ class SaveLedger:
         with self._lock:
             owner = self._owners.pop(pending.step, None)
         del owner  # outside of the lock: this may be the last reference
+
+    def not_made(self, step: int, error: CkptError, *, begun: bool = False) -> PendingSave:
+        """Return the handle of a save that is not made for ``error``, or has ``begun`` and fails by
+        itself.
+        """
+        for pending in self.pending if begun else ():
+            if pending.step == step:
+                return pending
+        pending = PendingSave(step, 0, None, began=time.perf_counter())
+        self.end(pending, error)
+        return pending
+
+    def warns_of(self, error: BaseException) -> TypeGuard[CkptError]:
+        """Return True if a log line is all that comes of an error of a save."""
+        return self._warns and isinstance(error, CkptError) and not isinstance(error, _OF_THE_CALL)
 
     def end_all(self, missing: StepsMissing | None) -> None:
         """Log at the end what is ``missing``, and how many saves have failed; raise it instead

@@ -65,6 +65,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         ("an_earlier_error_does_not_come_before_it", -signal.SIGTERM, [4], "no space left"),
         ("the_manager_is_not_closed", 0, [4], ""),
         ("wrong_calls", 0, [], ""),
+        ("requested", 0, [3, 4], "stops after 4"),
+        ("requested_and_then_signalled", -signal.SIGUSR1, [4], "all ranks stop"),
+        ("requested_and_not_in_time", -signal.SIGTERM, [3], "the deadline of the request is over"),
     ],
 )
 def test_a_signal_stops_it_after_a_last_save(
