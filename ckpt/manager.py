@@ -47,6 +47,7 @@ from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_an
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
+from ckpt.retention.added_metrics import add_metrics
 from ckpt.save.active_save import EARLIER_FAILED, SKIPPED, HandOver, MemoryNotices, Reports
 from ckpt.save.jobs import Jobs
 from ckpt.save.ledger import SaveLedger
@@ -313,6 +314,31 @@ class CheckpointManager:
             pending.result(timeout)
         self._ledger.raise_unreported()
         return pending
+
+    def add_metrics(self, step: int, metrics: Metrics) -> None:
+        """Keep ``metrics`` that arrive after the save of ``step``, for ``Tier(keep_best=...)``.
+
+        One rank is enough. Several may call it with the same numbers, and with local tiers a rank
+        of each node must. On return they are durable on each durable tier that has the step. If the
+        save of the step is under way, the call waits for its end. Metrics that came with the save
+        stay, and a metric is written once.
+
+        Args:
+            step: A step that is on a tier, of this job or of an earlier one.
+            metrics: Numbers by name, as for ``save_async``.
+
+        Raises:
+            ConfigError: No durable tier has the step, one of the metrics has another value there,
+                or a value is no number. Nothing was written.
+            StorageError: A tier does not answer. Call it again.
+        """
+        self._check_open()
+        step, found = step_of({}, step, last=None), as_metrics(metrics)
+        for pending in self._ledger.pending:
+            if pending.step == step:
+                pending.wait()
+        durable = [tier.backend for tier in self._tiers if not tier.in_memory]
+        add_metrics(durable, step, found, own=self._coordinator.attempt)
 
     def fence(self) -> None:
         """Return when any code may change any tensor of the saves under way.

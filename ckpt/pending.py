@@ -148,6 +148,10 @@ class PendingSave:
         with self._changed:
             return self._changed.wait_for(over, timeout)
 
+    def wait(self) -> None:
+        """Return when the save is over. Its error stays for a call that raises it."""
+        self._await(lambda: self._finished, None)
+
     def done(self) -> bool:
         """Return True if the save is over on all tiers; ``result`` says how it ended."""
         return self._finished

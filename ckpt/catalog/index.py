@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from ckpt.catalog.fragments import filled, load_fragment
+from ckpt.catalog.late_metrics import late_metrics, with_late
 from ckpt.errors import (
     AccessDenied,
     IntegrityError,
@@ -160,13 +162,15 @@ def survey(backend: StorageBackend) -> list[Entry]:
 def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
     try:
         manifest, _ = read_packed(backend, ref)
-        if gone := _missing(backend, ref, manifest):
+        listed = {info.key for info in own_objects(backend, ref)}
+        if gone := _missing(backend, ref, manifest, listed):
             return Entry(
                 ref=ref,
                 damage=ManifestCorrupt(
                     ref.manifest, f"{len(gone)} of its files are gone, such as {gone[0]}"
                 ),
             )
+        manifest = with_late(manifest, late_metrics(backend, ref, listed))
         return Entry(ref=ref, manifest=manifest, nbytes=manifest.nbytes)
     except IntegrityError as error:
         return Entry(ref=ref, damage=error)
@@ -186,12 +190,13 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         )
 
 
-def _missing(backend: StorageBackend, ref: StepRef, manifest: Manifest) -> list[str]:
-    """Files that a restore needs, and the store does not have.
+def _missing(
+    backend: StorageBackend, ref: StepRef, manifest: Manifest, listed: Collection[str]
+) -> list[str]:
+    """Files that a restore needs, and the store does not have. ``listed``: what it lists.
 
     A listing may lag behind, so each name that it lacks is looked up.
     """
-    listed = {info.key for info in own_objects(backend, ref)}
     fragments = () if manifest.carried else manifest.fragments
     needed: list[File | FragmentRef] = [*manifest.files, *fragments]
     doubtful = [file.name for file in needed if ref.key(file.name) not in listed]

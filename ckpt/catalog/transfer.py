@@ -38,7 +38,7 @@ from ckpt.errors import (
 )
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.model.keys import StepRef, data_name, fragment_name, is_late_metrics
 from ckpt.model.manifest import (
     Encoding,
     File,
@@ -395,7 +395,7 @@ def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     named = {ref.manifest, *map(ref.key, names)}
     for info in own_objects(folder.backend, ref):
-        if info.key not in named:
+        if info.key not in named and not is_late_metrics(info.key.rpartition("/")[2]):
             folder.retry.call(partial(folder.backend.delete, info.key))
 
 

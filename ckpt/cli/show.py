@@ -26,7 +26,9 @@ from ckpt.cli.options import (
 if TYPE_CHECKING:
     import msgspec
 
+    from ckpt.model.keys import StepRef
     from ckpt.model.manifest import Manifest
+    from ckpt.storage.api import StorageBackend
 
 _MOST_CHARS: Final = 100
 _MOST_VALUES: Final = 10_000
@@ -54,7 +56,7 @@ def show(
       ckpt show runs/gpt 1200 --files
       ckpt show 1200 --json | jq '.tensors[].name'
     """
-    from ckpt.catalog.index import find, read_manifest
+    from ckpt.catalog.index import find
     from ckpt.cli import output
 
     place, wanted = place_and_step(where, root, step)
@@ -62,7 +64,7 @@ def show(
     refs = backend.ask(partial(find, backend, wanted))
     ref = refs[0]
     with naming_the_one_before(refs, wanted):
-        manifest = backend.ask(partial(read_manifest, backend, ref))
+        manifest = backend.ask(partial(_read, backend, ref))
     if json:
         output.show_json(_as_json(manifest, f"{backend.url.rstrip('/')}/{ref.folder}"))
         return
@@ -83,6 +85,16 @@ def show(
     _show_values("metadata", _metadata(manifest))
     if files:
         _show_files(manifest)
+
+
+def _read(backend: StorageBackend, ref: StepRef) -> Manifest:
+    """Return the manifest with the metrics that were added later."""
+    from ckpt.catalog.index import own_objects, read_manifest
+    from ckpt.catalog.late_metrics import late_metrics, with_late
+
+    manifest = read_manifest(backend, ref)
+    keys = [info.key for info in own_objects(backend, ref)]
+    return with_late(manifest, late_metrics(backend, ref, keys))
 
 
 def _show_tensors(manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ OWNER: Final = "writer.json"
 """The record of the job that writes to the root. See docs/format.md."""
 
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
+_LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")
 _FILE: Final = re.compile(r"rank-[0-9]{5,}\.(safetensors|encoded|json)")
 
 
@@ -39,6 +40,10 @@ class StepRef:
     def claim_marker(self) -> str:
         return f"{self.folder}/{CLAIM_MARKER}"
 
+    def late_metrics(self, content: str) -> str:
+        """Key of metrics that were added later; ``content`` is their checksum."""
+        return f"{self.folder}/metrics-{content}.json"
+
     def key(self, name: str) -> str:
         """Key of a file named in the manifest; a name that is not one of ours never becomes a
         key.
@@ -59,8 +64,14 @@ def parse_folder(name: str) -> StepRef | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Return True if a save writes a file of this name into a step's folder."""
-    return name in {MANIFEST, CLAIM_MARKER} or _FILE.fullmatch(name) is not None
+    """Return True if ckpt writes a file of this name into a step's folder."""
+    known = name in {MANIFEST, CLAIM_MARKER} or is_late_metrics(name)
+    return known or _FILE.fullmatch(name) is not None
+
+
+def is_late_metrics(name: str) -> bool:
+    """Return True if a file of this name has metrics that were added later."""
+    return _LATE_METRICS.fullmatch(name) is not None
 
 
 def data_name(rank: int, *, encoded: bool = False) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import msgspec
 
 from ckpt.catalog.index import attempts, is_committed, own_objects, unfinished_of
+from ckpt.catalog.late_metrics import late_metrics
 from ckpt.coordination.claim_marker import is_removal_marker
 from ckpt.errors import (
     AccessDenied,
@@ -87,13 +88,18 @@ class Inventory:
 
     Args:
         part: Whether other nodes may have the rest of each step.
+        late_metrics: Whether known steps are looked at again for metrics that were added since,
+            for a listing each.
 
     Thread safety:
         One thread at a time.
     """
 
-    def __init__(self, backend: StorageBackend, *, part: bool = False) -> None:
+    def __init__(
+        self, backend: StorageBackend, *, part: bool = False, late_metrics: bool = False
+    ) -> None:
         self._backend, self._retry, self._part = backend, RetryPolicy(), part
+        self._late_metrics = late_metrics
         self._known: dict[StepRef, StoredStep] = {}
 
     @property
@@ -115,7 +121,7 @@ class Inventory:
     def _held(self, ref: StepRef) -> StoredStep:
         there = is_committed(self._backend, ref)
         if there and ref in self._known:
-            return self._known[ref]
+            return self._again(self._known[ref])
         objects = tuple(own_objects(self._backend, ref))
         try:
             outline = self._outline(ref) if there else None
@@ -132,7 +138,7 @@ class Inventory:
             ref=ref,
             objects=objects,
             state="whole" if whole else "broken" if there else "begun",
-            metrics=metrics_of(outline.metadata) if outline else {},
+            metrics={**self._late(ref, objects), **metrics_of(outline.metadata)} if outline else {},
             touched=max(
                 (
                     date
@@ -146,6 +152,19 @@ class Inventory:
             is_cut=is_cut,
             staged_bytes=sum(file.size for file in self._here(objects, outline)) if outline else 0,
         )
+
+    def _again(self, held: StoredStep) -> StoredStep:
+        """Return a step that is known, with the metrics that were added since."""
+        if not self._late_metrics:
+            return held
+        objects = tuple(own_objects(self._backend, held.ref))
+        if len(objects) == len(held.objects):
+            return held
+        late = self._late(held.ref, objects)
+        return replace(held, objects=objects, metrics={**late, **held.metrics})
+
+    def _late(self, ref: StepRef, objects: Sequence[ObjectInfo]) -> dict[str, float]:
+        return late_metrics(self._backend, ref, [info.key for info in objects])
 
     def _is_whole(self, ref: StepRef, objects: Sequence[ObjectInfo], outline: _Outline) -> bool:
         files = self._here(objects, outline)

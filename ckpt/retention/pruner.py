@@ -50,7 +50,11 @@ class Pruner:
     ) -> None:
         self._tier, self._claim, self._guard, self._leads = tier, claim, guard, leads
         self._rule = Retention.of(tier.tier)
-        self._inventory = Inventory(tier.backend, part=tier.tier.local is True)
+        self._inventory = Inventory(
+            tier.backend,
+            part=tier.tier.local is True,
+            late_metrics=self._rule.keep_best is not None,
+        )
         self._workers = Workers("prune", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
         self._queued = self._done = self._warned = False
