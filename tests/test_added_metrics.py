@@ -130,7 +130,7 @@ def test_a_record_that_is_damaged_counts_as_none(tmp_path: Path, cli: Any) -> No
         manager.add_metrics(1, {"accuracy": 0.5})
     (record,) = records(root)
     data = record.read_bytes()
-    for damaged in (b"", data[:-1], data.replace(b"0.5", b"0.9"), b"[]", b"null"):
+    for damaged in (b"", data[:-1], data.replace(b"0.5", b"0.9"), b"[]", b"null", b" " * (2 << 20)):
         record.write_bytes(damaged)
         (step,) = cli("ls", "--json").json["steps"]
         assert (step["state"], step["metrics"]) == ("committed", {})

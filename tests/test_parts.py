@@ -168,6 +168,7 @@ def test_a_pattern_that_fits_no_name_is_an_error_and_nothing_is_saved(tmp_path: 
         assert manager.steps() == [1]
 
 
+@pytest.mark.timeout(400)  # a hundred real saves, also on a machine that is busy
 def test_a_hundred_saves_whose_patterns_alternate_are_each_of_their_own_part(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,13 @@ from functools import partial
 
 import msgspec
 
-from ckpt.errors import IntegrityError, ObjectNotFound
+from ckpt.errors import (
+    AccessDenied,
+    IntegrityError,
+    LinkRefused,
+    StorageError,
+    TransientStorageError,
+)
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, is_late_metrics
@@ -57,7 +63,11 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
             try:
                 read = partial(read_object, backend, key, limit=_MOST_BYTES)
                 record = unpack(_RETRY.call(read), _Late, key=key)
-            except (IntegrityError, ObjectNotFound):
+            except (IntegrityError, LinkRefused):
+                continue
+            except (AccessDenied, TransientStorageError):
+                raise
+            except StorageError:
                 continue
             if (record.step, record.attempt) == (ref.step, ref.attempt):
                 found = {**metrics_of(record.metadata), **found}
