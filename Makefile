@@ -37,7 +37,7 @@ test-fast: $(STAMP) ## the tests that take seconds
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
 
 integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the real packages (installs them: 2 GB)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -rs tests/integrations $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -rs tests/integrations tests/launch/test_kubernetes.py $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)
