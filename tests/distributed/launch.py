@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.processes import run
@@ -12,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).resolve().parent / "workers"
 
 
-def torchrun(ranks: int, worker: str, *args: object, timeout: float = 150) -> str:
+def torchrun(
+    ranks: int, worker: str, *args: object, timeout: float = 150, options: Sequence[str] = ()
+) -> str:
     """What the ranks printed. Fails with all of it if one of them did."""
     done = run(
         [
@@ -21,6 +24,7 @@ def torchrun(ranks: int, worker: str, *args: object, timeout: float = 150) -> st
             "torch.distributed.run",
             "--standalone",
             f"--nproc-per-node={ranks}",
+            *options,
             str(WORKERS / worker),
         ]
         + [str(arg) for arg in args],

@@ -1,0 +1,118 @@
+"""The folders ``checkpoint-N`` that stand for committed steps in the ``output_dir`` of a Trainer.
+
+Each has ``trainer_state.json`` and a pointer, ``ckpt.json``. A folder appears whole or not at all.
+Folders without a pointer are not ours, and nothing here changes or removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final, Self
+
+from ckpt.errors import ConfigError
+
+POINTER: Final = "ckpt.json"
+STATE: Final = "trainer_state.json"
+_NAME: Final = re.compile(r"checkpoint-([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which steps ``save_total_limit`` keeps: this many of the newest, and the best.
+
+    Attributes:
+        newest: The number of the newest; None for all.
+        has_best: Whether there is a best step, which counts among the limit.
+    """
+
+    newest: int | None
+    has_best: bool
+
+    @classmethod
+    def of(cls, limit: int | None, *, has_best: bool) -> Self:
+        """Read a limit as transformers does: a limit of 5 is the 4 newest and the best."""
+        if limit is None or limit <= 0:
+            return cls(None, has_best)
+        return cls(max(1, limit - has_best), has_best)
+
+    def apply(self, output_dir: str, step: int, best: str | None) -> None:
+        """Remove the folders that go now that ``step`` is committed."""
+        if self.newest is not None:
+            newest = sorted(_folders(output_dir))[-self.newest :]
+            remove_folders(output_dir, keep={*newest, step, best and step_named(best)})
+
+
+def folder_of(output_dir: str, step: int) -> str:
+    """Return the folder of a step."""
+    return os.path.normpath(os.path.join(output_dir, f"checkpoint-{step}"))
+
+
+def step_named(folder: str) -> int | None:
+    """Return the step that the name of a folder says, if it says one."""
+    found = _NAME.fullmatch(os.path.basename(os.path.normpath(folder)))
+    return int(found[1]) if found else None
+
+
+def pointed_step(folder: str) -> int | None:
+    """Return the step that a folder points to; None for a folder of transformers' own format.
+
+    Raises:
+        ConfigError: The pointer cannot be read.
+    """
+    path = os.path.join(folder, POINTER)
+    try:
+        with open(path, encoding="utf-8") as file:
+            step = json.load(file)["step"]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error!r}): resume_from_checkpoint=True writes it again"
+        ) from error
+    if type(step) is not int:
+        raise ConfigError(f"{path} names no step: resume_from_checkpoint=True writes it again")
+    return step
+
+
+def write_folder(output_dir: str, step: int, text: str) -> None:
+    """Let the folder of ``step`` have ``text`` as its state. The step is committed."""
+    folder = folder_of(output_dir, step)
+    fresh = os.path.join(output_dir, f".checkpoint-{step}.{os.getpid()}")
+    os.makedirs(fresh, exist_ok=True)
+    for name, content in ((STATE, text), (POINTER, json.dumps({"step": step}) + "\n")):
+        with open(os.path.join(fresh, name), "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    try:
+        os.rename(fresh, folder)
+    except OSError:  # an earlier one is there: the step says the same to both files
+        for name in (STATE, POINTER):
+            os.replace(os.path.join(fresh, name), os.path.join(folder, name))
+        os.rmdir(fresh)
+
+
+def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:
+    """Remove the folders of ours whose steps are not in ``keep``."""
+    for step, folder in _folders(output_dir).items():
+        if step not in keep:
+            gone = os.path.join(output_dir, f".checkpoint-{step}.gone")
+            with contextlib.suppress(OSError):  # another node was first
+                os.rename(folder, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _folders(output_dir: str) -> dict[int, str]:
+    """Return our folders by step."""
+    found: dict[int, str] = {}
+    for name in os.listdir(output_dir):
+        step, folder = step_named(name), os.path.join(output_dir, name)
+        if step is not None and os.path.isfile(os.path.join(folder, POINTER)):
+            found[step] = folder
+    return found

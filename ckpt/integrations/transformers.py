@@ -1,0 +1,424 @@
+"""The ``Trainer`` of transformers, and the trainers of TRL that derive from it::
+
+    trainer = make_ckpt_trainer(Trainer)(model=model, args=args, train_dataset=data)
+    trainer.train(resume_from_checkpoint="auto")
+
+`CkptTrainerMixin` takes over the saving that ``TrainingArguments`` asks for. A step holds the model
+(of a PEFT model not what is frozen), optimizer, scheduler, scaler, the random
+generators of every rank and the text of ``trainer_state.json``. ``checkpoint-N/`` has that text and
+a pointer to the step, and appears after the commit. So the folder that transformers finds by its
+number is always one that restores.
+
+This file imports transformers: import it after you have installed the extra ``hf``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import transformers  # pyright: ignore[reportMissingImports]
+from torch import nn
+from transformers.trainer_callback import (  # pyright: ignore[reportMissingImports]
+    ExportableState,
+    TrainerState,
+)
+from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports]
+    get_last_checkpoint,
+)
+
+from ckpt.adapters.tensors.per_rank import PerRank, RngState
+from ckpt.config import Mode, SaveConfig, Tier
+from ckpt.errors import ConfigError, RestoreError, SaveSkipped, TierBehind
+from ckpt.events import Event, Observer, SaveCommitted
+from ckpt.integrations.trainer_folder import (
+    Kept,
+    folder_of,
+    pointed_step,
+    remove_folders,
+    step_named,
+    write_folder,
+)
+from ckpt.manager import CheckpointManager
+from ckpt.storage.tiers import as_tiers
+
+TESTED: Final = ("5.23", "5.23")  # the first and the last release that every test ran with
+BEST_STEP: Final = "trainer_best_step"
+"""The metric of a save that was the best so far: its step. The largest is the Trainer's best."""
+_FOLDER: Final = "ckpt"
+
+_log = logging.getLogger("ckpt")
+_Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
+_Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
+
+
+class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
+    """Comes before ``Trainer`` in the bases of a class: ``class Mine(CkptTrainerMixin, Trainer)``.
+
+    The constructor takes what the trainer takes, and
+
+    * ``ckpt_tiers``: where steps go, as `CheckpointManager` takes it; ``output_dir/ckpt`` by
+      default. A tier without a ``keep_last`` of its own follows ``save_total_limit``.
+    * ``ckpt_config``: how saves are made.
+    * ``ckpt_observers``: called with `ckpt.events`.
+
+    Raises:
+        ConfigError: The arguments ask for a way of training or saving that this does not support.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        ckpt_tiers: _Tiers | None = None,
+        ckpt_config: SaveConfig | None = None,
+        ckpt_observers: Sequence[Observer] = (),
+        **options: Any,
+    ) -> None:
+        _warn_of_untested(transformers.__version__)
+        for given in (*args, *options.values()):
+            if isinstance(given, transformers.TrainingArguments):
+                _check_arguments(given)
+        super().__init__(*args, **options)
+        _check_trainer(self)
+        tiers = os.path.join(self.args.output_dir, _FOLDER) if ckpt_tiers is None else ckpt_tiers
+        has_best = self.args.metric_for_best_model is not None
+        self._ckpt_kept = Kept.of(self.args.save_total_limit, has_best=has_best)
+        self._ckpt_tiers = [_limited(tier, self._ckpt_kept) for tier in as_tiers(tiers)]
+        self._ckpt_config, self._ckpt_observers = ckpt_config, tuple(ckpt_observers)
+        self._ckpt_rng = _HeldRng()
+        self._ckpt_metrics: tuple[int, dict[str, float]] = (-1, {})
+        self._ckpt_run: _Run | None = None
+
+    # -- the life of a manager ---------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Train as the trainer does. On return every save is durable, or its error is raised.
+
+        ``resume_from_checkpoint="auto"`` resumes from the newest step if there is one, where True
+        raises an error if there is none.
+        """
+        if trial is not None:
+            raise ConfigError(
+                "hyperparameter_search would save all trials into one root: run it with the "
+                "trainer itself, without CkptTrainerMixin"
+            )
+        run = _Run(self.args.output_dir, self._ckpt_kept, writes=self.is_local_process_zero())
+        with self._ckpt_manager(run) as run.manager:
+            self._ckpt_run = run
+            try:
+                found = self._ckpt_resume(run.manager, resume_from_checkpoint)
+                return super().train(found, trial, *args, **options)
+            finally:
+                self._ckpt_run = None
+
+    def _ckpt_manager(self, *own: Observer) -> CheckpointManager:
+        observers = (*own, *self._ckpt_observers)
+        return CheckpointManager(self._ckpt_tiers, config=self._ckpt_config, observers=observers)
+
+    def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
+        """Return what the trainer is to resume from, once its folder says what the step says."""
+        if asked in (True, "auto"):
+            asked = self._ckpt_newest(manager) or (True if asked is True else None)
+        if not isinstance(asked, str) or (step := pointed_step(asked)) is None:
+            self._ckpt_check_history(manager, asked)
+            return asked
+        if folder_of(self.args.output_dir, step) != os.path.normpath(asked):
+            raise ConfigError(
+                f"{asked} is not a checkpoint of output_dir={self.args.output_dir!r}: train with "
+                f"output_dir={os.path.dirname(os.path.normpath(asked))!r}"
+            )
+        text: dict[str, Any] = {"trainer": ""}
+        try:
+            manager.restore(text, step, only="trainer")
+        except RestoreError as error:
+            raise RestoreError(
+                f"{asked} points to step {step}, which cannot be restored: {error}. "
+                "resume_from_checkpoint=True takes the newest step that can"
+            ) from error
+        self._ckpt_write(step, text["trainer"], manager)
+        return asked
+
+    def _ckpt_newest(self, manager: CheckpointManager) -> str | None:
+        """Return the folder of the newest step, unless transformers itself has saved a newer one.
+
+        None: there is none.
+        """
+        folder, text = self.args.output_dir, {"trainer": ""}
+        report = manager.restore(text, only="trainer")
+        if report is not None:
+            self._ckpt_write(report.step, text["trainer"], manager)
+        last = get_last_checkpoint(folder) if os.path.isdir(folder) else None
+        if report is None:
+            return last
+        if last and pointed_step(last) is None and (step_named(last) or 0) > report.step:
+            return str(last)
+        return folder_of(folder, report.step)
+
+    def _ckpt_check_history(self, manager: CheckpointManager, asked: Any) -> None:
+        """Refuse a run whose steps a restart would not take, since others have higher numbers."""
+        newest = manager.latest_step()
+        first = step_named(asked) if isinstance(asked, str) else 0
+        if newest is not None and newest > (first or 0):
+            raise ConfigError(
+                f"{self._ckpt_tiers[0].url} holds step {newest} of an earlier run, which a restart "
+                "would take: go on with resume_from_checkpoint=True, or give this run another "
+                "output_dir"
+            )
+
+    def _ckpt_write(self, step: int, text: str, manager: CheckpointManager) -> None:
+        """Let the folder of ``step`` be there on all ranks, and none of steps that are gone."""
+        if self.is_local_process_zero():
+            write_folder(self.args.output_dir, step, text)
+            remove_folders(self.args.output_dir, keep=set(manager.steps()))
+        self.accelerator.wait_for_everyone()
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float)}
+        self._ckpt_metrics = (self.state.global_step, numbers)
+        found: bool = super()._determine_best_metric(metrics, trial)
+        return found
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        del model, trial  # the model is the trainer's, and train() refuses trials
+        if (run := self._ckpt_run) is None:
+            raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
+        self.store_flos()
+        step, before = self.state.global_step, self.state.best_model_checkpoint
+        metrics = self._ckpt_metrics[1] if self._ckpt_metrics[0] == step else {}
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
+            metrics = {**metrics, BEST_STEP: float(step)}
+        text = self._ckpt_text()
+        state = self._ckpt_state()
+        if self.is_world_process_zero():  # the others hold figures of their own, such as run times
+            state["trainer"] = text
+        run.expect(step, text, self.state.best_model_checkpoint)
+        if not run.save(state, step, metrics, self._ckpt_frozen()):
+            self.state.best_model_checkpoint = before
+
+    def _ckpt_text(self) -> str:
+        """Return ``trainer_state.json`` as it is now."""
+        held: list[Any] = [*self.callback_handler.callbacks, self.control]
+        able: list[Any] = [each for each in held if isinstance(each, ExportableState)]
+        kept = TrainerState(stateful_callbacks=able)
+        self.state.stateful_callbacks = kept.stateful_callbacks
+        return json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n"
+
+    def _ckpt_state(self) -> dict[str, Any]:
+        state = {
+            "model": self.model_wrapped,
+            "optimizer": self.optimizer,
+            "scheduler": self.lr_scheduler,
+            "rng": PerRank(self._ckpt_rng, on_resize="same_rank"),
+        }
+        if (scaler := getattr(self.accelerator, "scaler", None)) is not None:
+            state["scaler"] = scaler
+        return state
+
+    def _ckpt_frozen(self) -> list[str]:
+        """Return the names of what a PEFT model does not train, which is not saved."""
+        if getattr(self.model, "peft_config", None) is None:
+            return []
+        named = self.model.named_parameters()
+        return [f"model/{name}" for name, value in named if not value.requires_grad]
+
+    # -- resuming ----------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if (step := pointed_step(resume_from_checkpoint)) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif self._ckpt_run is None:
+            with self._ckpt_manager() as manager:
+                manager.restore({"model": self.model_wrapped}, step, only="model")
+        # else with the optimizer, once that is there
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or (step := pointed_step(checkpoint)) is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        assert self._ckpt_run is not None
+        self._ckpt_run.manager.restore({**self._ckpt_state(), "trainer": ""}, step)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or pointed_step(checkpoint) is None:
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None or pointed_step(checkpoint) is None:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._ckpt_rng.set()
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        assert self._ckpt_run is not None
+        self._ckpt_run.finish()  # folders are compared, and the best model is loaded
+        self.accelerator.wait_for_everyone()
+        return super()._finalize_training(*args, **options)
+
+    def _load_best_model(self) -> None:
+        step = pointed_step(self.state.best_model_checkpoint)
+        if step is None or self._ckpt_run is None:
+            super()._load_best_model()
+            return
+        _log.info("ckpt: the best model is that of step %d (%s)", step, self.state.best_metric)
+        self._ckpt_run.manager.restore({"model": self.model_wrapped}, step, only="model")
+
+
+def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
+    """Return ``cls``, ``Trainer`` or a class that derives from it, with `CkptTrainerMixin`.
+
+    Raises:
+        ConfigError: ``cls`` is no trainer.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, transformers.Trainer)):
+        raise ConfigError(f"make_ckpt_trainer takes transformers.Trainer or a subclass, not {cls}")
+    if issubclass(cls, CkptTrainerMixin):
+        return cls
+    return type(f"Ckpt{cls.__name__}", (CkptTrainerMixin, cls), {"__module__": cls.__module__})
+
+
+class _HeldRng:
+    """The random generators. A restore holds them back, since the trainer sets them after it has
+    skipped the batches.
+    """
+
+    def __init__(self) -> None:
+        self._now = RngState()
+        self._held: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._now.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._held = state
+
+    def set(self) -> None:
+        if self._held is not None:
+            self._now.load_state_dict(self._held)
+
+
+class _Run:
+    """The saves of one ``train()``; as an observer it writes the folder of each committed step.
+
+    Threads: the training thread, and background threads for events. A text is there before its save
+    begins, and taken out once.
+    """
+
+    manager: CheckpointManager
+
+    def __init__(self, output_dir: str, kept: Kept, *, writes: bool) -> None:
+        self._output_dir, self._kept, self._writes = output_dir, kept, writes
+        self._texts: dict[int, tuple[str, str | None]] = {}
+        self._pending: list[Any] = []
+
+    def expect(self, step: int, text: str, best: str | None) -> None:
+        """Let the folder of ``step`` have ``text``, once that is committed."""
+        self._texts[step] = (text, best)
+
+    def save(
+        self, state: Mapping[str, Any], step: int, metrics: Mapping[str, float], left: Sequence[str]
+    ) -> bool:
+        """Save without the names in ``left``, and return False if the save was skipped."""
+        try:
+            pending = self.manager.save_async(state, step, metrics=metrics, exclude=left or None)
+        except BaseException:
+            self._texts.pop(step, None)
+            raise
+        if pending.done() and pending.durable_seconds is None and pending.unreported is None:
+            self._texts.pop(step, None)  # no slot was free, or no tier takes the step
+            return False
+        self._pending = [*(each for each in self._pending if not each.done()), pending]
+        return True
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, SaveCommitted) or event.tier.startswith("shm://"):
+            return  # memory is lost with the machine
+        if (found := self._texts.pop(event.step, None)) is not None and self._writes:
+            text, best = found
+            write_folder(self._output_dir, event.step, text)
+            self._kept.apply(self._output_dir, event.step, best)
+
+    def finish(self) -> None:
+        """Return when every save has ended, and every folder is there."""
+        for pending in self._pending:
+            error = pending.exception()
+            if error is not None and not isinstance(error, SaveSkipped | TierBehind):
+                raise error
+
+
+def _limited(tier: Tier, kept: Kept) -> Tier:
+    """Return ``tier`` with the retention that the arguments ask for, beside its own."""
+    keep_last = tier.keep_last or kept.newest
+    if keep_last is None or tier.url == "memory":
+        return tier
+    best: tuple[str, Mode] | None = (BEST_STEP, "max") if kept.has_best else None
+    return replace(tier, keep_last=keep_last, keep_best=tier.keep_best or best)
+
+
+def _check_arguments(args: Any) -> None:
+    """Refuse what the arguments alone say, before the trainer acts on them."""
+    for name in [name for name in ("FSDP", "DeepSpeed") if getattr(args, name.lower(), None)]:
+        raise _unsupported(name)
+    if args.save_only_model:
+        raise ConfigError(
+            "save_only_model=True leaves out what resuming needs: remove it. save_model() writes "
+            "the weights alone"
+        )
+    if args.push_to_hub and args.hub_strategy != "end":
+        raise ConfigError(
+            f"hub_strategy={str(args.hub_strategy.value)!r} uploads the files of each checkpoint, "
+            'which are not in its folder here: use hub_strategy="end"'
+        )
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ConfigError(
+            "enable_jit_checkpoint=True would make a folder before its step is committed: remove "
+            "it. The newest committed step survives a SIGTERM"
+        )
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuse what only the trainer knows: accelerate may have its settings from elsewhere."""
+    sharded = getattr(trainer, "is_distributed_loading_by_transformers", False)
+    refused = {
+        "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "a model that transformers has sharded": sharded,
+    }
+    for name in [name for name, asked in refused.items() if asked]:
+        raise _unsupported(name)
+
+
+def _unsupported(name: str) -> ConfigError:
+    return ConfigError(
+        f"CkptTrainerMixin does not support {name}: use the trainer without it, or a loop of your "
+        "own with CheckpointManager, which supports FSDP2 and DeepSpeed ZeRO"
+    )
+
+
+def _warn_of_untested(version: str) -> None:
+    release = tuple(int(part) for part in version.split(".")[:2])
+    first, last = (tuple(map(int, each.split("."))) for each in TESTED)
+    if not first <= release <= last:
+        _log.warning(
+            "ckpt: transformers %s is installed, and CkptTrainerMixin was tested with %s to %s: "
+            "resume once and compare the losses before you rely on it",
+            version,
+            *TESTED,
+        )

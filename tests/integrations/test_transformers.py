@@ -1,0 +1,486 @@
+"""Real trainers of transformers and TRL: what they resume with is what they saved, to the bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install '.[hf]'")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install '.[hf]'")
+
+import transformers
+
+import ckpt
+from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import committed, read_manifest
+from ckpt.errors import ConfigError, RestoreError, RootInUse
+from ckpt.integrations import transformers as door
+from ckpt.model.metrics import metrics_of
+from ckpt.storage.registry import open_backend
+from tests import processes
+from tests.distributed.launch import torchrun
+from tests.integrations.trainers import (
+    At,
+    CkptTrainer,
+    Stopped,
+    Trainer,
+    arguments,
+    losses,
+    model,
+    same,
+    stop,
+    trainer,
+    weights,
+)
+
+HERE = Path(__file__).parent
+SHORT = "max_steps=4, save_steps=2"
+ROOT = HERE.parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def steps(folder: Path) -> list[int]:
+    return ckpt_steps(folder / "ckpt")
+
+
+def ckpt_steps(root: Path) -> list[int]:
+    with CheckpointManager(root) as manager:
+        return manager.steps()
+
+
+def metrics(root: Path, step: int) -> dict[str, float]:
+    backend = open_backend(str(root))
+    (found,) = [ref for ref in committed(backend) if ref.step == step]
+    return metrics_of(read_manifest(backend, found).metadata)
+
+
+def folders(folder: Path) -> list[int]:
+    return sorted(int(each.name.split("-")[1]) for each in folder.glob("checkpoint-*"))
+
+
+def interrupted(folder: Path, at: int, **options: Any) -> None:
+    """A run that ends with an exception after the step ``at``."""
+    with pytest.raises(Stopped):
+        trainer(folder, callbacks=[At(at, stop)], **options).train()
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gradient accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    "each epoch": {"save_strategy": "epoch", "num_train_epochs": 4, "max_steps": -1},
+    "a schedule with restarts": {
+        "lr_scheduler_type": "cosine_with_restarts",
+        "warmup_steps": 2,
+        "lr_scheduler_kwargs": {"num_cycles": 2},
+    },
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_resumed_run_has_the_losses_of_one_that_was_not_interrupted(
+    tmp_path: Path, name: str
+) -> None:
+    options = {"count": 20, **VARIANTS[name]}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    interrupted(tmp_path / "cut", 8, **options)
+    last = {"each epoch": 5}.get(name, 6)
+    assert folders(tmp_path / "cut")[-1] == last
+
+    resumed = trainer(tmp_path / "cut", **options)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed._initial_global_step == last
+    assert losses(resumed) == losses(whole)
+    assert same(weights(resumed), weights(whole))
+    assert steps(tmp_path / "cut") == folders(tmp_path / "cut") == steps(tmp_path / "whole")
+
+
+def test_a_run_killed_in_mid_save_resumes_from_the_step_before(tmp_path: Path) -> None:
+    width = 256  # large enough: the kill comes long before the step is written
+    whole = trainer(tmp_path / "whole", width=width)
+    whole.train()
+    killed = processes.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.integrations.workers.trainer_kill",
+            tmp_path / "cut",
+            6,
+            width,
+        ],
+        timeout=120,
+        env=ENVIRONMENT,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stdout
+    assert folders(tmp_path / "cut") == [3]
+    begun = {each.name.partition(".")[0] for each in (tmp_path / "cut" / "ckpt").glob("step-*")}
+    assert begun == {"step-000000003", "step-000000006"}
+
+    resumed = trainer(tmp_path / "cut", width=width)
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed._initial_global_step == 3
+    assert losses(resumed) == losses(whole)
+    assert same(weights(resumed), weights(whole))
+
+
+def test_two_ranks_go_on_after_one_was_killed(tmp_path: Path) -> None:
+    worker = HERE / "workers" / "trainer_ddp.py"
+    said = torchrun(2, str(worker), tmp_path, options=["--max-restarts=1"])
+    assert "and equal" in said
+
+
+def test_a_folder_that_was_not_written_is_written_when_the_run_resumes(tmp_path: Path) -> None:
+    """The process may die between the commit and the folder."""
+    interrupted(tmp_path, 8)
+    text = (tmp_path / "checkpoint-6" / "trainer_state.json").read_text()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+
+    resumed = trainer(tmp_path, callbacks=[At(7, stop)])
+    with pytest.raises(Stopped):
+        resumed.train(resume_from_checkpoint=True)
+
+    assert resumed._initial_global_step == 6
+    assert (tmp_path / "checkpoint-6" / "trainer_state.json").read_text() == text
+
+
+def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
+    whole = trainer(tmp_path)
+    whole.train()
+    again = trainer(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again._initial_global_step == 3
+    assert losses(again) == losses(whole)
+
+
+def test_a_checkpoint_of_transformers_own_is_resumed_and_saved_in_ours(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Stopped):
+        trainer(tmp_path / "cut", kind=Trainer, callbacks=[At(8, stop)]).train()
+    assert (tmp_path / "cut" / "checkpoint-6" / "optimizer.pt").exists()
+
+    resumed = trainer(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed._initial_global_step == 6
+    assert losses(resumed) == losses(whole)
+    assert steps(tmp_path / "cut") == [9, 10]
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(1, [10]), (2, [9, 10]), (None, [3, 6, 9, 10])])
+def test_the_limit_keeps_the_newest(tmp_path: Path, limit: int | None, kept: list[int]) -> None:
+    trainer(tmp_path, save_total_limit=limit).train()
+    assert folders(tmp_path) == steps(tmp_path) == kept
+
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "made_up",
+}
+
+
+class Graded:
+    """An evaluation whose result is a plan's."""
+
+    def __init__(self, trained: Any, plan: dict[int, float]) -> None:
+        self.trained, self.plan, self.seen = trained, plan, dict[int, dict[str, torch.Tensor]]()
+
+    def __call__(self, _: object) -> dict[str, float]:
+        step = self.trained.state.global_step
+        self.seen[step] = weights(self.trained)
+        return {"made_up": self.plan[step]}
+
+
+@pytest.mark.parametrize(
+    ("plan", "limit", "best", "kept"),
+    [
+        ({2: 1.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 0.5}, 2, 4, [4, 10]),  # of equal ones the first
+        ({2: 1.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 9.0}, 3, 10, [8, 10]),
+        ({2: 7.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 1.0}, 1, 2, [2]),
+    ],
+)
+def test_the_best_model_is_kept_and_loaded(
+    tmp_path: Path, plan: dict[int, float], limit: int, best: int, kept: list[int]
+) -> None:
+    trained = trainer(tmp_path, save_total_limit=limit, **BEST)
+    graded = trained.compute_metrics = Graded(trained, plan)
+    trained.train()
+    assert trained.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert same(weights(trained), graded.seen[best])
+    assert folders(tmp_path) == kept
+    assert set(kept) <= set(steps(tmp_path))
+    assert metrics(tmp_path / "ckpt", best)["eval_made_up"] == plan[best]
+
+
+def test_the_best_step_of_an_earlier_life_is_known(tmp_path: Path) -> None:
+    plan = {2: 7.0, 4: 3.0, 6: 2.0, 8: 3.0, 10: 1.0}
+    first = trainer(tmp_path, save_total_limit=2, callbacks=[At(7, stop)], **BEST)
+    graded = first.compute_metrics = Graded(first, plan)
+    with pytest.raises(Stopped):
+        first.train()
+    second = trainer(tmp_path, save_total_limit=2, **BEST)
+    second.compute_metrics = Graded(second, plan)
+    second.train(resume_from_checkpoint=True)
+    assert second._initial_global_step == 6
+    assert same(weights(second), graded.seen[2])
+    assert folders(tmp_path) == steps(tmp_path) == [2, 10]
+
+
+def test_the_tiers_are_those_that_are_given(tmp_path: Path) -> None:
+    near, far = tmp_path / "near", tmp_path / "far"
+    options = {"ckpt_tiers": [near, Tier(str(far), keep_last=1)], "save_total_limit": 2}
+    trainer(tmp_path / "out", **options).train()
+    assert ckpt_steps(near) == folders(tmp_path / "out") == [9, 10]
+    assert ckpt_steps(far) == [10]
+    shutil.rmtree(near)
+    again = trainer(tmp_path / "out", **options)
+    again.train(resume_from_checkpoint=True)
+    assert again._initial_global_step == 10
+
+
+def test_the_scaler_is_saved_and_restored(tmp_path: Path) -> None:
+    def scaled(**options: Any) -> Any:
+        made = trainer(tmp_path, callbacks=[At(7, stop)], **options)
+        made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=float(2**10))
+        return made
+
+    first, second = scaled(), scaled()
+    first.accelerator.scaler.load_state_dict(
+        {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
+         "_growth_tracker": 5}
+    )  # fmt: skip
+    for made, resume in ((first, None), (second, True)):
+        with pytest.raises(Stopped):
+            made.train(resume_from_checkpoint=resume)
+    assert second.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
+
+
+# -- the page and the example ----------------------------------------------------------------------
+
+
+def test_the_lines_of_the_page_run_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "integrations" / "transformers.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "train.py").write_text(lines.replace("max_steps=60, save_steps=20", SHORT))
+    monkeypatch.chdir(tmp_path)
+    for first in (0, 4):
+        names = runpy.run_path("train.py")
+        assert names["trainer"]._initial_global_step == first
+    assert {2, 4} <= set(steps(tmp_path / "runs" / "gpt2"))
+
+
+def test_the_example_killed_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    def command(name: str) -> list[object]:
+        script = ROOT / "examples" / "train_transformers.py"
+        options = ["--epochs", 1, "--save-steps", 5, "--output-dir", tmp_path / name]
+        return [sys.executable, script, *options]
+
+    whole = processes.run(command("whole"), env=ENVIRONMENT, timeout=120)
+    assert whole.returncode == 0, whole.stdout
+    words = [str(word) for word in command("cut")]
+    with processes.ended(subprocess.Popen(words, env=ENVIRONMENT)) as process:
+        while not any(tmp_path.glob("cut/checkpoint-10")) and process.poll() is None:
+            time.sleep(0.001)
+        processes.kill_all(process)
+    assert process.returncode == -signal.SIGKILL
+    resumed = processes.run(command("cut"), env=ENVIRONMENT, timeout=120)
+    assert resumed.stdout.splitlines()[-1].startswith("accuracy")
+    assert resumed.stdout.splitlines()[-1] == whole.stdout.splitlines()[-1]
+
+
+# -- TRL and PEFT ----------------------------------------------------------------------------------
+
+
+def sft(folder: Path, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[hf]'")
+    trl = pytest.importorskip("trl", reason="trl is not installed: pip install '.[hf]'")
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"w{index}": index for index in range(62)} | {"<pad>": 62, "<eos>": 63}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    rows = torch.randint(0, 62, (32, 12), generator=torch.Generator().manual_seed(0)).tolist()
+    transformers.set_seed(3)
+    net = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=12,
+        )
+    )  # fmt: skip
+    plain = arguments(folder).to_dict()
+    names = ("max_steps", "save_steps", "logging_steps", "per_device_train_batch_size", "seed")
+    chosen = {name: plain[name] for name in (*names, "learning_rate", "use_cpu", "disable_tqdm")}
+    callbacks = options.pop("callbacks", [])
+    args = trl.SFTConfig(str(folder), report_to=[], max_length=12, **chosen | options)
+    return door.make_ckpt_trainer(trl.SFTTrainer)(
+        model=net,
+        args=args,
+        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
+        callbacks=callbacks,
+    )
+
+
+def test_an_sft_trainer_with_lora_saves_the_adapter_alone_and_resumes(tmp_path: Path) -> None:
+    whole = sft(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Stopped):
+        sft(tmp_path / "cut", callbacks=[At(8, stop)]).train()
+    with ckpt.open(tmp_path / "cut" / "ckpt") as opened:
+        saved = [name for name in opened.names() if name.startswith("model/")]
+    assert saved
+    assert all("lora_" in name for name in saved)
+
+    resumed = sft(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=True)
+
+    assert resumed._initial_global_step == 6
+    assert losses(resumed) == losses(whole)
+    assert same(weights(resumed), weights(whole))
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fsdp": "full_shard"}, "does not support FSDP"),
+        ({"save_only_model": True}, "save_only_model=True leaves out"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True"),
+        ({"push_to_hub": True, "hub_strategy": "checkpoint", "hub_token": "none"}, "hub_strategy"),
+    ],
+)
+def test_arguments_that_are_not_supported_are_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        trainer(tmp_path, **options)
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.deepspeed = {"zero_optimization": {"stage": 2}}
+    with pytest.raises(ConfigError, match="does not support DeepSpeed"):
+        CkptTrainer(model=model(), args=args)
+
+
+def test_a_class_that_is_no_trainer_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"transformers\.Trainer or a subclass"):
+        door.make_ckpt_trainer(dict)
+    assert door.make_ckpt_trainer(CkptTrainer) is CkptTrainer
+
+
+def test_a_search_over_hyperparameters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hyperparameter_search"):
+        trainer(tmp_path).train(trial=object())
+
+
+def test_a_second_manager_on_the_root_is_refused(tmp_path: Path) -> None:
+    def second() -> None:
+        with CheckpointManager(tmp_path / "ckpt") as manager:
+            manager.save({"x": 1}, 1)
+
+    with pytest.raises(RootInUse, match="another CheckpointManager of this very process"):
+        trainer(tmp_path, callbacks=[At(5, second)]).train()
+
+
+def test_a_new_run_in_the_folder_of_an_earlier_one_is_refused(tmp_path: Path) -> None:
+    interrupted(tmp_path, 5)
+    with pytest.raises(ConfigError, match="holds step 3 of an earlier run"):
+        trainer(tmp_path).train()
+
+
+def test_a_folder_whose_step_is_gone_is_refused_by_name(tmp_path: Path) -> None:
+    interrupted(tmp_path, 8)
+    shutil.copytree(tmp_path / "checkpoint-3", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / "ckpt.json").write_text(json.dumps({"step": 4}))
+    with pytest.raises(RestoreError, match="checkpoint-4 points to step 4"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_pointer_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    interrupted(tmp_path, 5)
+    (tmp_path / "checkpoint-3" / "ckpt.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"ckpt\.json cannot be read"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_folder_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    interrupted(tmp_path / "one", 5)
+    with pytest.raises(ConfigError, match="train with output_dir="):
+        trainer(tmp_path / "two").train(
+            resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-3")
+        )
+
+
+def test_an_empty_folder_is_refused_as_the_trainer_does_unless_it_may_be_empty(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+    for expected in (0, 3):
+        each = trainer(tmp_path, callbacks=[At(4, stop)])
+        with pytest.raises(Stopped):
+            each.train(resume_from_checkpoint="auto")
+        assert each._initial_global_step == expected
+
+
+def test_a_release_that_was_not_tested_is_named_with_the_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(tmp_path)
+    assert not caplog.records
+    monkeypatch.setattr(transformers, "__version__", "6.0.1")
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        trainer(tmp_path)
+    assert "transformers 6.0.1 is installed" in caplog.text
+    assert " to ".join(door.TESTED) in caplog.text
+
+
+def test_a_plain_trainer_refuses_our_folder(tmp_path: Path) -> None:
+    interrupted(tmp_path, 5)
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint"):
+        trainer(tmp_path, kind=Trainer).train(resume_from_checkpoint=True)
