@@ -87,6 +87,21 @@ def test_accelerate_killed_within_an_epoch_ends_with_the_same_weights(tmp_path: 
     assert resumed.splitlines()[-1] == reference.splitlines()[-1]
 
 
+def test_lightning_killed_between_epochs_ends_with_the_same_weights(tmp_path: Path) -> None:
+    reference = run("train_lightning.py", "--epochs", "4", "--root", str(tmp_path / "reference"))
+
+    root = tmp_path / "killed"
+    with start("train_lightning.py", "--epochs", "4", "--root", str(root)) as process:
+        while not list(root.glob("step-*/manifest.json")) and process.poll() is None:
+            time.sleep(0.0005)
+        processes.kill_all(process)
+    resumed = run("train_lightning.py", "--epochs", "4", "--root", str(root))
+
+    assert "step   45" not in resumed
+    assert resumed.splitlines()[-1].startswith("step 180  weights")
+    assert resumed.splitlines()[-1] == reference.splitlines()[-1]
+
+
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.torture), "fsdp2"])
 def test_gpt_killed_while_a_save_streams_loses_nothing(tmp_path: Path, mode: str) -> None:
     command = ["--json", "--folder", str(tmp_path / "demo"), "--modes", mode]

@@ -1,0 +1,385 @@
+"""Lightning: ``CkptCheckpoint`` in the place of ``ModelCheckpoint``.
+
+    trainer = Trainer(callbacks=[CkptCheckpoint("runs/digits", monitor="val_loss", save_top_k=2)])
+    trainer.fit(model, ckpt_path="last")
+
+The callback keeps the policy of ``ModelCheckpoint`` and saves through one ``CheckpointManager``. It
+makes the strategy of its trainer a `CkptStrategy`, which gives the module and the optimizers
+themselves to the manager. So nothing copies a tensor before the snapshot does, and a restore fills
+the tensors in place.
+
+A checkpoint holds ``model``, ``optimizers``, what Lightning puts into its own checkpoints
+(``lightning``: loops, callbacks, schedulers, precision, hyper-parameters, data module) and the
+random number generators (``rng``). The last two belong to each rank.
+
+Importing this module imports Lightning.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Final, Unpack
+from urllib.parse import quote
+
+import fsspec
+import lightning
+from fsspec import AbstractFileSystem
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from ckpt.adapters.tensors.per_rank import PerRank, RngState
+from ckpt.config import Mode, Settings, Tier
+from ckpt.errors import ConfigError
+from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in, warn_once
+from ckpt.manager import CheckpointManager
+from ckpt.model.keys import parse_folder
+from ckpt.retention.inventory import Inventory
+from ckpt.storage.tiers import as_tiers, open_tiers, urls_of
+
+TESTED_LIGHTNING: Final = "2.6"
+_NEWEST, _BEST = "newest", "best"
+
+_log = logging.getLogger("ckpt")
+
+
+class _Places(AbstractFileSystem):  # type: ignore[misc]
+    """Lets Lightning look for ``ckpt://`` paths. Which step one means is decided by the restore."""
+
+    protocol = SCHEME
+
+    def exists(self, path: str, **how: Any) -> bool:
+        del path, how
+        return True
+
+    def modified(self, path: str) -> datetime:
+        del path
+        return datetime.now(UTC)
+
+
+fsspec.register_implementation(SCHEME, _Places, clobber=True)
+
+
+class _Nothing(dict[str, Any]):
+    """A checkpoint that Lightning takes for no checkpoint: it restores nothing from it."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Carried:
+    """A dict that a checkpoint holds as an object: a restore replaces all of it."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+class CkptCheckpoint(ModelCheckpoint):
+    """``ModelCheckpoint`` with the saves of a ``CheckpointManager``.
+
+    ``Trainer.fit(ckpt_path=...)`` takes ``"last"`` (the newest step, in a new process too),
+    ``"best"``, the folder of the checkpoints or of one step in it, and plain ``.ckpt`` files.
+
+    Args:
+        dirpath: A folder or URL, a `Tier`, or several of these, nearest first. A tier without
+            ``keep_last`` keeps what the policy says.
+        monitor: The metric that decides which steps are the best.
+        mode: Whether the smallest ("min") or the largest ("max") values are the best.
+        save_top_k: How many of the best steps are kept; -1 for all steps. Without ``monitor`` it is
+            1 for the newest step. The newest step is always kept.
+        save_last: Whether each step that the triggers name is saved. Otherwise, with ``monitor``,
+            only steps that belong to the best ones are saved.
+        every_n_train_steps: Save whenever the global step is a multiple of this number.
+        every_n_epochs: Save at the end of every n-th epoch, after its validation. The default is 1
+            if ``every_n_train_steps`` is not given.
+        settings: Fields of `SaveConfig`.
+
+    Raises:
+        ConfigError: A setting or URL is wrong.
+        MisconfigurationException: Lightning's own check of the policy failed.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+        *,
+        monitor: str | None = None,
+        mode: Mode = "min",
+        save_top_k: int = 1,
+        save_last: bool = False,
+        every_n_train_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        super().__init__(
+            monitor=monitor,
+            mode=mode,
+            save_top_k=save_top_k,
+            save_last=save_last,
+            every_n_train_steps=every_n_train_steps,
+            every_n_epochs=every_n_epochs,
+        )
+        _warn_of_untested(lightning.__version__)
+        keeps_best = monitor is not None and save_top_k > 0
+        best = (monitor or "", mode, save_top_k) if keeps_best else None
+        self._tiers = [
+            replace(tier, keep_last=1, keep_best=best)
+            if save_top_k != -1 and tier.keep_last is None
+            else tier
+            for tier in as_tiers(dirpath)
+        ]
+        self.root = _absolute(urls_of(self._tiers)[-1])
+        self.dirpath = self.root
+        self._settings = settings
+        self._manager: CheckpointManager | None = None
+        self._best = ""
+        self._rng: dict[str, Any] | None = None  # as restored, until training goes on
+
+    # -- paths -------------------------------------------------------------------------------------
+
+    @property
+    def best_model_path(self) -> str:
+        """The path of the best step; without ``monitor`` that of the newest."""
+        return self._best or (self._path(_BEST) if self.monitor else "")
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best = path
+
+    def _path(self, step: int | str) -> str:
+        return f"{SCHEME}://{quote(self.root)}#{step}"
+
+    def which(self, path: str) -> int | str | None:
+        """Return which step of this callback's folder ``path`` means, None if it is no such path.
+
+        It is a number, "newest" or "best".
+        """
+        place, _, step = path.partition("#")
+        if place == f"{SCHEME}://{quote(self.root)}":
+            return int(step) if step.isdigit() else step
+        folder = _absolute(path)
+        if folder == self.root:
+            return _NEWEST
+        parent, _, name = folder.rpartition("/")
+        ref = parse_folder(name) if parent == self.root else None
+        return ref.step if ref else None
+
+    def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
+        del trainer
+        return {self._path(_NEWEST)}
+
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Tensor], trainer: Trainer, del_filepath: Any = None
+    ) -> str:
+        del monitor_candidates, del_filepath
+        return self._path(trainer.global_step)
+
+    # -- the policy --------------------------------------------------------------------------------
+
+    def _save_topk_checkpoint(
+        self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        self._save_last_checkpoint(trainer, monitor_candidates)
+
+    def _save_last_checkpoint(
+        self, trainer: Trainer, monitor_candidates: dict[str, Tensor]
+    ) -> None:
+        del monitor_candidates
+        if self.save_last:
+            self.last_model_path = self._path(trainer.global_step)
+            if self._last_global_step_saved != trainer.global_step:
+                self._save_checkpoint(trainer, self.last_model_path)
+
+    def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        assert self._manager is not None
+        strategy = trainer.strategy
+        assert isinstance(strategy, CkptStrategy)
+        monitored = self.monitor or ""
+        metric = trainer.callback_metrics.get(monitored)
+        metrics = {} if metric is None else {monitored: metric}
+        state = _state(strategy, _Carried(strategy.dump(trainer)))
+        self._manager.save_async(state, trainer.global_step, metrics=metrics)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+
+    def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
+        """Do nothing: the tier's retention removes the step after the next commit."""
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | None = None) -> bool:
+        """Return True if the step belongs to the best ones. Of equal ones the newest does."""
+        is_full = len(self.best_k_models) >= self.save_top_k > 0
+        if current is not None and is_full and current == self.kth_value:
+            return True
+        return super().check_monitor_top_k(trainer, current)
+
+    # -- restoring ---------------------------------------------------------------------------------
+
+    def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:
+        """Fill the module, and for training the optimizers and generators, from a step.
+
+        Returns:
+            The rest, as Lightning's own checkpoints have it. It is empty if there is no step.
+        """
+        assert self._manager is not None
+        strategy, module = trainer.strategy, trainer.lightning_module
+        if which == _BEST:
+            which = strategy.broadcast(self._best_step() if trainer.is_global_zero else 0)
+        step = None if which == _NEWEST else int(which)
+        carried, trains = _Carried({}), trainer.state.fn == TrainerFn.FITTING
+        report = self._manager.restore(
+            _state(strategy, carried) if trains else _state_of_model(strategy, carried),
+            step,
+            only=None if trains else _EVALUATED,
+            strict=module.strict_loading,
+        )
+        if report is None:
+            _log.warning("ckpt: there is no checkpoint in %s: nothing is restored", self.root)
+            return _Nothing({"pytorch-lightning_version": lightning.__version__})
+        if trains:
+            self._rng = RngState().state_dict()
+            self._last_global_step_saved = report.step
+        return {**carried.held, MODULE: module.state_dict()}
+
+    def _best_step(self) -> int:
+        """Return the best step on the tiers, for a process that has saved none itself.
+
+        Raises:
+            ConfigError: No step has the metric.
+        """
+        metric, tiers = self.monitor or "", open_tiers(self._tiers)
+        try:
+            found = [held for tier in tiers for held in Inventory(tier.backend).look()]
+        finally:
+            for tier in tiers:
+                tier.backend.close()
+        values = {
+            held.ref.step: held.metrics[metric]
+            for held in found
+            if held.state == "whole" and math.isfinite(held.metrics.get(metric, math.nan))
+        }
+        if not values:
+            raise ConfigError(
+                f"ckpt_path='best': no step in {self.root} has the metric {metric!r}: "
+                "resume with ckpt_path='last'"
+            )
+        sign = -1 if self.mode == "max" else 1
+        return min(values, key=lambda step: (sign * values[step], -step))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the best steps, if the checkpoints are where they were."""
+        super().load_state_dict(state_dict)
+        if state_dict["dirpath"] != self.dirpath:
+            self._best = ""
+
+    # -- hooks of the trainer ----------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Open the manager, and mix ``CkptStrategy`` into the trainer's strategy.
+
+        Raises:
+            ConfigError: Another callback has the same folder, or ckpt cannot save for the strategy.
+        """
+        del pl_module, stage
+        if any(other.root == self.root for other in _callbacks(trainer) if other is not self):
+            raise ConfigError(
+                f"two CkptCheckpoint callbacks write to {self.root}: give each a folder of its own"
+            )
+        mix_in(trainer.strategy, _callbacks(trainer))
+        if self._manager is None:
+            self._manager = CheckpointManager(self._tiers, **self._settings)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Reserve memory for saves, and set the generators if an epoch continues."""
+        super().on_train_start(trainer, pl_module)
+        if self._rng is None:
+            assert self._manager is not None
+            self._manager.prepare(_state(trainer.strategy, _Carried({})))
+        elif trainer.fit_loop.restarted_mid_epoch:
+            self._set_rng()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the generators again if the loader begins a second time after a restore."""
+        del pl_module
+        loop = trainer.fit_loop
+        if trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting:
+            self._set_rng()
+
+    def _set_rng(self) -> None:
+        if self._rng is not None:
+            RngState().load_state_dict(self._rng)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Training goes on: the generators are not set again."""
+        del trainer, pl_module, batch, batch_idx
+        self._rng = None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let no copy be under way when the strategy moves the module to the CPU."""
+        super().on_train_end(trainer, pl_module)
+        if self._manager is not None:
+            self._manager.fence()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finish every save. Raises what ``CheckpointManager.close`` raises."""
+        del trainer, pl_module, stage
+        self._close(None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Finish the saves under way, and let the other ranks know that this one ends."""
+        del trainer, pl_module
+        self._close(exception)
+
+    def _close(self, error: BaseException | None) -> None:
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close_after(error)
+
+
+def _state(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
+    return {
+        **_state_of_model(strategy, carried),
+        "optimizers": list(strategy.optimizers),
+        "rng": PerRank(RngState(), on_resize="same_rank"),
+    }
+
+
+def _state_of_model(strategy: Strategy, carried: _Carried) -> dict[str, Any]:
+    return {"model": strategy.model, "lightning": PerRank(carried, on_resize="first")}
+
+
+_EVALUATED: Final = ("model", "lightning")  # what a restore for validate, test and predict takes
+
+
+def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, CkptCheckpoint)]
+
+
+def _absolute(url: str) -> str:
+    path = url.removeprefix("file://")
+    return url.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def _warn_of_untested(version: str) -> None:
+    if ".".join(version.split(".")[:2]) != TESTED_LIGHTNING:
+        warn_once(
+            f"ckpt: lightning {version} is installed, and CkptCheckpoint was tested with lightning "
+            f"{TESTED_LIGHTNING} only: save and resume once and compare before you rely on it"
+        )

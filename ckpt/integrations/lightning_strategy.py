@@ -1,0 +1,189 @@
+"""A mixin for Lightning's strategies: ckpt saves and restores the module and the optimizers
+themselves.
+
+Without it Lightning asks the strategy for copies or for references of all tensors before it saves,
+and loads a checkpoint before the optimizers exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ckpt.errors import ConfigError, UnsupportedValue
+from ckpt.model.keys import parse_folder
+from ckpt.model.values import to_json
+
+SCHEME: Final = "ckpt"
+MODULE: Final = "state_dict"
+"""The key of the module's tensors in Lightning's checkpoints."""
+_OPTIMIZERS: Final = "optimizer_states"
+_HPARAMS: Final = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+_HPARAMS_TYPE: Final = LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
+
+_log = logging.getLogger("ckpt")
+_warned: Final[set[str]] = set()
+
+
+class Reader(Protocol):
+    """What restores the checkpoints of a folder."""
+
+    def which(self, path: str) -> int | str | None:
+        """Return which step ``path`` means, None if it is no path of this reader."""
+        ...
+
+    def load(self, trainer: Trainer, which: int | str) -> dict[str, Any]:
+        """Fill the trainer's module and optimizers, and return the rest of the checkpoint."""
+        ...
+
+
+class CkptStrategy(Strategy):
+    """A mixin for strategies: ckpt saves and restores the module and the optimizers themselves.
+
+    ``CkptCheckpoint`` mixes it into the strategy of its trainer. A path that belongs to no
+    ``CkptCheckpoint`` is left to the strategy.
+    """
+
+    readers: Sequence[Reader] = ()
+    _shown: dict[str, Any] | None = None  # the tensors that the dump under way gets
+    _is_filled = False  # whether the last load has filled module and optimizers in place
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # the optimizers are filled in place, and the setup makes them
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return super().lightning_restore_optimizer and not self._is_filled
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._shown is None:
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        found = self.lightning_module.state_dict()
+        self._shown.update(found)
+        return found
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return super().optimizer_state(optimizer) if self._shown is None else {}
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward before the optimizer's step, which waits for a snapshot.
+
+        Lightning runs both inside of the step. The copy would then hold up the whole batch.
+        """
+        first = [closure()]
+        return super().optimizer_step(
+            optimizer, lambda: first.pop() if first else closure(), model, **kwargs
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._is_filled:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        trainer, path = self.lightning_module.trainer, os.fspath(checkpoint_path)
+        for reader in self.readers:
+            if (which := reader.which(path)) is not None:
+                self._is_filled = True
+                return reader.load(trainer, which)
+        if path.startswith(f"{SCHEME}://") or _holds_steps(path):
+            raise ConfigError(
+                f"ckpt_path={path!r} is not below the folder of a CkptCheckpoint of this trainer: "
+                f"give the callback that folder as dirpath"
+            )
+        self._is_filled = False
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def dump(self, trainer: Trainer) -> dict[str, Any]:
+        """Return Lightning's checkpoint without the tensors of the module and the optimizers.
+
+        Raises:
+            ConfigError: A hook of the user's has changed the module's tensors in it.
+        """
+        shown: dict[str, Any] = {}
+        self._shown = shown
+        try:
+            found = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._shown = None
+        module, _ = found.pop(MODULE), found.pop(_OPTIMIZERS)
+        if module.keys() != shown.keys() or any(module[name] is not shown[name] for name in shown):
+            raise ConfigError(
+                "an on_save_checkpoint hook has changed checkpoint['state_dict'], but ckpt saves "
+                "the module itself: put what the hook makes under another key of the checkpoint"
+            )
+        return _without_exotic(found)
+
+
+def mix_in(strategy: Strategy, readers: Sequence[Reader]) -> None:
+    """Make ``strategy`` a ``CkptStrategy``.
+
+    Raises:
+        ConfigError: ckpt cannot save for it.
+    """
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        raise ConfigError(
+            f"CkptCheckpoint cannot save for {type(strategy).__name__}: use one device, "
+            "DDPStrategy or ModelParallelStrategy (FSDP2 and tensor parallelism)"
+        )
+    if not isinstance(strategy, CkptStrategy):
+        kind = _mixed(type(strategy))
+        strategy.__class__ = kind  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(strategy, CkptStrategy)
+    strategy.readers = readers
+
+
+@functools.cache
+def _mixed(kind: type[Strategy]) -> type[Strategy]:
+    return type(f"Ckpt{kind.__name__}", (CkptStrategy, kind), {})
+
+
+def _holds_steps(path: str) -> bool:
+    """Return True for a folder of ckpt's checkpoints, or of one of them."""
+    names = [os.path.basename(path), *os.listdir(path)] if os.path.isdir(path) else []
+    return any(map(parse_folder, names))
+
+
+def _without_exotic(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Leave out hyper-parameters that only pickle could save. A resume does not need them."""
+    checkpoint.pop(_HPARAMS_TYPE, None)
+    hparams = checkpoint.pop(_HPARAMS, {})
+    kept: dict[str, Any] = {}
+    for name, value in hparams.items():
+        try:
+            to_json(name, value)
+            kept[name] = value
+        except UnsupportedValue as error:
+            warn_once("ckpt: a hyper-parameter is not saved: %s", error)
+    return {**checkpoint, _HPARAMS: kept} if kept else checkpoint
+
+
+def warn_once(text: str, *args: object) -> None:
+    """Log a warning, once in a process."""
+    if (line := text % args) not in _warned:
+        _warned.add(line)
+        _log.warning("%s", line)
