@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.match.renaming import Rename
 from ckpt.adapters.match.selection import Selection
+from ckpt.adapters.torch_private import is_tested, tested_range
 from ckpt.adapters.torch_store import find_coordinator
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
@@ -56,7 +57,6 @@ from ckpt.staging.fence import Fence
 from ckpt.storage.tiers import as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
-TESTED_TORCH: Final = "2.13"  # the release of torch that every test runs on
 _warned: Final[set[str]] = set()
 _LIST_SECONDS: Final = 1.0  # for requests that a restore has given up, when it closes
 _LEAVE_SECONDS: Final = 2.0  # for the job's store to tell the others that this rank ends
@@ -666,13 +666,13 @@ class CheckpointManager:
 
 
 def _warn_of_untested(version: str) -> None:
-    """Log a warning, once in a process, if ``version`` of torch is not of the tested release."""
+    """Log a warning, once in a process, if ``version`` of torch is not of a tested release."""
     release = ".".join(version.split(".")[:2])
-    if release != TESTED_TORCH and release not in _warned:
+    if not is_tested(version) and release not in _warned:
         _warned.add(release)
         _log.warning(
             "ckpt: torch %s is installed, and this version of ckpt was tested with torch %s only: "
             "save and restore once and compare before you rely on it",
             version,
-            TESTED_TORCH,
+            tested_range(),
         )

@@ -706,12 +706,13 @@ def test_every_error_is_one_of_ours(memory: str) -> None:
 def test_a_torch_that_was_not_tested_is_warned_of_once(
     memory: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for version in (f"{ckpt.manager.TESTED_TORCH}.9+cu130", "2.99.0", "2.99.1"):
+    for version in ("2.9.1+cu128", "2.15.0", "2.10.0a0+git", "2.99.0", "2.99.1"):
         monkeypatch.setattr(torch, "__version__", version)
         CheckpointManager(memory).close()
     said = [record.getMessage() for record in caplog.records if "was tested" in record.getMessage()]
     assert len(said) == 1
     assert "torch 2.99.0 is installed" in said[0]
+    assert "2.9 to 2.15" in said[0]
 
 
 def test_a_step_lower_than_the_one_before_is_warned_of(

@@ -196,12 +196,13 @@ def test_the_sdist_holds_no_environment_or_cache(sdist_names: set[str]) -> None:
 
 
 def test_what_builds_the_distribution_and_what_it_was_tested_on_are_pinned_in_one_way() -> None:
-    from ckpt.manager import TESTED_TORCH
+    from ckpt.adapters.torch_private import TESTED_TORCH, is_tested
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     assert project["build-system"]["requires"] == [f"hatchling=={pins['hatchling']}"]
-    major, minor = map(int, TESTED_TORCH.split("."))
-    assert f"torch>={TESTED_TORCH},<{major}.{minor + 1}" in project["project"]["dependencies"]
-    assert pins["torch"].startswith(f"{TESTED_TORCH}.")
+    first, (major, minor) = TESTED_TORCH
+    bounds = f"torch>={'.'.join(map(str, first))},<{major}.{minor + 1}"
+    assert bounds in project["project"]["dependencies"]
+    assert is_tested(pins["torch"])

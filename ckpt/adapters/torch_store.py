@@ -14,11 +14,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from ckpt.adapters.torch_private import get_default_store
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.single import SingleCoordinator, new_attempt
 from ckpt.errors import CommitError, ConfigError
@@ -188,7 +189,7 @@ class TorchStoreCoordinator:
 
 
 def _own_connection() -> Store:
-    store: Any = _get_default_store()  # torch's stub does not know clone()
+    store = get_default_store()
     try:
         return cast(Store, store.clone())
     except RuntimeError:  # HashStore and the like live in this process: no connection to share

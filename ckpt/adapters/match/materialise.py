@@ -8,13 +8,13 @@ all of it is there.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckpt.adapters.tensors.layout import local
+from ckpt.adapters.torch_private import has_hooks, use_count
 from ckpt.adapters.walk.modules import canonical
 from ckpt.errors import RestoreError
 
@@ -82,8 +82,7 @@ class RealTensors:
 
 
 def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    hooked: Any = tensor  # torch's stubs do not know its hooks
-    if weakref.getweakrefs(tensor) or hooked._backward_hooks or hooked._post_accumulate_grad_hooks:
+    if weakref.getweakrefs(tensor) or has_hooks(tensor):
         raise RestoreError(
             f"{name!r} is on the meta device and has hooks or weak references, which a real "
             f"tensor would not take over: {_WAY}"
@@ -111,7 +110,7 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
         made = (
             nn.Parameter(made, kept)
             if plain
-            else torch.Tensor._make_subclass(type(tensor), made, kept)
+            else made.as_subclass(type(tensor)).requires_grad_(kept)
         )
     vars(made).update(vars(tensor))
     return made
@@ -119,11 +118,10 @@ def _real(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_held(tensor: torch.Tensor) -> bool:
     """Return True if C++ code holds the tensor too: then torch does not allow a swap."""
-    held: Any = tensor  # torch's stubs do not know that either
-    count: int = held._use_count()
+    count = use_count(tensor)
     if count != 2 or not (tensor.is_leaf and tensor.requires_grad):
         return count > 1
     accumulates = torch.autograd.graph.get_gradient_edge(tensor).node  # it may hold on to it
-    count = held._use_count()
+    count = use_count(tensor)
     del accumulates
     return count != 2

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.adapters.tensors.sharded import handles
+from ckpt.adapters.torch_private import (
+    fsdp1_handle,
+    fsdp1_reshard,
+    fsdp1_wrappers,
+    fsdp2_groups,
+    has_frozen_graphs,
+    may_be_gathering,
+)
 
 _log = logging.getLogger("ckpt")
 
@@ -27,13 +34,11 @@ def release(module: nn.Module) -> None:
     All ranks call this alike, since an all-gather that is under way has to end first. A handle
     inside ``summon_full_params()`` stays as it is.
     """
-    for handle in handles(module):
-        _reshard(handle)
+    for _, wrapper in fsdp1_wrappers(module):
+        if (handle := fsdp1_handle(wrapper)) is not None:
+            fsdp1_reshard(handle)
     for each in _fsdp2_modules(module):
-        if any(
-            group._all_gather_result is not None
-            for group in each._get_fsdp_state()._fsdp_param_groups
-        ):
+        if any(map(may_be_gathering, fsdp2_groups(each))):
             each.unshard()  # unshard(async_op=True) has begun: this waits for it
         each.reshard()
 
@@ -43,29 +48,12 @@ def forget_copies() -> None:
     inductor has frozen any. Both are made again when they are needed.
     """
     torch.clear_autocast_cache()
-    # torch imports it when it freezes the first graph
-    if "torch._inductor.freezing" in sys.modules:
+    if has_frozen_graphs():
         _log.warning(
             "ckpt: torch.compile has frozen parameters into a graph of this process: all graphs "
             "are compiled again after this restore"
         )
-        torch._dynamo.reset()
-
-
-def _reshard(handle: Any) -> None:
-    state = type(handle._training_state)
-    if not handle.uses_sharded_strategy or handle._training_state == state.SUMMON_FULL_PARAMS:
-        return
-    # SHARD_GRAD_OP after a forward that a backward could follow
-    if handle._skipped_use_sharded_views:
-        handle._use_sharded_views()
-    handle._prefetched = False
-    for name in ("_full_param_padded", "_full_prec_full_param_padded"):
-        memory: torch.Tensor | None = getattr(handle.flat_param, name, None)
-        if memory is not None and memory.untyped_storage().size():
-            if memory.device.type != "cpu":  # what is queued may still read it
-                memory.record_stream(handle._device_handle.current_stream())
-            memory.untyped_storage().resize_(0)
+        torch.compiler.reset()
 
 
 def _fsdp2_modules(module: nn.Module) -> list[Any]:

@@ -8,12 +8,17 @@ from typing import Final, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.torch_private import (
+    StridedShard,
+    plain_alias,
+    root_mesh,
+    waited,
+)
 from ckpt.errors import UnsupportedValue
 from ckpt.model.box import Box
 from ckpt.model.cuts import Cut, cut_boxes, local_regions
@@ -35,19 +40,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are
     read and written.
     """
-    if is_plain(held := _held(tensor)):
-        return held
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-        return held.detach()  # shares its memory and its version counter
+    return held if is_plain(held := _held(tensor)) else plain_alias(held)
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
     if is_plain(tensor):
         return tensor
-    held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if isinstance(held, AsyncCollectiveTensor):
-        return held.wait()
-    return held
+    return waited(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def _parts(source: Source) -> tuple[torch.Tensor, ...]:
@@ -302,7 +301,7 @@ def _alike(tensor: DTensor, kept: Mapping[int, int], around: tuple[int, ...]) ->
     own = (
         mesh.mesh[tuple(kept.get(dim, slice(None)) for dim in range(mesh.ndim))].flatten().tolist()
     )
-    root = mesh._get_root_mesh()
+    root = root_mesh(mesh)
     names, root_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and names and set(names) <= set(root_names):
         index = tuple(
@@ -322,7 +321,7 @@ def _cuts(name: str, tensor: DTensor) -> Iterator[Cut]:
         match placement:
             case Replicate():
                 pass
-            case _StridedShard():
+            case StridedShard():
                 yield Cut(placement.dim, parts, at, int(placement.split_factor))
             case Shard():
                 yield Cut(placement.dim, parts, at)

@@ -15,6 +15,14 @@ import torch
 from torch import nn
 
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.torch_private import (
+    FlatParameter,
+    fsdp1_copies,
+    fsdp1_flat,
+    fsdp1_handle,
+    fsdp1_over_dtensors,
+    fsdp1_wrappers,
+)
 from ckpt.errors import UnsupportedValue
 
 _WRAPPED = "_fsdp_wrapped_module"
@@ -82,9 +90,9 @@ def flat_parameters(module: nn.Module) -> dict[int, Flat]:
     The result is empty without FSDP1.
     """
     found: dict[int, Flat] = {}
-    for name, wrapper in _wrappers(module):
-        if (handle := wrapper._handle) is not None:  # None: it has no parameters of its own
-            found.update(_flats(f"{name}." if name else "", wrapper, handle))
+    for lead, wrapper, handle in _handles(module):
+        if (flat := fsdp1_flat(handle)) is not None:
+            found.update(_flats(lead, wrapper, flat, is_sharded=handle.uses_sharded_strategy))
     return found
 
 
@@ -92,25 +100,13 @@ def over_tensor_parallel(module: nn.Module) -> Iterator[str]:
     """Keys of the parameters that FSDP1 has flattened and that were DTensors before, as
     ``parallelize_module`` makes them.
     """
-    for name, wrapper in _wrappers(module):
-        flat = wrapper._handle.flat_param if wrapper._handle is not None else None
-        for fqn, extension in (
-            zip(flat._fqns, flat._param_extensions, strict=True) if flat is not None else ()
-        ):
-            if extension is not None:
-                yield f"{name}.{_WRAPPED}.{fqn}" if name else f"{_WRAPPED}.{fqn}"
-
-
-def handles(module: nn.Module) -> Iterator[Any]:
-    """FSDP1's handles of the flat parameters of ``module``."""
-    for _, wrapper in _wrappers(module):
-        if (handle := wrapper._handle) is not None:  # None: it has no parameters of its own
-            yield handle
+    for lead, _, handle in _handles(module):
+        yield from (f"{lead}{fqn}" for fqn in fsdp1_over_dtensors(handle))
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Return True if any part of the module is wrapped in FSDP1."""
-    return any(True for _ in _wrappers(module))
+    return any(True for _ in fsdp1_wrappers(module))
 
 
 def groups_of(wrapper: Any) -> tuple[tuple[int, ...], bool]:
@@ -146,60 +142,35 @@ def as_source(tensor: torch.Tensor) -> Source:
     return LocalShards(tuple(tensor.size()), shards, dtype=tensor.dtype)
 
 
-def _wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    if "torch.distributed.fsdp" in sys.modules:
-        for name, child in module.named_modules():
-            if _WRAPPED in child._modules:
-                yield name, child
+def _handles(module: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """FSDP1's wrappers with parameters: the prefix of their names, the wrapper and its handle."""
+    for name, wrapper in fsdp1_wrappers(module):
+        if (handle := fsdp1_handle(wrapper)) is not None:
+            yield f"{name}.{_WRAPPED}." if name else f"{_WRAPPED}.", wrapper, handle
 
 
-def _flats(prefix: str, wrapper: Any, handle: Any) -> Iterator[tuple[int, Flat]]:
-    flat = handle.flat_param
+def _flats(
+    lead: str, wrapper: Any, flat: FlatParameter, *, is_sharded: bool
+) -> Iterator[tuple[int, Flat]]:
     ranks, copies = _groups(wrapper)
-    sharded = bool(handle.uses_sharded_strategy)
-    replicas = copies if sharded else ranks
-    lead = f"{prefix}{_WRAPPED}."
-    if handle._use_orig_params and not sharded:
-        return  # ordinary parameters
-    if handle._use_orig_params:
-        described = zip(
-            flat._params, flat._fqns, flat._shard_param_infos, flat._shapes, strict=True
-        )
-        for parameter, fqn, info, shape in described:
-            length = info.numel_in_shard or 0
-            start = info.intra_param_start_idx or 0
-            yield (
-                id(parameter),
-                {"": Piece(f"{lead}{fqn}", tuple(shape), start, 0, length, length, replicas)},
-            )
+    replicas = copies if is_sharded else ranks
+    if flat.size is None:
+        for parameter, part in zip(flat.held, flat.parts, strict=True):
+            fqn, shape, start, _, length = part
+            piece = Piece(f"{lead}{fqn}", shape, start, 0, length, length, replicas)
+            yield id(parameter), {"": piece}
         return
-    size = (flat._sharded_size if sharded else flat._unpadded_unsharded_size).numel()
     keyed: dict[str, Piece] = {}
-    for fqn, info, shape in zip(flat._fqns, flat._shard_param_infos, flat._shapes, strict=True):
-        keyed[f"{lead}{fqn}"] = Piece(
-            f"{lead}{fqn}",
-            tuple(shape),
-            info.intra_param_start_idx or 0,
-            info.offset_in_shard or 0,
-            info.numel_in_shard or 0,
-            size,
-            replicas,
-        )
-    for shared in flat._shared_param_infos:
-        first, other = (
-            lead + ".".join(filter(None, (module, parameter)))
-            for module, parameter in (
-                (shared.prim_module_name, shared.prim_param_name),
-                (shared.module_name, shared.param_name),
-            )
-        )
-        keyed[other] = keyed[first]
-    yield id(flat), keyed
+    for fqn, shape, start, at, length in flat.parts:
+        key = f"{lead}{fqn}"
+        keyed[key] = Piece(key, shape, start, at, length, flat.size, replicas)
+    keyed |= {f"{lead}{other}": keyed[f"{lead}{first}"] for other, first in flat.tied.items()}
+    yield id(flat.held[0]), keyed
 
 
 def _groups(wrapper: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ranks it shards over, and those that replicate this rank's shard."""
-    copies = getattr(wrapper, "_inter_node_pg", None)
+    copies = fsdp1_copies(wrapper)
     return _ranks(wrapper.process_group), _ranks(copies) if copies is not None else ()
 
 

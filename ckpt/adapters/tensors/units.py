@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt.adapters.tensors.sharded import groups_of
+from ckpt.adapters.torch_private import fsdp1_ignored, fsdp2_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,21 +83,22 @@ def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
     wrapper: Any = module
     if isinstance(module, api.FullyShardedDataParallel):
         ranks, first = groups_of(wrapper)
-        return Unit(ranks, first, frozenset(map(id, wrapper._ignored_params)))
+        return Unit(ranks, first, frozenset(map(id, fsdp1_ignored(wrapper))))
     if not isinstance(module, api.FSDPModule):
         return None
-    state = wrapper._get_fsdp_state()
-    if id(state) not in known and state._fsdp_param_groups:
+    if not (groups := fsdp2_groups(module)):
+        return None
+    if id(groups[0]) not in known:
         places = [
             getattr(group.mesh_info, f"{kind}_mesh_rank", 0)
-            for group in state._fsdp_param_groups
+            for group in groups
             for kind in ("shard", "replicate")
         ]
         ignored = [
             parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)
         ]
-        known[id(state)] = Unit((), not any(places), frozenset(map(id, ignored)))
-    return known.get(id(state))
+        known[id(groups[0])] = Unit((), not any(places), frozenset(map(id, ignored)))
+    return known[id(groups[0])]
 
 
 def _ranks(group: Any) -> tuple[int, ...]:

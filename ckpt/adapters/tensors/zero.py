@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ckpt.adapters.torch_private import overlaps_with_ddp
 from ckpt.errors import UnsupportedValue
 
 State = MutableMapping[torch.Tensor, dict[Any, Any]]
@@ -48,7 +49,7 @@ def keeper_of(path: str, optimizer: Optimizer) -> Keeper:
     """
     if not is_zero(optimizer):
         return Keeper(optimizer.state)
-    if optimizer._overlap_with_ddp:  # type: ignore[attr-defined]
+    if overlaps_with_ddp(optimizer):
         raise UnsupportedValue(
             path,
             "ZeroRedundancyOptimizer with overlap_with_ddp, which steps inside of backward()",

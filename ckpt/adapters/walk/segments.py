@@ -12,7 +12,7 @@ made with the segment on the training thread.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter, eq, is_
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt.adapters.tensors.layout import PLAIN, form_of, is_plain
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.torch_private import guards_of, storage_identity
 
 
 class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs four times as much
@@ -157,7 +158,7 @@ class Facts:
             self._dtypes = list(map(_dtype, memories))
             self._neg = list(map(torch.Tensor.is_neg, memories))
             self._conj = list(map(torch.Tensor.is_conj, memories))
-            self._guards = _guards_of(memories)
+            self._guards = guards_of(memories)
         except RuntimeError:  # a sparse or nested one has no strides
             return
         self._kinds = kinds
@@ -193,29 +194,8 @@ class Facts:
         # the guards also look at what does not matter here, such as whether a tensor requires a
         # gradient
         if alike:
-            self._guards = _guards_of(memories)
+            self._guards = guards_of(memories)
         return alike
-
-
-def _guards_of(memories: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """Return torch's own comparison of many tensors in one call, as ``torch.compile`` uses it.
-
-    It compares types, dtypes, shapes, strides and lazy views. It is False if it cannot tell: for a
-    tensor that comes twice, and if this version of torch does not have it.
-    """
-    core: Any = torch._C
-    try:
-        guards = core._dynamo.guards.TensorGuards(
-            *memories, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
-    except (AttributeError, TypeError, RuntimeError):
-        return _cannot_tell
-    check: Callable[..., bool] = guards.check
-    return check
-
-
-def _cannot_tell(*_: torch.Tensor) -> bool:
-    return False
 
 
 def _memories(
@@ -254,7 +234,7 @@ def place_of(tensor: Source) -> int:
     if is_plain(tensor):
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
     if isinstance(tensor, DTensor) and is_plain(memory := tensor._local_tensor):
-        return place_of(memory) or hash((memory.untyped_storage()._cdata, memory.storage_offset()))
+        return place_of(memory) or hash((storage_identity(memory), memory.storage_offset()))
     return 0
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ckpt.adapters import torch_private
 from ckpt.adapters.walk import segments
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
@@ -27,9 +28,9 @@ State = dict[str, Any]
 @pytest.fixture(params=[True, False], ids=["guards", "passes"], autouse=True)
 def with_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without the comparison in torch, which another version of torch may not have."""
-    assert segments._guards_of([torch.ones(2)]) is not segments._cannot_tell
+    assert segments.guards_of([torch.ones(2)]) is not torch_private.cannot_tell
     if not request.param:
-        monkeypatch.setattr(segments, "_guards_of", lambda _: segments._cannot_tell)
+        monkeypatch.setattr(segments, "guards_of", lambda _: torch_private.cannot_tell)
 
 
 class Net(nn.Module):
