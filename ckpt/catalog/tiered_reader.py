@@ -284,7 +284,7 @@ class TieredReader:
                 said = told.setdefault(meant[_place(read)], [])
                 said.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
-                    raise verdict(said, self.file_at(position, run.rank).key) from error
+                    raise verdict(said, self._files(position)[run.rank].key) from error
             return [meant[_place(read)] for read, _ in missed]
 
         for position in range(len(self.sources)):
@@ -313,7 +313,7 @@ class TieredReader:
 
     def _ask(self, position: int, run: Run, sink: Sink, on_chunk: OnChunk) -> Missed:
         """Read a run from one source; returns the chunks that it could not give."""
-        file = self.file_at(position, run.rank)
+        file = self._files(position)[run.rank]
         if (error := self.gone(position, file.key)) is None:
             missed = self._readers[position].read(run, file, sink, partial(on_chunk, position))
         else:
@@ -331,12 +331,8 @@ class TieredReader:
             known = self._rebases[position] = Rebase(self._here, there)
         return known
 
-    def file_at(self, position: int, rank: int) -> StoredFile:
-        """A rank's file on a source."""
-        return self._files(position)[rank]
-
     def _files(self, position: int) -> Mapping[int, StoredFile]:
-        """Of each rank; made once for each source: there may be many thousands."""
+        """The file of each rank on a source; made once, for there may be many thousands."""
         there = self.layout(position)
         if (known := self._places.get(position)) is None:
             encodings = there.encodings()

@@ -43,6 +43,7 @@ from ckpt.plan.reach import without
 from ckpt.plan.restore import ChunkRead, RestorePlan
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
+from ckpt.retention.guard import StepGuard
 from ckpt.storage.places import is_folder
 from ckpt.storage.tiers import OpenTier
 
@@ -55,7 +56,7 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class _CacheGuard:
+class _CacheGuard(StepGuard):
     """The steps of a cache that must stay: see `StepGuard`.
 
     Attributes:
@@ -71,9 +72,6 @@ class _CacheGuard:
     saving: Callable[[], frozenset[StepRef]]
 
     def waiting(self) -> frozenset[StepRef]:
-        return self.saving()
-
-    def protected(self) -> frozenset[StepRef]:
         return self.saving()
 
     def is_elsewhere(self, ref: StepRef) -> bool:

@@ -21,15 +21,17 @@ class StepGuard(Protocol):
         ...
 
     def protected(self) -> frozenset[StepRef]:
-        """Return the steps that no retention rule may remove. They include those of ``waiting``."""
-        ...
+        """Return the steps that no retention rule may remove. They include those of ``waiting``,
+        and are no others by default.
+        """
+        return self.waiting()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         """Return whether another durable tier has ``ref``. This may send a request to that tier."""
         ...
 
 
-class FixedGuard:
+class FixedGuard(StepGuard):
     """The guard that keeps the same steps all the time, and knows of no copies elsewhere.
 
     Thread safety: any thread may call it.
@@ -39,9 +41,6 @@ class FixedGuard:
         self._refs = frozenset(refs)
 
     def waiting(self) -> frozenset[StepRef]:
-        return self._refs
-
-    def protected(self) -> frozenset[StepRef]:
         return self._refs
 
     def is_elsewhere(self, ref: StepRef) -> bool:  # noqa: ARG002 - part of the protocol

@@ -29,6 +29,7 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import job_of
 from ckpt.retention.evictor import Evictor
+from ckpt.retention.guard import StepGuard
 from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.policy import Retention, reasons
 from ckpt.save.job_steps import EarlierSteps, JobSteps
@@ -40,7 +41,7 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class _CopyGuard:
+class _CopyGuard(StepGuard):
     """The guard of a farther tier while ``ref`` is copied there: newer steps stay, and the near
     tier has the rest.
     """
@@ -51,9 +52,6 @@ class _CopyGuard:
 
     def waiting(self) -> frozenset[StepRef]:
         return frozenset(other for other in attempts(self.far) if other > self.ref)
-
-    def protected(self) -> frozenset[StepRef]:
-        return self.waiting()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
         return is_committed(self.near, ref)

@@ -20,7 +20,6 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ckpt.adapters.match.load_module import match_module
 from ckpt.adapters.match.load_optimizer import match_optimizer
 from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
@@ -32,7 +31,8 @@ from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
 from ckpt.adapters.walk.collect import find_parameters
-from ckpt.adapters.walk.modules import asked, unwrapped
+from ckpt.adapters.walk.items import Part
+from ckpt.adapters.walk.modules import asked, items_of, unwrapped
 from ckpt.adapters.walk.objects import declares_state, is_stateful, look_again, walk_objects
 from ckpt.adapters.walk.stand_in import StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
@@ -154,7 +154,7 @@ class _Match:
             target = adapted(target)
         match target:
             case nn.Module():
-                match_module(self._all, target, node, path, source)
+                _match_module(self._all, target, node, path, source)
                 self._restored.append(target)
             case Optimizer() if not declares_state(target):
                 match_optimizer(self._all, unwrapped(target), node, path, source)
@@ -301,3 +301,45 @@ class _Match:
                     f'on_resize={policy!r} of {path!r}: give "error", "same_rank", "first" or a '
                     "function"
                 )
+
+
+def _match_module(match: Matching, module: nn.Module, node: Node, path: str, source: str) -> None:
+    """Match a module by canonical names, with a saved module or a plain dict of tensors.
+
+    ``ABSENT`` stands for a module whose tensors are all elsewhere.
+
+    Raises:
+        KindMismatch, ShapeMismatch, DtypeMismatch: The saved values do not fit.
+    """
+    if node is not ABSENT and not is_mapping(node):
+        match.expect(node, path, "module")
+    match.open(path, source)
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    extra: dict[str, Callable[[], Any]] = {}
+    items = items_of(path, module)
+    for fqn in items.left:
+        match.claim(f"{path}/{fqn}", match.source(f"{path}/{fqn}"), silent=True)
+    for entry in items.entries:
+        name = f"{path}/{entry.fqn}"
+        there = match.source(name)
+        found = match.saved.node(there)
+        if not match.takes(name):
+            match.claim(name, there, silent=True)
+        elif found is ABSENT:
+            match.lack(name, there)
+        elif id(entry.value) not in own and not isinstance(
+            entry.value, LocalShards
+        ):  # extra state: whatever it was
+            match.claim(name, there)
+            extra[entry.key] = match.values.order(found, name)
+        elif tag(found) not in ("tensor", "array"):
+            raise KindMismatch(name, kind(found), "tensor")
+        else:
+            match.claim(name, there)
+            match.want(name, there, Part(name, entry.piece).all_of(entry.value), found["n"])
+    if extra:
+        match.actions.append(partial(_load_extra, module, extra))
+
+
+def _load_extra(module: nn.Module, extra: dict[str, Callable[[], Any]]) -> None:
+    module.load_state_dict({key: made() for key, made in extra.items()}, strict=False)
