@@ -20,9 +20,9 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from importlib import import_module
+from typing import Any, Final
 
-import transformers  # pyright: ignore[reportMissingImports]
 from torch import nn
 from transformers.trainer_callback import (  # pyright: ignore[reportMissingImports]
     ExportableState,
@@ -53,7 +53,9 @@ BEST_STEP: Final = "trainer_best_step"
 _FOLDER: Final = "ckpt"
 
 _log = logging.getLogger("ckpt")
-_Trainer: Any = transformers.Trainer if TYPE_CHECKING else object
+# by its name: a type checker without the package takes this module for it
+transformers: Any = import_module("transformers")
+_Trainer: Any = object
 _Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 
 
