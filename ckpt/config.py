@@ -208,7 +208,7 @@ class SaveConfig:
             manager; "warn" logs a warning, counts it in ``manager.failed``, and training goes on.
             The next save tries again, and ``close`` logs how many saves failed. Mistakes in the
             call itself (`ConfigError`, `UnsupportedValue`, `StepExists`, `ManagerClosed`) are
-            always raised.
+            always raised, but a pattern that fits no name on any of several ranks fails the save.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
             everything on return.
         check: How a save makes sure that the copy is the state at the call, also after changes that

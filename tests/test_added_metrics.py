@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.index import survey
 from ckpt.errors import ConfigError, ManagerClosed, OutOfSpace
+from ckpt.model.metrics import metrics_of
+from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.cli.conftest import cli  # noqa: F401
 from tests.coordination.world import World
@@ -172,3 +175,47 @@ def test_any_rank_adds_and_the_leader_s_retention_sees_it(
     assert World(3, patience=30).run(train) == dict.fromkeys(range(3))
     assert whole(tmp_path) == [1, 2, 3]
     assert len(records(tmp_path)) == 1
+
+
+def test_the_evictor_keeps_the_best_step_by_a_metric_that_came_late(tmp_path: Path) -> None:
+    """A tier with a capacity remembers steps too, which an addition changes."""
+    large = {"x": torch.zeros(250_000)}
+    tier = Tier(str(tmp_path), capacity="4.5MB", keep_last=10, keep_best=("loss", "min"))
+    with CheckpointManager(tier) as manager:
+        for step in range(1, 7):
+            manager.save(large, step, metrics={} if step == 1 else {"loss": 1.0})
+            if step == 3:
+                manager.add_metrics(1, {"loss": 0.1})  # step 1 is known by now
+    kept = whole(tmp_path)
+    assert {1, 6} <= set(kept)
+    assert len(kept) == 4
+
+
+@pytest.mark.parametrize("keep_best", [None, ("accuracy", "max")])
+def test_a_removed_step_leaves_no_folder_whatever_was_added(
+    tmp_path: Path, keep_best: tuple[str, str] | None
+) -> None:
+    with CheckpointManager(Tier(str(tmp_path), keep_last=1, keep_best=keep_best)) as manager:
+        for step in range(1, 5):
+            manager.save(state(), step)
+            manager.add_metrics(step, {"accuracy": step / 10})
+        manager.save(state(), 5, metrics={"accuracy": 0.9})
+    assert [path.name.partition("-")[0] for path in tmp_path.glob("step*")] == ["step"]
+    assert records(tmp_path) == []
+
+
+def test_more_metrics_than_a_reader_takes_are_refused_before_any_is_written(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(state(), 1)
+        with pytest.raises(ConfigError, match="too many"):
+            manager.add_metrics(1, {f"metric-{n}": 0.0 for n in range(20_000)})
+    assert records(tmp_path) == []
+
+
+def test_a_metric_may_have_the_name_of_a_tag(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(state(), 1, metrics={"x": 2.0})
+        manager.add_metrics(1, {"$": 1.0})
+    (entry,) = survey(open_backend(str(tmp_path)))
+    assert entry.manifest is not None
+    assert metrics_of(entry.manifest.metadata) == {"$": 1.0, "x": 2.0}

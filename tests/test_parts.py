@@ -141,6 +141,24 @@ def test_plain_values_and_settings_are_parted_too(tmp_path: Path) -> None:
     assert other["optimizer"].param_groups[0]["lr"] == 0.01
 
 
+def test_a_pattern_that_fits_any_name_of_one_character_leaves_the_longer_ones(
+    tmp_path: Path,
+) -> None:
+    """A name without an optimizer is no name of a parameter, which the pattern could exclude."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"w": torch.ones(3), "long": torch.ones(4)}, 1, exclude="?")
+        assert stored(tmp_path, 1) == {"long"}
+
+
+def test_a_state_dict_is_parted_as_a_dict_is(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"model": model.state_dict()}, 1, only="model/weight")
+        manager.save({"model": model.state_dict()}, 2, exclude="*bias")
+        found = [stored(tmp_path, step) for step in (1, 2)]
+    assert found == [{"model/weight"}] * 2
+
+
 def test_what_a_save_did_not_leave_out_must_still_be_there(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(job(1), 1, only=["model/*lora*", "step"])

@@ -34,7 +34,7 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CommitError, JobUnseen, ManifestCorrupt, RootInUse
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
-from ckpt.model.keys import StepRef, fragment_name
+from ckpt.model.keys import StepRef, fragment_name, is_fragment
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.reference import fill
@@ -178,7 +178,7 @@ def _read_fragments(folder: StepFolder) -> list[tuple[Packed, FragmentRef]]:
     ref = folder.ref
     names = [info.key.rpartition("/")[2] for info in own_objects(folder.backend, ref)]
     # the manifest may be there by now: others finish too
-    found = sorted(name for name in names if name.startswith("rank-") and name.endswith(".json"))
+    found = sorted(filter(is_fragment, names))
     if not found:
         raise CommitError(
             f"step {ref.step}: no rank has finished its part: ckpt prune removes what is left of "

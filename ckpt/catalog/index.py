@@ -22,7 +22,7 @@ from ckpt.errors import (
     about,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.keys import OWNER, StepRef, is_file_name, parse_folder
+from ckpt.model.keys import OWNER, StepRef, is_file_name, is_fragment, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
@@ -176,7 +176,7 @@ def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
         return Entry(ref=ref, damage=error)
     except ObjectNotFound:
         objects = own_objects(backend, ref)
-        finished = sum(info.key.endswith(".json") for info in objects)
+        finished = sum(is_fragment(info.key.rpartition("/")[2]) for info in objects)
         return Entry(ref=ref, finished_ranks=finished, nbytes=sum(info.size for info in objects))
     except LinkRefused as error:
         return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, error.what))

@@ -13,6 +13,7 @@ import msgspec
 
 from ckpt.errors import (
     AccessDenied,
+    ConfigError,
     IntegrityError,
     LinkRefused,
     StorageError,
@@ -28,7 +29,9 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.api import StorageBackend, read_object
 
 _RETRY = RetryPolicy()
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 16
+_MOST_NAMES = 10_000
+"""Of one step. They bound what a hostile store can make a reader keep, and take time for."""
 
 
 class _Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,23 +46,32 @@ class _Late(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def put_late(backend: StorageBackend, ref: StepRef, metrics: Mapping[str, float]) -> None:
     """Keep ``metrics`` beside the manifest of ``ref``, which is committed. Once it returns, they
     are durable; before, there is all of them or nothing.
+
+    Raises:
+        ConfigError: There are more than a reader takes.
     """
     metadata = to_json("metrics", {METRICS: dict(sorted(metrics.items()))})
     record = _Late(
         format=FORMAT, step=ref.step, attempt=ref.attempt, metadata=msgspec.Raw(metadata)
     )
     data = pack(record)
+    if len(data) > _MOST_BYTES or len(metrics) > _MOST_NAMES:
+        raise ConfigError(
+            f"{len(metrics)} metrics are too many for one step: a record has at most "
+            f"{_MOST_BYTES >> 10} KiB and {_MOST_NAMES:,} names"
+        )
     _RETRY.call(lambda: backend.put(ref.late_metrics(checksum(data)), [data]))
 
 
 def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> dict[str, float]:
     """Return the metrics in the records among ``keys``, the objects in the folder of ``ref``.
 
-    A record that is damaged, or is being removed, counts as none.
+    A record that is damaged, too large, or is being removed, counts as none. No more records are
+    read once there are 10,000 names.
     """
     found: dict[str, float] = {}
     for key in sorted(keys):
-        if is_late_metrics(key.rpartition("/")[2]):
+        if is_late_metrics(key.rpartition("/")[2]) and len(found) < _MOST_NAMES:
             try:
                 read = partial(read_object, backend, key, limit=_MOST_BYTES)
                 record = unpack(_RETRY.call(read), _Late, key=key)
@@ -70,7 +82,8 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
             except StorageError:
                 continue
             if (record.step, record.attempt) == (ref.step, ref.attempt):
-                found = {**metrics_of(record.metadata), **found}
+                for name, value in metrics_of(record.metadata).items():
+                    found.setdefault(name, value)
     return found
 
 
@@ -79,7 +92,6 @@ def with_late(manifest: Manifest, late: Mapping[str, float]) -> Manifest:
     metadata = parse(manifest.metadata, "metadata") if late else None
     if not isinstance(metadata, dict):
         return manifest
-    known = metadata.get(METRICS)
-    added = parse(msgspec.Raw(to_json("metrics", dict(late))))
-    metadata[METRICS] = {**added, **(known if isinstance(known, dict) else {})}
+    metrics = {**late, **metrics_of(manifest.metadata)}
+    metadata[METRICS] = parse(msgspec.Raw(to_json("metrics", metrics)))
     return msgspec.structs.replace(manifest, metadata=msgspec.Raw(msgspec.json.encode(metadata)))

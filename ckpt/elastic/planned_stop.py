@@ -154,6 +154,8 @@ class StopSignals:
         self._ends = math.inf
         self._closed = self._interrupted = False
         self._ear, self._mouth = os.pipe()
+        # a signal handler may request a stop while its thread is in ``close``
+        self._pipe_lock, self._is_pipe_closed = threading.RLock(), False
         os.set_blocking(self._mouth, False)  # a handler must never wait
         self._earlier: dict[int, Any] = {}
         self._wakes = False
@@ -168,11 +170,14 @@ class StopSignals:
         """Stop all ranks after the same step, as after a signal, and end this one by the time
         ``ends``.
 
-        A second request can only bring the end forward.
+        A second request can only bring the end of its own rank forward.
         """
-        self._ends = min(self._ends, ends)
-        with contextlib.suppress(BlockingIOError):  # it was heard long ago
-            os.write(self._mouth, bytes([_REQUEST]))
+        with self._pipe_lock:
+            if self._is_pipe_closed:
+                return
+            self._ends = min(self._ends, ends)
+            with contextlib.suppress(BlockingIOError):  # it was heard long ago
+                os.write(self._mouth, bytes([_REQUEST]))
 
     def requested(self, step: int) -> bool:
         """Return True if ``step``, which is over, is the last step.
@@ -204,8 +209,10 @@ class StopSignals:
             self.uninstall()  # not before: an earlier handler may raise
             while self.signal is None and (late := self._next(0)) != -1:
                 self.signal = signal.Signals(late) if late in self._signals else None
-            os.close(self._mouth)
-            os.close(self._ear)
+            with self._pipe_lock:
+                self._is_pipe_closed = True
+                os.close(self._mouth)
+                os.close(self._ear)
         if self.signal is not None and self._reraise and error is None:
             # the default action throws away what is in them
             for stream in (sys.stdout, sys.stderr):

@@ -69,6 +69,11 @@ def is_file_name(name: str) -> bool:
     return known or _FILE.fullmatch(name) is not None
 
 
+def is_fragment(name: str) -> bool:
+    """Return True if a file of this name describes what a rank made durable."""
+    return name.startswith("rank-") and name.endswith(".json")
+
+
 def is_late_metrics(name: str) -> bool:
     """Return True if a file of this name has metrics that were added later."""
     return _LATE_METRICS.fullmatch(name) is not None

@@ -43,7 +43,7 @@ class Patterns:
 
     def excludes(self, name: str) -> bool:
         """Return True if ``exclude`` has this name."""
-        return bool(self.exclude and _fitting(name, self.exclude))
+        return bool(name and self.exclude and _fitting(name, self.exclude))
 
     def fitting(self, name: str) -> list[str]:
         """The patterns that fit it, or something that it is below."""
@@ -91,7 +91,8 @@ def unfitting(patterns: Iterable[str]) -> ConfigError:
     names = ", ".join(map(repr, patterns))
     return ConfigError(
         f"no name of the state fits {names}: names are as `ckpt show` prints them, in "
-        "a model parted by dots; an optimizer's settings are optimizer/param_groups"
+        "a model parted by dots; an optimizer's settings are optimizer/param_groups; a list or an "
+        "object is saved as a whole"
     )
 
 

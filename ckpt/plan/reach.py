@@ -8,6 +8,7 @@ from enum import Enum
 
 from ckpt.errors import (
     AccessDenied,
+    CodecMissing,
     FormatUnsupported,
     IntegrityError,
     LinkRefused,
@@ -33,6 +34,8 @@ def reach_of(error: Exception) -> Reach | None:
     with an older step would hide that this ckpt must be upgraded.
     """
     match error:
+        case CodecMissing():  # another store may have it without the codec
+            return Reach.FILE
         case FormatUnsupported():
             return None
         case ObjectNotFound() | AccessDenied():

@@ -42,8 +42,12 @@ class Evictor:
     def __init__(self, tier: OpenTier, claim: Claim, guard: StepGuard) -> None:
         self._tier, self._claim, self._guard = tier, claim, guard
         self._retry = RetryPolicy()
-        self._inventory = Inventory(tier.backend, part=tier.tier.local is True)
         self._rule = Retention.of(tier.tier)
+        self._inventory = Inventory(
+            tier.backend,
+            part=tier.tier.local is True,
+            late_metrics=self._rule.keep_best is not None,
+        )
 
     def make_room(
         self, ref: StepRef, staged: int, *, restored: int | None, stored: bool = False

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from ckpt.catalog.index import attempts
+from ckpt.catalog.index import attempts, own_objects
 from ckpt.coordination.claim_marker import (
     claim_committed_for_removal,
     claim_for_removal,
@@ -16,7 +16,7 @@ from ckpt.coordination.claim_marker import (
     release_marker,
 )
 from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
-from ckpt.model.keys import StepRef, is_file_name, parse_folder
+from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import FixedGuard, StepGuard
@@ -225,20 +225,26 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
         except OutOfSpace:
             # whole checkpoints go first then, and what no fragment tells of
             if held.state == "begun":
-                if any(info.key.endswith(".json") for info in held.objects):
+                if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
             else:  # the manifest makes room for the marker
                 backend.delete(held.ref.manifest)
                 with suppress(OutOfSpace):
                     marked = claim_committed_for_removal(backend, held.ref)
     backend.delete(held.ref.manifest)
-    for info in held.objects:
-        if info.key != held.ref.claim_marker:
-            backend.delete(info.key)
+    for key in {*(info.key for info in held.objects), *_late_metrics_of(backend, held.ref)}:
+        if key != held.ref.claim_marker:
+            backend.delete(key)
     discard(backend, held.unfinished)
     if marked:
         release_marker(backend, held.ref)
     return True
+
+
+def _late_metrics_of(backend: StorageBackend, ref: StepRef) -> list[str]:
+    """Return the keys of metrics that were added to a step, perhaps after it was looked at."""
+    keys = [info.key for info in own_objects(backend, ref)]
+    return [key for key in keys if is_late_metrics(key.rpartition("/")[2])]
 
 
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ckpt.errors import (
     AccessDenied,
     ChecksumMismatch,
+    CodecMissing,
     FormatTooNew,
     IntegrityError,
     ManifestCorrupt,
@@ -33,6 +34,7 @@ CHUNK = ChecksumMismatch("a/rank-00000.safetensors", 4096, 100)
         (AccessDenied("k"), Reach.FILE, False),
         (TransientStorageError("k"), Reach.STORE, False),
         (OutOfSpace("k"), Reach.CHUNK, False),
+        (CodecMissing("k", "rle"), Reach.FILE, False),
         (FormatTooNew("k", 9, 1), None, False),
         (RestoreError("does not fit"), None, False),
         (KeyError("ours"), None, False),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -58,7 +59,7 @@ class Choice:
         """
         if self._patterns is WHOLE:
             return state
-        found: dict[Any, Any] = {}
+        found: dict[Any, Any] = OrderedDict() if type(state) is OrderedDict else {}
         for key, value in state.items():
             name = join(path, key)
             taken = self.takes(name)
@@ -66,8 +67,8 @@ class Choice:
                 continue
             if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
                 found[key] = value
-            elif type(value) is dict:
-                inside = self.part_of(value, name)
+            elif isinstance(value, dict) and type(value) in (dict, OrderedDict):
+                inside = self.part_of(cast(dict[Any, Any], value), name)
                 if inside or taken:
                     found[key] = inside
             elif taken:
