@@ -78,9 +78,10 @@ def main() -> None:
         for turn in range(args.saves):  # each kind saves twice in a turn; the first does not count
             for name in stalls:
                 root = folder / f"{name}-{turn}"
-                ours = name == "ckpt"
-                callback = (
-                    CkptCheckpoint(root, every_n_train_steps=EVERY_STEPS) if ours else Timed(root)
+                callback: ModelCheckpoint = (
+                    CkptCheckpoint(root, every_n_train_steps=EVERY_STEPS)
+                    if name == "ckpt"
+                    else Timed(root)
                 )
                 with patch.object(door, "CheckpointManager", observed):
                     _fit(args.width, callback, [AsyncCheckpointIO()] if "IO" in name else [])
