@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -68,7 +68,7 @@ class Choice:
             if isinstance(value, nn.Module | Optimizer) and not declares_state(value):
                 found[key] = value
             elif isinstance(value, dict) and type(value) in (dict, OrderedDict):
-                inside = self.part_of(cast(dict[Any, Any], value), name)
+                inside = self.part_of(value, name)
                 if inside or taken:
                     found[key] = inside
             elif taken:
