@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.adapters.walk.objects import declares_state
-from ckpt.config import Tier
+from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
 from ckpt.manager import CheckpointManager
@@ -120,14 +120,7 @@ class AcceleratorCheckpoints:
         number = project.iteration if step is None else step
         # An error of an earlier save is raised after this one has begun: its number is taken.
         project.iteration += 1
-        hooks = self._accelerator._save_model_state_pre_hook
-        if hooks and "hooks" not in _warned:
-            _warned.add("hooks")
-            _log.warning(
-                "ckpt: %d hook(s) of register_save_state_pre_hook are not called, since no folder "
-                "is written: call them yourself if they keep more than the models",
-                len(hooks),
-            )
+        _warn_of_hooks("save", self._accelerator._save_model_state_pre_hook)
         return self.manager.save_async(self._state(), number, metrics=metrics)
 
     def load_state(self, step: int | None = None, **options: Any) -> RestoreReport | None:
@@ -146,6 +139,7 @@ class AcceleratorCheckpoints:
             RestoreError: Other objects were prepared or registered than saved. Nothing was changed.
         """
         _check_step(step, "load_state")
+        _warn_of_hooks("load", self._accelerator._load_model_state_pre_hook)
         state = self._state()
         try:
             report = self.manager.restore(state, step, **options)
@@ -294,7 +288,8 @@ def _refuse_resize(_rank: int, world_size: int, saved_world_size: int) -> int:
 
 def _limited(place: Any, total_limit: int | None) -> Tier:
     (tier,) = as_tiers(place)
-    return tier if isinstance(place, Tier) else Tier(tier.url, keep_last=total_limit)
+    is_given = isinstance(place, Tier) or tier.url == MEMORY  # memory keeps what its slots hold
+    return tier if is_given else Tier(tier.url, keep_last=total_limit)
 
 
 def _check(accelerator: Any) -> None:
@@ -317,6 +312,20 @@ def _check(accelerator: Any) -> None:
             "save and restore once and compare before you rely on it",
             accelerate.__version__,
             *TESTED,
+        )
+
+
+def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
+    """Report, once in a process, that hooks of the user's are left out."""
+    name = f"register_{verb}_state_pre_hook"
+    if hooks and name not in _warned:
+        _warned.add(name)
+        _log.warning(
+            "ckpt: %d hook(s) of %s are not called, since no folder is %s: call them yourself if "
+            "they keep more than the models",
+            len(hooks),
+            name,
+            "written" if verb == "save" else "read",
         )
 
 

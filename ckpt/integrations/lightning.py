@@ -23,7 +23,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any, Final, Unpack
+from typing import Any, Final, Self, Unpack
 from urllib.parse import quote
 
 import fsspec
@@ -36,12 +36,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
-from ckpt.config import Mode, Settings, Tier
+from ckpt.catalog.index import born, committed
+from ckpt.config import MEMORY, Mode, Settings, Tier
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in, warn_once
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
 from ckpt.retention.inventory import Inventory
+from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import as_tiers, open_tiers, urls_of
 
 TESTED_LIGHTNING: Final = "2.6"
@@ -60,11 +62,25 @@ class _Places(AbstractFileSystem):  # type: ignore[misc]
         return True
 
     def modified(self, path: str) -> datetime:
-        del path
-        return datetime.now(UTC)
+        """Return when the step was saved: Lightning takes the youngest of its candidates."""
+        assert isinstance(path, _Candidate)
+        return datetime.fromtimestamp(path.saved_at, UTC)
 
 
 fsspec.register_implementation(SCHEME, _Places, clobber=True)
+
+
+class _Candidate(str):
+    """A path that ``ckpt_path="last"`` may mean, and when its step was saved."""
+
+    __slots__ = ("saved_at",)
+
+    def __new__(cls, path: str, saved_at: float) -> Self:
+        made = super().__new__(cls, path)
+        made.saved_at = saved_at
+        return made
+
+    saved_at: float
 
 
 class _Nothing(dict[str, Any]):
@@ -137,7 +153,7 @@ class CkptCheckpoint(ModelCheckpoint):
         best = (monitor or "", mode, save_top_k) if keeps_best else None
         self._tiers = [
             replace(tier, keep_last=1, keep_best=best)
-            if save_top_k != -1 and tier.keep_last is None
+            if save_top_k != -1 and tier.keep_last is None and tier.url != MEMORY
             else tier
             for tier in as_tiers(dirpath)
         ]
@@ -178,8 +194,27 @@ class CkptCheckpoint(ModelCheckpoint):
         return ref.step if ref else None
 
     def _find_last_checkpoints(self, trainer: Trainer) -> set[str]:
-        del trainer
-        return {self._path(_NEWEST)}
+        """Return the path if this folder holds the highest step of all ``CkptCheckpoint``.
+
+        Each rank calls this by itself, and all must find the same. Of equal steps the first
+        callback's counts.
+        """
+        if len(trainer.checkpoint_callbacks) == 1:  # there is no choice: the restore looks
+            return {_Candidate(self._path(_NEWEST), 0.0)}
+        newest = {each: found for each in _callbacks(trainer) if (found := each._newest())}
+        if self is not max(newest, key=lambda each: newest[each][0], default=None):
+            return set()
+        return {_Candidate(self._path(_NEWEST), newest[self][1])}
+
+    def _newest(self) -> tuple[int, float] | None:
+        """Return the newest step on the farthest tier, which ranks share, and its date."""
+        tier = self._tiers[-1]
+        backend = open_backend(tier.url, tier.options)
+        try:
+            refs = committed(backend)
+            return (refs[0].step, born(backend, refs[0])) if refs else None
+        finally:
+            backend.close()
 
     def _get_metric_interpolated_filepath_name(
         self, monitor_candidates: dict[str, Tensor], trainer: Trainer, del_filepath: Any = None

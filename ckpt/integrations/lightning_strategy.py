@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     ModelParallelStrategy,
@@ -32,8 +32,6 @@ SCHEME: Final = "ckpt"
 MODULE: Final = "state_dict"
 """The key of the module's tensors in Lightning's checkpoints."""
 _OPTIMIZERS: Final = "optimizer_states"
-_HPARAMS: Final = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
-_HPARAMS_TYPE: Final = LightningModule.CHECKPOINT_HYPER_PARAMS_TYPE
 
 _log = logging.getLogger("ckpt")
 _warned: Final[set[str]] = set()
@@ -170,16 +168,21 @@ def _holds_steps(path: str) -> bool:
 
 def _without_exotic(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Leave out hyper-parameters that only pickle could save. A resume does not need them."""
-    checkpoint.pop(_HPARAMS_TYPE, None)
-    hparams = checkpoint.pop(_HPARAMS, {})
-    kept: dict[str, Any] = {}
-    for name, value in hparams.items():
-        try:
-            to_json(name, value)
-            kept[name] = value
-        except UnsupportedValue as error:
-            warn_once("ckpt: a hyper-parameter is not saved: %s", error)
-    return {**checkpoint, _HPARAMS: kept} if kept else checkpoint
+    for kind in (LightningModule, LightningDataModule):
+        checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_TYPE, None)
+        hparams = checkpoint.pop(kind.CHECKPOINT_HYPER_PARAMS_KEY, {})
+        if kept := {name: value for name, value in hparams.items() if _is_plain(name, value)}:
+            checkpoint[kind.CHECKPOINT_HYPER_PARAMS_KEY] = kept
+    return checkpoint
+
+
+def _is_plain(name: str, value: object) -> bool:
+    try:
+        to_json(name, value)
+    except UnsupportedValue as error:
+        warn_once("ckpt: a hyper-parameter is not saved: %s", error)
+        return False
+    return True
 
 
 def warn_once(text: str, *args: object) -> None:

@@ -126,6 +126,14 @@ def test_a_tier_keeps_what_it_says_and_an_iteration_may_be_given(tmp_path: Path)
         assert manager.steps() == [6, 7, 8]
 
 
+def test_memory_is_left_to_its_slots(tmp_path: Path) -> None:
+    job = new(total_limit=1)
+    with AcceleratorCheckpoints(job.accelerator, ["memory", tmp_path]) as checkpoints:
+        for _ in range(2):
+            checkpoints.save_state().result(tier=str(tmp_path))
+    assert len(list(tmp_path.glob("step-*"))) == 1
+
+
 def test_the_scaler_is_saved(tmp_path: Path) -> None:
     def scaled() -> Job:
         job = new()
@@ -345,6 +353,23 @@ def test_hooks_that_would_have_written_into_the_folder_are_reported(
     ):
         checkpoints.save_state()
     assert "register_save_state_pre_hook" in caplog.text
+
+
+def test_hooks_that_would_have_read_from_the_folder_are_reported(
+    tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_warned", set())
+    job = new()
+    job.accelerator.register_load_state_pre_hook(lambda models, folder: None)
+    with (
+        caplog.at_level(logging.WARNING, "ckpt"),
+        AcceleratorCheckpoints(job.accelerator, tmp_path) as checkpoints,
+    ):
+        checkpoints.save_state().result()
+        assert "hook" not in caplog.text
+        checkpoints.load_state()
+        checkpoints.load_state()
+    assert caplog.text.count("register_load_state_pre_hook are not called") == 1
 
 
 def test_what_is_saved_can_be_opened_by_name(tmp_path: Path) -> None:

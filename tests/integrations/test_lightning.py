@@ -7,13 +7,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
 
@@ -33,16 +32,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning.*"),
     pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*"),
 ]
-
-
-@pytest.fixture(scope="module")
-def nets() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(WORKER.parent))
-        import lightning_nets
-
-        yield lightning_nets
-    sys.modules.pop("lightning_nets")
 
 
 def steps(root: Path) -> list[int]:
@@ -179,6 +168,12 @@ def test_of_equal_scores_the_newest_is_kept_and_is_the_best(nets: Any, tmp_path:
 def test_a_tier_keeps_what_it_says_itself(nets: Any, tmp_path: Path) -> None:
     fit_with(nets, Tier(str(tmp_path), keep_last=3), [1.0, 2.0, 3.0, 4.0], save_last=True)
     assert steps(tmp_path) == [8, 12, 16]
+
+
+@pytest.mark.parametrize("memory", ["memory", Tier("memory")], ids=["name", "Tier"])
+def test_memory_is_left_to_its_slots(nets: Any, tmp_path: Path, memory: str | Tier) -> None:
+    nets.fit(nets.Net(), CkptCheckpoint([memory, tmp_path]))
+    assert steps(tmp_path) == [8]
 
 
 def test_best_is_found_by_the_callback_and_by_a_new_process(nets: Any, tmp_path: Path) -> None:
@@ -380,6 +375,29 @@ def test_hyper_parameters_that_only_pickle_could_save_are_left_out(
     net = Configured(0.2, tmp_path)
     nets.fit(net, CkptCheckpoint(tmp_path), "last")
     assert net.found == {"rate": 0.1}
+
+
+def test_hyper_parameters_of_a_data_module_are_left_out_as_well(
+    nets: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Data(LightningDataModule):
+        def __init__(self, size: int, transform: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return nets.Loader()
+
+    class Looks(nets.Net):  # type: ignore[misc, name-defined]
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.found = checkpoint["datamodule_hyper_parameters"]
+
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        nets.trainer(CkptCheckpoint(tmp_path)).fit(Looks(), datamodule=Data(4, print))
+    assert caplog.text.count("a hyper-parameter is not saved: 'transform'") == 1
+    net = Looks()
+    nets.trainer(CkptCheckpoint(tmp_path)).fit(net, datamodule=Data(5, print), ckpt_path="last")
+    assert net.found == {"size": 4}
 
 
 def test_an_exception_in_the_training_keeps_the_steps_before_it(nets: Any, tmp_path: Path) -> None:
