@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Self
@@ -83,8 +84,8 @@ def pointed_step(folder: str) -> int | None:
 def write_folder(output_dir: str, step: int, text: str) -> None:
     """Let the folder of ``step`` have ``text`` as its state. The step is committed."""
     folder = folder_of(output_dir, step)
-    fresh = os.path.join(output_dir, f".checkpoint-{step}.{os.getpid()}")
-    os.makedirs(fresh, exist_ok=True)
+    fresh = os.path.join(output_dir, f".checkpoint-{step}.{uuid.uuid4().hex}")
+    os.makedirs(fresh)
     for name, content in ((STATE, text), (POINTER, json.dumps({"step": step}) + "\n")):
         with open(os.path.join(fresh, name), "w", encoding="utf-8") as file:
             file.write(content)
@@ -93,9 +94,14 @@ def write_folder(output_dir: str, step: int, text: str) -> None:
     try:
         os.rename(fresh, folder)
     except OSError:  # an earlier one is there: the step says the same to both files
-        for name in (STATE, POINTER):
-            os.replace(os.path.join(fresh, name), os.path.join(folder, name))
-        os.rmdir(fresh)
+        try:
+            for name in (STATE, POINTER):
+                os.replace(os.path.join(fresh, name), os.path.join(folder, name))
+        except OSError:  # another node writes the same folder
+            if not all(os.path.isfile(os.path.join(folder, name)) for name in (STATE, POINTER)):
+                raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
 
 
 def remove_folders(output_dir: str, *, keep: Collection[object]) -> None:

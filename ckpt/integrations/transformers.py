@@ -34,7 +34,7 @@ from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
-from ckpt.errors import ConfigError, RestoreError, SaveSkipped, TierBehind
+from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
 from ckpt.integrations.trainer_folder import (
     Kept,
@@ -90,7 +90,9 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         tiers = os.path.join(self.args.output_dir, _FOLDER) if ckpt_tiers is None else ckpt_tiers
         has_best = self.args.metric_for_best_model is not None
         self._ckpt_kept = Kept.of(self.args.save_total_limit, has_best=has_best)
-        self._ckpt_tiers = [_limited(tier, self._ckpt_kept) for tier in as_tiers(tiers)]
+        given_tiers = as_tiers(tiers)
+        _check_best(self.args, given_tiers)
+        self._ckpt_tiers = [_limited(tier, self._ckpt_kept) for tier in given_tiers]
         self._ckpt_config, self._ckpt_observers = ckpt_config, tuple(ckpt_observers)
         self._ckpt_rng = _HeldRng()
         self._ckpt_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -108,7 +110,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         """Train as the trainer does. On return every save is durable, or its error is raised.
 
         ``resume_from_checkpoint="auto"`` resumes from the newest step if there is one, where True
-        raises an error if there is none.
+        raises an error if there is none. Both go to the step before if the newest is damaged.
         """
         if trial is not None:
             raise ConfigError(
@@ -116,6 +118,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 "trainer itself, without CkptTrainerMixin"
             )
         run = _Run(self.args.output_dir, self._ckpt_kept, writes=self.is_local_process_zero())
+        run.falls_back = resume_from_checkpoint in (True, "auto")
         with self._ckpt_manager(run) as run.manager:
             self._ckpt_run = run
             try:
@@ -130,7 +133,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _ckpt_resume(self, manager: CheckpointManager, asked: Any) -> Any:
         """Return what the trainer is to resume from, once its folder says what the step says."""
-        if asked in (True, "auto"):
+        if newest := asked in (True, "auto"):
             asked = self._ckpt_newest(manager) or (True if asked is True else None)
         if not isinstance(asked, str) or (step := pointed_step(asked)) is None:
             self._ckpt_check_history(manager, asked)
@@ -148,6 +151,8 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
                 f"{asked} points to step {step}, which cannot be restored: {error}. "
                 "resume_from_checkpoint=True takes the newest step that can"
             ) from error
+        if not newest:
+            self._ckpt_check_history(manager, asked)
         self._ckpt_write(step, text["trainer"], manager)
         return asked
 
@@ -169,14 +174,42 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
 
     def _ckpt_check_history(self, manager: CheckpointManager, asked: Any) -> None:
         """Refuse a run whose steps a restart would not take, since others have higher numbers."""
-        newest = manager.latest_step()
-        first = step_named(asked) if isinstance(asked, str) else 0
-        if newest is not None and newest > (first or 0):
+        first = (step_named(asked) if isinstance(asked, str) else 0) or 0
+        if newer := [step for step in manager.steps() if step > first]:
+            places = ", ".join(tier.url for tier in self._ckpt_tiers)
+            folders = ", ".join(f"step-{step:09d}.*" for step in newer)
             raise ConfigError(
-                f"{self._ckpt_tiers[0].url} holds step {newest} of an earlier run, which a restart "
-                "would take: go on with resume_from_checkpoint=True, or give this run another "
-                "output_dir"
+                f"{self._ckpt_tiers[0].url} holds step {newer[-1]} of an earlier run, which a "
+                "restart would take: go on with resume_from_checkpoint=True, give this run another "
+                f"output_dir, or first remove the newer steps ({folders} in {places})"
             )
+
+    def _inner_training_loop(
+        self, *args: Any, resume_from_checkpoint: str | None = None, **options: Any
+    ) -> Any:
+        """Train, from a step before if the one to resume from is damaged."""
+        found = resume_from_checkpoint
+        while True:
+            try:
+                return super()._inner_training_loop(*args, resume_from_checkpoint=found, **options)
+            except _StepDamaged as damaged:
+                found = self._ckpt_before(damaged)
+
+    def _ckpt_before(self, damaged: _StepDamaged) -> str:
+        """Return the folder of the newest step before that one, on all ranks the same."""
+        assert self._ckpt_run is not None
+        manager, text = self._ckpt_run.manager, {"trainer": ""}
+        held = [[step for step in manager.steps() if step < damaged.step]]
+        import_module("accelerate.utils").broadcast_object_list(held)
+        for step in reversed(held[0]):
+            try:
+                manager.restore(text, step, only="trainer")
+            except NoCheckpoint:
+                continue  # it is logged, and on all ranks
+            _log.warning("ckpt: step %d is damaged, resuming from step %d", damaged.step, step)
+            self._ckpt_write(step, text["trainer"], manager)
+            return folder_of(self.args.output_dir, step)
+        raise damaged.error
 
     def _ckpt_write(self, step: int, text: str, manager: CheckpointManager) -> None:
         """Let the folder of ``step`` be there on all ranks, and none of steps that are gone."""
@@ -197,8 +230,13 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         del model, trial  # the model is the trainer's, and train() refuses trials
         if (run := self._ckpt_run) is None:
             raise ConfigError("a checkpoint is saved within train() only: call save_model() here")
-        self.store_flos()
         step, before = self.state.global_step, self.state.best_model_checkpoint
+        if run.saved == step:  # a callback has asked for a save as well
+            if self.state.best_global_step == step:
+                self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
+                run.manager.add_metrics(step, {BEST_STEP: float(step)})
+            return
+        self.store_flos()
         metrics = self._ckpt_metrics[1] if self._ckpt_metrics[0] == step else {}
         if self.state.best_global_step == step:
             self.state.best_model_checkpoint = folder_of(self.args.output_dir, step)
@@ -254,7 +292,12 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         assert self._ckpt_run is not None
-        self._ckpt_run.manager.restore({**self._ckpt_state(), "trainer": ""}, step)
+        try:
+            self._ckpt_run.manager.restore({**self._ckpt_state(), "trainer": ""}, step)
+        except NoCheckpoint as error:
+            if not self._ckpt_run.falls_back:
+                raise
+            raise _StepDamaged(step, error) from error
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None or pointed_step(checkpoint) is None:
@@ -316,6 +359,14 @@ class _HeldRng:
             self._now.load_state_dict(self._held)
 
 
+class _StepDamaged(Exception):
+    """The step to resume from is damaged, on all ranks, and one before it may be taken."""
+
+    def __init__(self, step: int, error: NoCheckpoint) -> None:
+        self.step, self.error = step, error
+        super().__init__(str(error))
+
+
 class _Run:
     """The saves of one ``train()``; as an observer it writes the folder of each committed step.
 
@@ -324,6 +375,8 @@ class _Run:
     """
 
     manager: CheckpointManager
+    falls_back = False
+    saved: int | None = None
 
     def __init__(self, output_dir: str, kept: Kept, *, writes: bool) -> None:
         self._output_dir, self._kept, self._writes = output_dir, kept, writes
@@ -346,6 +399,7 @@ class _Run:
         if pending.done() and pending.durable_seconds is None and pending.unreported is None:
             self._texts.pop(step, None)  # no slot was free, or no tier takes the step
             return False
+        self.saved = step
         self._pending = [*(each for each in self._pending if not each.done()), pending]
         return True
 
@@ -360,9 +414,9 @@ class _Run:
     def finish(self) -> None:
         """Return when every save has ended, and every folder is there."""
         for pending in self._pending:
-            error = pending.exception()
-            if error is not None and not isinstance(error, SaveSkipped | TierBehind):
-                raise error
+            pending.wait()
+            if pending.unreported is not None:  # else it is logged, and training goes on
+                pending.result()
 
 
 def _limited(tier: Tier, kept: Kept) -> Tier:
@@ -372,6 +426,17 @@ def _limited(tier: Tier, kept: Kept) -> Tier:
         return tier
     best: tuple[str, Mode] | None = (BEST_STEP, "max") if kept.has_best else None
     return replace(tier, keep_last=keep_last, keep_best=tier.keep_best or best)
+
+
+def _check_best(args: Any, tiers: Sequence[Tier]) -> None:
+    """Refuse tiers that may remove the step that the trainer loads at its end."""
+    for tier in tiers:
+        if args.load_best_model_at_end and tier.keep_best is not None:
+            raise ConfigError(
+                f"load_best_model_at_end=True needs the best step, and keep_best={tier.keep_best} "
+                f"of the tier {tier.url} may remove it: leave keep_best out, and the tier keeps "
+                "the best step of metric_for_best_model"
+            )
 
 
 def _check_arguments(args: Any) -> None:
@@ -387,6 +452,11 @@ def _check_arguments(args: Any) -> None:
         raise ConfigError(
             f"hub_strategy={str(args.hub_strategy.value)!r} uploads the files of each checkpoint, "
             'which are not in its folder here: use hub_strategy="end"'
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size=True starts the training again in mid run, and would save the "
+            "same steps twice: remove it, and set per_device_train_batch_size"
         )
     if getattr(args, "enable_jit_checkpoint", False):
         raise ConfigError(
@@ -405,6 +475,11 @@ def _check_trainer(trainer: Any) -> None:
     }
     for name in [name for name, asked in refused.items() if asked]:
         raise _unsupported(name)
+    if getattr(trainer, "use_adaptive_entropy", False):
+        raise ConfigError(
+            "use_adaptive_entropy=True changes entropy_coef at each step, and no checkpoint has "
+            "it: set use_adaptive_entropy=False, and entropy_coef"
+        )
 
 
 def _unsupported(name: str) -> ConfigError:

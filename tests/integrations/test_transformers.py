@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,12 @@ import transformers
 import ckpt
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed, read_manifest
-from ckpt.errors import ConfigError, RestoreError, RootInUse
+from ckpt.errors import ConfigError, OutOfSpace, RestoreError, RootInUse
+from ckpt.integrations import trainer_folder
 from ckpt.integrations import transformers as door
 from ckpt.model.metrics import metrics_of
 from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import Raise, Rule
 from tests import processes
 from tests.distributed.launch import torchrun
 from tests.integrations.trainers import (
@@ -46,6 +50,7 @@ from tests.integrations.trainers import (
     trainer,
     weights,
 )
+from tests.test_review import faulty
 
 HERE = Path(__file__).parent
 SHORT = "max_steps=4, save_steps=2"
@@ -177,10 +182,90 @@ def test_a_folder_that_was_not_written_is_written_when_the_run_resumes(tmp_path:
 def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
     whole = trainer(tmp_path)
     whole.train()
+    with pytest.raises(ConfigError, match=r"first remove the newer steps \(step-000000006\.\*, "):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert steps(tmp_path) == folders(tmp_path) == [3, 6, 9, 10]
+    for step in (6, 9, 10):
+        (newer,) = (tmp_path / "ckpt").glob(f"step-{step:09d}.*")
+        shutil.rmtree(newer)
     again = trainer(tmp_path)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert again._initial_global_step == 3
     assert losses(again) == losses(whole)
+
+
+def flip(folder: Path, step: int) -> None:
+    """Change one byte in the middle of the data of a step."""
+    (found,) = (folder / "ckpt").glob(f"step-{step:09d}.*")
+    path = max(
+        (each for each in found.rglob("*") if each.is_file()), key=lambda e: e.stat().st_size
+    )
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_a_damaged_newest_step_gives_way_to_the_one_before(tmp_path: Path, asked: Any) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    interrupted(tmp_path / "cut", 8)
+    flip(tmp_path / "cut", 6)
+    with pytest.raises(RestoreError, match="step 6"):  # it was asked for by its name
+        trainer(tmp_path / "cut").train(
+            resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-6")
+        )
+    resumed = trainer(tmp_path / "cut")
+    resumed.train(resume_from_checkpoint=asked)
+    assert resumed._initial_global_step == 3
+    assert losses(resumed) == losses(whole)
+    assert same(weights(resumed), weights(whole))
+
+
+def test_an_error_names_the_step_if_all_are_damaged(tmp_path: Path) -> None:
+    interrupted(tmp_path, 5)
+    flip(tmp_path, 3)
+    with pytest.raises(RestoreError, match="step 3"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+class SaveToo(transformers.TrainerCallback):  # type: ignore[misc]
+    """Asks for a save at the end of each epoch."""
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = True
+
+
+def test_a_second_save_of_a_step_is_none(tmp_path: Path) -> None:
+    trainer(tmp_path, callbacks=[SaveToo()], count=12).train()  # an epoch has three steps
+    assert steps(tmp_path) == folders(tmp_path) == [3, 6, 9, 10]
+
+
+def test_two_nodes_write_one_folder(tmp_path: Path) -> None:
+    """Two nodes may have processes of one number, as two threads have."""
+
+    def write(_: int) -> None:
+        for step in range(40):
+            trainer_folder.write_folder(str(tmp_path), step, "{}")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert folders(tmp_path) == list(range(40))
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_the_last_save_may_fail_if_the_configuration_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_error: Any
+) -> None:
+    full = Rule(verb="upload", key="safetensors", nth=4, fault=Raise(OutOfSpace))
+    faulty(monkeypatch, tmp_path / "ckpt", [full])
+    trained = trainer(tmp_path, ckpt_config=ckpt.SaveConfig(on_error=on_error))
+    expected = nullcontext() if on_error == "warn" else pytest.raises(OutOfSpace)
+    with expected:
+        trained.train()
+    assert trained.state.global_step == 10
+    assert folders(tmp_path) == [3, 6, 9]
 
 
 def test_a_checkpoint_of_transformers_own_is_resumed_and_saved_in_ours(tmp_path: Path) -> None:
@@ -327,19 +412,23 @@ def test_the_example_killed_and_resumed_ends_with_the_same_weights(tmp_path: Pat
 # -- TRL and PEFT ----------------------------------------------------------------------------------
 
 
-def sft(folder: Path, **options: Any) -> Any:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[hf]'")
-    trl = pytest.importorskip("trl", reason="trl is not installed: pip install '.[hf]'")
-    from datasets import Dataset
+def words_tokenizer() -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
     words = {f"w{index}": index for index in range(62)} | {"<pad>": 62, "<eos>": 63}
-    tokenizer = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
         pad_token="<pad>",
         eos_token="<eos>",
     )
+
+
+def sft(folder: Path, **options: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install '.[hf]'")
+    trl = pytest.importorskip("trl", reason="trl is not installed: pip install '.[hf]'")
+    from datasets import Dataset
+
     rows = torch.randint(0, 62, (32, 12), generator=torch.Generator().manual_seed(0)).tolist()
     transformers.set_seed(3)
     net = transformers.LlamaForCausalLM(
@@ -357,7 +446,7 @@ def sft(folder: Path, **options: Any) -> Any:
         model=net,
         args=args,
         train_dataset=Dataset.from_dict({"input_ids": rows}),
-        processing_class=tokenizer,
+        processing_class=words_tokenizer(),
         peft_config=peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
         callbacks=callbacks,
     )
@@ -389,6 +478,7 @@ def test_an_sft_trainer_with_lora_saves_the_adapter_alone_and_resumes(tmp_path: 
     [
         ({"fsdp": "full_shard"}, "does not support FSDP"),
         ({"save_only_model": True}, "save_only_model=True leaves out"),
+        ({"auto_find_batch_size": True}, "set per_device_train_batch_size"),
         ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True"),
         ({"push_to_hub": True, "hub_strategy": "checkpoint", "hub_token": "none"}, "hub_strategy"),
     ],
@@ -398,6 +488,29 @@ def test_arguments_that_are_not_supported_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         trainer(tmp_path, **options)
+
+
+def test_a_tier_that_may_remove_the_best_step_is_refused(tmp_path: Path) -> None:
+    tier = Tier(str(tmp_path / "far"), keep_last=1, keep_best=("eval_loss", "min", 3))
+    with pytest.raises(ConfigError, match="leave keep_best out"):
+        trainer(tmp_path, ckpt_tiers=[tier], **BEST)
+
+
+def test_an_entropy_that_adapts_is_refused(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed: pip install '.[hf]'")
+    from datasets import Dataset
+
+    args = trl.GRPOConfig(
+        str(tmp_path), use_adaptive_entropy=True, use_cpu=True, bf16=False, report_to=[]
+    )
+    with pytest.raises(ConfigError, match="use_adaptive_entropy=True"):
+        door.make_ckpt_trainer(trl.GRPOTrainer)(
+            model=model(),
+            reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["w1"]}),
+            processing_class=words_tokenizer(),
+        )
 
 
 def test_deepspeed_is_refused(tmp_path: Path) -> None:
