@@ -562,7 +562,9 @@ class CheckpointManager:
             if in_time:
                 done.result()
             self._ledger.raise_unreported(kept=False)
-            self._ledger.end_all(missing_at_the_end(self._ledger.pending, timeout))
+            lacking = missing_at_the_end(self._ledger.pending, timeout)
+            if (error := self._ledger.end_all(lacking)) is not None:
+                raise error
 
     def _finish(self, reason: str) -> None:
         """All of ``close`` that may take long.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,9 @@ def test_what_close_gives_up_is_said_and_not_raised(
         else:
             with pytest.raises(StepsMissing):
                 manager.close(timeout=0.1)
+    for thread in threading.enumerate():  # the saves go on, and must not meet the next test
+        if thread.name.startswith("ckpt-"):
+            thread.join(60)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

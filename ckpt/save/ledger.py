@@ -139,14 +139,12 @@ class SaveLedger:
         """Return True if a log line is all that comes of an error of a save."""
         return self._warns and isinstance(error, CkptError) and not isinstance(error, _OF_THE_CALL)
 
-    def end_all(self, missing: StepsMissing | None) -> None:
-        """Log at the end what is ``missing``, and how many saves have failed; raise it instead
-        unless failures are only warned of.
+    def end_all(self, missing: StepsMissing | None) -> StepsMissing | None:
+        """Return what is ``missing`` at the end, to be raised. If failures are only warned of, log
+        it and how many saves have failed, and return None.
         """
         if not self._warns:
-            if missing is not None:
-                raise missing
-            return
+            return missing
         if missing is not None:
             _log.warning("ckpt: %s", missing)
         with self._lock:
@@ -159,6 +157,7 @@ class SaveLedger:
                 *("s" if len(lost) > 1 else "",) * 2,
                 few(list(map(str, lost)), quote=False),
             )
+        return None
 
     def raise_unreported(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
         """Raise the first error that no call has raised yet.

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt.storage.tiers
+from bench.rank_exit import exit_rank
 from ckpt.errors import CkptError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 
@@ -194,8 +195,7 @@ def main(what: str, root: str) -> None:
     dist.init_process_group("gloo")
     {"save": save, "load": load, "process": process}[what](root)
     dist.barrier()
-    dist.destroy_process_group()
-    return None
+    exit_rank()
 
 
 if __name__ == "__main__":
