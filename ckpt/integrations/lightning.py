@@ -201,12 +201,12 @@ class CkptCheckpoint(ModelCheckpoint):
         """
         if len(trainer.checkpoint_callbacks) == 1:  # there is no choice: the restore looks
             return {_Candidate(self._path(_NEWEST), 0.0)}
-        newest = {each: found for each in _callbacks(trainer) if (found := each._newest())}
+        newest = {each: found for each in _callbacks(trainer) if (found := each.newest())}
         if self is not max(newest, key=lambda each: newest[each][0], default=None):
             return set()
         return {_Candidate(self._path(_NEWEST), newest[self][1])}
 
-    def _newest(self) -> tuple[int, float] | None:
+    def newest(self) -> tuple[int, float] | None:
         """Return the newest step on the farthest tier, which ranks share, and its date."""
         tier = self._tiers[-1]
         backend = open_backend(tier.url, tier.options)
