@@ -191,7 +191,8 @@ def killed(root: str) -> None:
 
 def main(what: str, root: str) -> None:
     if what in ("full", "killed"):
-        return {"full": full, "killed": killed}[what](root)
+        {"full": full, "killed": killed}[what](root)
+        return
     dist.init_process_group("gloo")
     {"save": save, "load": load, "process": process}[what](root)
     dist.barrier()
