@@ -87,6 +87,7 @@ def test_accelerate_killed_within_an_epoch_ends_with_the_same_weights(tmp_path: 
     assert resumed.splitlines()[-1] == reference.splitlines()[-1]
 
 
+@pytest.mark.torture
 def test_lightning_killed_between_epochs_ends_with_the_same_weights(tmp_path: Path) -> None:
     reference = run("train_lightning.py", "--epochs", "4", "--root", str(tmp_path / "reference"))
 
