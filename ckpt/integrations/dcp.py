@@ -88,7 +88,23 @@ class _Order:
     spread: frozenset[Path]
 
 
-class CkptWriter(AsyncStager, StorageWriter):
+class _Root:
+    """What the writer and the reader share: the tiers, and the checkpoint ids that name a step."""
+
+    _tiers: tuple[Tier, ...]
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The first tier, without credentials."""
+        return redact(self._tiers[0].url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True if it names a step."""
+        return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
+
+
+class CkptWriter(_Root, AsyncStager, StorageWriter):
     """A ``StorageWriter`` that saves a step of ckpt, with its checksums, tiers and atomic commit.
 
     The step is ``step``, or the number at the end of the ``checkpoint_id`` of the call
@@ -202,16 +218,6 @@ class CkptWriter(AsyncStager, StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The first tier, without credentials."""
-        return redact(self._tiers[0].url)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if it names a step."""
-        return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -328,7 +334,7 @@ class _Failed:
         """Never called. It makes this an object with a state."""
 
 
-class CkptReader(StorageReader):
+class CkptReader(_Root, StorageReader):
     """A ``StorageReader`` for a step of ckpt, written by `CkptWriter` or a ``CheckpointManager``.
 
     Every chunk is read from the nearest tier that has it intact, and verified before it counts. A
@@ -404,16 +410,6 @@ class CkptReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The first tier, without credentials."""
-        return redact(self._tiers[0].url)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if it names a step."""
-        return _NUMBER.fullmatch(os.path.basename(os.fspath(checkpoint_id))) is not None
 
     def _read(self, wanted: Sequence[tuple[ReadItem, torch.Tensor]]) -> None:
         assert self._ref is not None, "DCP reads the metadata first"
