@@ -1,5 +1,5 @@
-"""Finish a commit whose leader died: all ranks have made their parts durable, and nobody has put
-the manifest.
+"""Finish a commit whose leader died: all ranks have made their parts durable, and the manifest is
+missing.
 
 The manifest is the one that the leader would have put, to the byte: the same merge of the same
 fragments, put if absent. What a leader may still decide, or has decided, is left alone. A store
@@ -11,8 +11,8 @@ holds no record of a refusal, so the evidence is what a leader does after its ve
    one.
 3. Each rank of a refused save removes its own files: every fragment must be there, still so when
    our mark (``coordination.claim_marker``) keeps the ranks from removing any. Also every byte of
-   data is compared with its checksum; or, where whoever asks is about to read all of it with its
-   checksums anyway, every file's size.
+   data is compared with its checksum. A caller that is about to read all of it with its checksums
+   anyway has only the size of every file compared.
 
 Not excluded by this: that a save was refused, and then all ranks died before even one of them had
 removed a file. It is whole, and of one attempt.

@@ -307,7 +307,7 @@ def copy_fragments(
 ) -> None:
     """Copy those of ``fragments`` that are not there.
 
-    Their data files go first: whoever finds all fragments may commit them.
+    Their data files go first: a process that finds all fragments may commit them.
     """
     files = manifest.file_map()
     folder.workers.run_all(
@@ -319,8 +319,8 @@ def copy_fragments(
 def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) -> None:
     """Put the manifest of a step whose files are all there.
 
-    ``look`` raises if one of them is not, or not any more: until there is a manifest, who makes
-    room may have taken it for remains.
+    ``look`` raises if one of them is missing: until there is a manifest, a process that makes room
+    may take them for remains.
 
     Raises:
         ObjectExists: As ``fetch_step``.

@@ -21,9 +21,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, Final
 
 from torch import nn
+from transformers.trainer import Trainer  # pyright: ignore[reportMissingImports]
 from transformers.trainer_callback import (  # pyright: ignore[reportMissingImports]
     ExportableState,
     TrainerState,
@@ -31,6 +33,7 @@ from transformers.trainer_callback import (  # pyright: ignore[reportMissingImpo
 from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports]
     get_last_checkpoint,
 )
+from transformers.training_args import TrainingArguments  # pyright: ignore[reportMissingImports]
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
@@ -53,8 +56,6 @@ BEST_STEP: Final = "trainer_best_step"
 _FOLDER: Final = "ckpt"
 
 _log = logging.getLogger("ckpt")
-# by its name: a type checker without the package takes this module for it
-transformers: Any = import_module("transformers")
 _Trainer: Any = object
 _Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 
@@ -81,9 +82,9 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         ckpt_observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        _warn_of_untested(transformers.__version__)
+        _warn_of_untested(version("transformers"))
         for given in (*args, *options.values()):
-            if isinstance(given, transformers.TrainingArguments):
+            if isinstance(given, TrainingArguments):
                 _check_arguments(given)
         super().__init__(*args, **options)
         _check_trainer(self)
@@ -332,7 +333,7 @@ def make_ckpt_trainer(cls: type[Any]) -> type[Any]:
     Raises:
         ConfigError: ``cls`` is no trainer.
     """
-    if not (isinstance(cls, type) and issubclass(cls, transformers.Trainer)):
+    if not (isinstance(cls, type) and issubclass(cls, Trainer)):
         raise ConfigError(f"make_ckpt_trainer takes transformers.Trainer or a subclass, not {cls}")
     if issubclass(cls, CkptTrainerMixin):
         return cls
@@ -489,13 +490,13 @@ def _unsupported(name: str) -> ConfigError:
     )
 
 
-def _warn_of_untested(version: str) -> None:
-    release = tuple(int(part) for part in version.split(".")[:2])
+def _warn_of_untested(installed: str) -> None:
+    release = tuple(int(part) for part in installed.split(".")[:2])
     first, last = (tuple(map(int, each.split("."))) for each in TESTED)
     if not first <= release <= last:
         _log.warning(
             "ckpt: transformers %s is installed, and CkptTrainerMixin was tested with %s to %s: "
             "resume once and compare the losses before you rely on it",
-            version,
+            installed,
             *TESTED,
         )

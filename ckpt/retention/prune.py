@@ -63,7 +63,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneContext:
-    """Who prunes, and what is certain about the steps.
+    """The job that prunes, and what is certain about the steps.
 
     Attributes:
         own: The running attempt. Its newest step stays whatever the numbers of other attempts.

@@ -145,7 +145,7 @@ class TierWriter:
         # what waits on a nearer tier can wait out a store that is down for a while
         self._retry = self._patient if job.is_stored else RetryPolicy()
         committer = self._committer(job.trial)
-        if abort := self._abort(job):
+        if abort := self._reason_to_abort(job):
             committer.commit(
                 job.ref,
                 Failed(str(abort)),
@@ -336,7 +336,7 @@ class TierWriter:
             read_all=self._readers.stream if self._coordinator.world_size >= _MANY else in_turn,
         )
 
-    def _abort(self, job: SaveJob) -> CkptError | None:
+    def _reason_to_abort(self, job: SaveJob) -> CkptError | None:
         """Return the reason to abort ``job`` before anything is written: the leader's objection,
         or a lack of room.
         """

@@ -52,34 +52,19 @@ def test_quickstart_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.torture
-def test_digits_killed_within_an_epoch_end_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["train_digits.py", "train_accelerate.py"])
+def test_digits_killed_within_an_epoch_end_with_the_same_weights(
+    tmp_path: Path, script: str
+) -> None:
     options = ["--epochs", "1", "--save-every", "4", "--root"]
-    reference = run("train_digits.py", *options, str(tmp_path / "reference"))
+    reference = run(script, *options, str(tmp_path / "reference"))
 
     root = tmp_path / "killed"
-    with start("train_digits.py", *options, str(root)) as process:
+    with start(script, *options, str(root)) as process:
         while len(list(root.glob("step-*/manifest.json"))) < 2 and process.poll() is None:
             time.sleep(0.0005)
         processes.kill_all(process)
-    resumed = run("train_digits.py", *options, str(root))
-
-    assert "resumed from step" in resumed
-    assert "epoch 0" in resumed
-    assert resumed.splitlines()[-1].startswith("accuracy")
-    assert resumed.splitlines()[-1] == reference.splitlines()[-1]
-
-
-@pytest.mark.torture
-def test_accelerate_killed_within_an_epoch_ends_with_the_same_weights(tmp_path: Path) -> None:
-    options = ["--epochs", "1", "--save-every", "4", "--root"]
-    reference = run("train_accelerate.py", *options, str(tmp_path / "reference"))
-
-    root = tmp_path / "killed"
-    with start("train_accelerate.py", *options, str(root)) as process:
-        while len(list(root.glob("step-*/manifest.json"))) < 2 and process.poll() is None:
-            time.sleep(0.0005)
-        processes.kill_all(process)
-    resumed = run("train_accelerate.py", *options, str(root))
+    resumed = run(script, *options, str(root))
 
     assert "resumed from step" in resumed
     assert "epoch 0" in resumed

@@ -43,6 +43,7 @@ from tests.integrations.trainers import (
     Stopped,
     Trainer,
     arguments,
+    flip,
     losses,
     model,
     same,
@@ -194,17 +195,6 @@ def test_a_folder_names_the_step_to_go_back_to(tmp_path: Path) -> None:
     assert losses(again) == losses(whole)
 
 
-def flip(folder: Path, step: int) -> None:
-    """Change one byte in the middle of the data of a step."""
-    (found,) = (folder / "ckpt").glob(f"step-{step:09d}.*")
-    path = max(
-        (each for each in found.rglob("*") if each.is_file()), key=lambda e: e.stat().st_size
-    )
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("asked", [True, "auto"])
 def test_a_damaged_newest_step_gives_way_to_the_one_before(tmp_path: Path, asked: Any) -> None:
     whole = trainer(tmp_path / "whole")
@@ -220,6 +210,11 @@ def test_a_damaged_newest_step_gives_way_to_the_one_before(tmp_path: Path, asked
     assert resumed._initial_global_step == 3
     assert losses(resumed) == losses(whole)
     assert same(weights(resumed), weights(whole))
+
+
+def test_two_ranks_go_back_to_one_step_from_a_damaged_one(tmp_path: Path) -> None:
+    worker = HERE / "workers" / "trainer_damaged.py"
+    assert "resumed from 3 and equal" in torchrun(2, str(worker), tmp_path)
 
 
 def test_an_error_names_the_step_if_all_are_damaged(tmp_path: Path) -> None:
@@ -586,7 +581,7 @@ def test_a_release_that_was_not_tested_is_named_with_the_range(
 ) -> None:
     trainer(tmp_path)
     assert not caplog.records
-    monkeypatch.setattr(transformers, "__version__", "6.0.1")
+    monkeypatch.setattr(door, "version", lambda _: "6.0.1")
     with caplog.at_level(logging.WARNING, "ckpt"):
         trainer(tmp_path)
     assert "transformers 6.0.1 is installed" in caplog.text

@@ -84,6 +84,17 @@ def trainer(folder: Path | str, kind: Any = CkptTrainer, **options: Any) -> Any:
     return kind(model=net, args=args, train_dataset=Words(count), eval_dataset=Words(8), **own)
 
 
+def flip(folder: Path, step: int) -> None:
+    """Change one byte in the middle of the data of a step."""
+    (found,) = (folder / "ckpt").glob(f"step-{step:09d}.*")
+    path = max(
+        (each for each in found.rglob("*") if each.is_file()), key=lambda e: e.stat().st_size
+    )
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def losses(trained: Any) -> Losses:
     return [(each["step"], each["loss"]) for each in trained.state.log_history if "loss" in each]
 
