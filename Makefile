@@ -42,9 +42,10 @@ integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the rea
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)
 
-check: $(STAMP) ## format, lint, types (mypy and pyright, strict), storeys
+check: $(STAMP) ## format, lint, spelling, types (mypy and pyright, strict), layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	PYTHONPATH=.:backends $(BIN)/lint-imports --no-logo
