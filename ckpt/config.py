@@ -409,6 +409,21 @@ def ranks_on_this_node() -> int:
     return 1
 
 
+def rank_of_this_process() -> int:
+    """Return the rank that the launcher names (torchrun, Slurm, MPI); 0 if none does."""
+    return _first_number("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+def local_rank_of_this_process() -> int:
+    """Return the rank within the node that the launcher names; 0 if none does."""
+    return _first_number("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def _first_number(*variables: str) -> int:
+    found = (os.environ.get(variable, "") for variable in variables)
+    return next((int(text) for text in found if text.isdecimal()), 0)
+
+
 def job_address() -> tuple[str, int] | None:
     """Return the host and port at which the launcher says that rank 0 is reached."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

@@ -18,11 +18,18 @@ class SaveStaged:
 
     ``stall_seconds`` is what it has cost the training thread: the call, and the wait at the fence
     if there was one.
+
+    Attributes:
+        tiers: The URLs of the tiers that the step goes to, nearest first. For each of them there is
+            a `SaveCommitted` or a `TierMissed` later.
+        slot_bytes: The size of all slots of this rank.
     """
 
     step: int
     nbytes: int
     stall_seconds: float
+    tiers: tuple[str, ...] = ()
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,18 @@ class SaveCommitted:
     tier: str
     nbytes: int
     durable_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierMissed:
+    """The step did not become a checkpoint on the tier, and never will.
+
+    The save may succeed on other tiers all the same.
+    """
+
+    step: int
+    tier: str
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +120,16 @@ class Restored:
     seconds: float
 
 
-Event = SaveStaged | SaveCommitted | SaveFailed | StepDamaged | Repaired | CommitFinished | Restored
+Event = (
+    SaveStaged
+    | SaveCommitted
+    | TierMissed
+    | SaveFailed
+    | StepDamaged
+    | Repaired
+    | CommitFinished
+    | Restored
+)
 Observer = Callable[[Event], None]
 
 

@@ -78,6 +78,11 @@ class PendingSave:
         return min(1.0, self._written / self._total) if self._total else 1.0
 
     @property
+    def tiers(self) -> tuple[str, ...]:
+        """The URLs of the tiers that the save goes to, nearest first."""
+        return tuple(self._names)
+
+    @property
     def stall_seconds(self) -> float:
         """What the save has cost the training thread: the call, and the wait of the optimizer's
         step.

@@ -30,7 +30,7 @@ from ckpt.errors import (
     TensorChanged,
     UnsupportedValue,
 )
-from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged
+from ckpt.events import Event, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.model.keys import OWNER
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.registry import open_backend
@@ -625,11 +625,15 @@ def test_observers_are_told_what_happens_and_cannot_break_it(
         SaveStaged,
         SaveCommitted,
         SaveStaged,
+        TierMissed,
         SaveFailed,
         Restored,
     ]
-    assert [event.step for event in told] == [1, 1, 2, 2, 1]
-    committed = told[1]
+    assert [event.step for event in told] == [1, 1, 2, 2, 2, 1]
+    staged, committed = told[:2]
+    assert isinstance(staged, SaveStaged)
+    assert staged.tiers == (memory,)
+    assert staged.slot_bytes >= staged.nbytes == 4096 + 8
     assert isinstance(committed, SaveCommitted)
     assert committed.tier == memory
     assert committed.nbytes == 4096 + 8

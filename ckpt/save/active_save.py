@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckpt.errors import CkptError, PeerFailed, SaveSkipped, StagingError
-from ckpt.events import Observers, SaveCommitted, SaveStaged
+from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.ledger import SaveLedger
@@ -76,18 +76,24 @@ class SaveOutcome:
     The save ends when it has ended on all tiers and its slot is free again, so that a caller that
     waited for it finds a free slot.
 
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_outcome`` and
-    ``_free``.
+    Args:
+        pending: The handle of the save.
+        reports: Where its outcome goes.
+        slot_bytes: The size of all slots of this rank.
+
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_outcome``,
+    ``_free`` and ``_missed``.
     """
 
-    def __init__(self, pending: PendingSave, reports: Reports) -> None:
+    def __init__(self, pending: PendingSave, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
         self.staged = threading.Event()
         """Set once the observers know that the state is in host memory, so that events come in
         order.
         """
-        self._reports = reports
+        self._reports, self._slot_bytes = reports, slot_bytes
         self._lock = threading.Lock()
+        self._missed: list[TierMissed] = []
         self._outcome: CkptError | bool | None = True
         self._free = False
 
@@ -95,7 +101,11 @@ class SaveOutcome:
         """The state is in host memory."""
         pending = self.pending
         event = SaveStaged(
-            step=pending.step, nbytes=pending.nbytes, stall_seconds=pending.stall_seconds
+            step=pending.step,
+            nbytes=pending.nbytes,
+            stall_seconds=pending.stall_seconds,
+            tiers=pending.tiers,
+            slot_bytes=self._slot_bytes,
         )
         self._reports.observers.notify(event)
 
@@ -129,14 +139,25 @@ class SaveOutcome:
             error = SaveSkipped(self.pending.step, reasons)
         if not required:
             self._reports.notices.missed(self.pending.step, url, error)
+        with self._lock:
+            self._missed.append(TierMissed(step=self.pending.step, tier=url, error=error))
+        if self.staged.is_set():  # else the copying waits for this thread, perhaps
+            self._tell_missed()
         self._end(url, error, required=required)
 
     def slot_is_free(self) -> None:
         """The slot of the save was released."""
         self.staged.wait()
+        self._tell_missed()
         with self._lock:
             self._free = True
             self._end_if_over()
+
+    def _tell_missed(self) -> None:
+        with self._lock:
+            missed, self._missed = self._missed, []
+        for event in missed:
+            self._reports.observers.notify(event)
 
     def _end(self, url: str, error: CkptError | None, *, required: bool) -> None:
         with self._lock:

@@ -225,7 +225,9 @@ class Saver:
         self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot
     ) -> HandOver:
         """Return what takes a save into the background. Nothing happens until its ``begin``."""
-        save = ActiveSave(job, snapshot, slot, SaveOutcome(pending, self._reports))
+        save = ActiveSave(
+            job, snapshot, slot, SaveOutcome(pending, self._reports, self.slots.nbytes)
+        )
         stream, stage = Once(partial(self._stream, save)), Once(save.copy_late)
         return HandOver(save, self._streamer, self._copier, stream, stage)
 

@@ -101,6 +101,11 @@ class SlotPool:
         with self._changed:
             return list(self._made)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all slots there are."""
+        return sum(slot.capacity for slot in self.made)
+
     def plan(self, nbytes: int) -> None:
         """Decide now how many slots of ``nbytes`` there will be. Raises ``HostMemoryExhausted`` if
         there is no memory for one.

@@ -1,0 +1,62 @@
+"""The steps that wait for each tier, by the events of their saves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from ckpt.events import Event, SaveCommitted, SaveFailed, SaveStaged, TierMissed
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A step that waits for a tier: the bytes of this rank, and ``time.monotonic()`` when it was
+    staged.
+    """
+
+    nbytes: int
+    since: float
+
+
+class Backlog:
+    """The steps that were staged and are not on a tier yet.
+
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_waiting``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[int, Waiting]] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event."""
+        with self._lock:
+            match event:
+                case SaveStaged():
+                    for tier in event.tiers:
+                        waiting = Waiting(event.nbytes, time.monotonic())
+                        self._waiting.setdefault(tier, {})[event.step] = waiting
+                case SaveCommitted() | TierMissed():
+                    self._waiting.get(event.tier, {}).pop(event.step, None)
+                case SaveFailed():
+                    for steps in self._waiting.values():
+                        steps.pop(event.step, None)
+                case _:
+                    pass
+
+    def steps(self, tier: str) -> int:
+        """Return how many steps wait for ``tier``."""
+        with self._lock:
+            return len(self._waiting.get(tier, ()))
+
+    def nbytes(self, tier: str) -> int:
+        """Return how many bytes of this rank wait for ``tier``."""
+        with self._lock:
+            return sum(waiting.nbytes for waiting in self._waiting.get(tier, {}).values())
+
+    def age_seconds(self, tier: str) -> float:
+        """Return for how long the oldest step has waited for ``tier``; 0 if none waits."""
+        with self._lock:
+            since = [waiting.since for waiting in self._waiting.get(tier, {}).values()]
+        return time.monotonic() - min(since) if since else 0.0

@@ -1,0 +1,179 @@
+"""Metrics of one rank for Prometheus."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from functools import partial
+from typing import Any
+
+from ckpt.checks import shown, whole
+from ckpt.config import local_rank_of_this_process, rank_of_this_process
+from ckpt.errors import ConfigError
+from ckpt.events import (
+    CommitFinished,
+    Event,
+    Repaired,
+    Restored,
+    SaveCommitted,
+    SaveFailed,
+    SaveStaged,
+    StepDamaged,
+    TierMissed,
+)
+from ckpt.observe.backlog import Backlog
+from ckpt.observe.series import make_series, prometheus
+from ckpt.observe.space import FolderSpace
+from ckpt.storage.places import is_folder
+from ckpt.storage.registry import scheme_of
+
+_log = logging.getLogger("ckpt")
+
+
+class Metrics:
+    """An observer that keeps the metrics of a rank in a Prometheus registry.
+
+    Args:
+        port: Serve them at ``http://HOST:PORT/metrics``. The local rank is added, so that each rank
+            of a node has a port of its own. 0 takes any free port. None: do not serve.
+        host: The address to listen at. Metrics are served to everyone that reaches it.
+        textfile: A folder for the textfile collector of node-exporter. The file of this rank,
+            ``ckpt-RANK.prom``, is replaced after each event.
+        run: The label ``run`` of all series.
+        rank: The label ``rank``; None for the rank that the launcher names.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+        ConfigError: The port is taken, or ``textfile`` is no folder.
+
+    Thread safety: all methods may be called from any thread. The registry guards itself, and the
+    fields that change are single values.
+
+    Attributes:
+        registry: The `prometheus_client.CollectorRegistry`.
+        port: The port it is served at; None if it is not.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        textfile: str | os.PathLike[str] | None = None,
+        run: str = "",
+        rank: int | None = None,
+    ) -> None:
+        rank = rank_of_this_process() if rank is None else rank
+        self.registry, self._series = make_series(run, rank)
+        self._series.durable_timestamp_seconds().set_to_current_time()
+        self._backlog = Backlog()
+        self._tiers: set[str] = set()
+        self._staged_at = 0.0
+        self._file: str | None = None
+        if textfile is not None:
+            self._file = os.path.join(os.fspath(textfile), f"ckpt-{rank}.prom")
+            self._write_first()
+        self._server: Any = None
+        self.port: int | None = None
+        if port is not None:
+            whole("port", port, 0, 65535)
+            self._serve(host, port + local_rank_of_this_process() if port else 0)
+
+    def __call__(self, event: Event) -> None:
+        """Count an event."""
+        self._backlog(event)
+        series = self._series
+        match event:
+            case SaveStaged():
+                self._staged(event)
+            case SaveCommitted():
+                self._committed(event)
+            case TierMissed():
+                series.tier_misses(event.tier, type(event.error).__name__).inc()
+            case SaveFailed():
+                series.failures(type(event.error).__name__).inc()
+            case StepDamaged():
+                series.damaged_steps(event.tier).inc()
+            case Repaired():
+                series.repairs(event.tier, str(event.mended).lower()).inc()
+                series.repaired_bytes(event.tier).inc(event.nbytes)
+            case CommitFinished():
+                series.finished_commits().inc()
+            case Restored():
+                series.restore_seconds(event.tier).observe(event.seconds)
+                series.restored_bytes(event.tier).inc(event.nbytes)
+                series.restored_step().set(event.step)
+        if self._file is not None:
+            self._write()
+
+    def close(self) -> None:
+        """Stop serving. The end of the process does the same."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = self.port = None
+
+    def _staged(self, event: SaveStaged) -> None:
+        series, now = self._series, time.monotonic()
+        series.stall_seconds().observe(event.stall_seconds)
+        series.staged_bytes().inc(event.nbytes)
+        series.staged_step().set(event.step)
+        series.slot_bytes().set(event.slot_bytes)
+        if self._staged_at:
+            series.save_interval_seconds().set(now - self._staged_at)
+        self._staged_at = now
+        for tier in event.tiers:
+            if tier not in self._tiers:
+                self._tiers.add(tier)
+                self._watch(tier)
+
+    def _committed(self, event: SaveCommitted) -> None:
+        series = self._series
+        series.durable_seconds(event.tier).observe(event.durable_seconds)
+        series.committed_bytes(event.tier).inc(event.nbytes)
+        series.tier_step(event.tier).set(event.step)
+        series.tier_commit_timestamp_seconds(event.tier).set_to_current_time()
+        if scheme_of(event.tier) != "shm":
+            series.durable_step().set(event.step)
+            series.durable_timestamp_seconds().set_to_current_time()
+
+    def _watch(self, tier: str) -> None:
+        """Make the series of a tier whose values are computed when they are asked for."""
+        series, space = self._series, FolderSpace(tier)
+        series.backlog_steps(tier).set_function(partial(self._backlog.steps, tier))
+        series.backlog_bytes(tier).set_function(partial(self._backlog.nbytes, tier))
+        series.backlog_age_seconds(tier).set_function(partial(self._backlog.age_seconds, tier))
+        if is_folder(tier):
+            series.tier_free_bytes(tier).set_function(space.free)
+            series.tier_size_bytes(tier).set_function(space.size)
+
+    def _serve(self, host: str, port: int) -> None:
+        try:
+            self._server = prometheus().start_http_server(port, addr=host, registry=self.registry)[
+                0
+            ]
+        except OSError as error:
+            raise ConfigError(
+                f"metrics cannot be served at {host}:{port} ({error.strerror or error}): give "
+                "another port, or stop what listens there"
+            ) from None
+        self.port = self._server.server_port
+
+    def _write_first(self) -> None:
+        try:
+            self._write_file()
+        except OSError as error:
+            raise ConfigError(
+                f"textfile={shown(self._file)} cannot be written ({error.strerror or error}): give "
+                "the folder that node-exporter reads (--collector.textfile.directory)"
+            ) from None
+
+    def _write(self) -> None:
+        try:
+            self._write_file()
+        except OSError as error:  # the next event tries again
+            _log.warning("ckpt: %s was not written: %s", self._file, error)
+
+    def _write_file(self) -> None:
+        prometheus().write_to_textfile(self._file or "", self.registry)

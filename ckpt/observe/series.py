@@ -1,0 +1,84 @@
+"""The names of the metrics, and the registry that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, Final, Literal
+
+from ckpt.errors import MissingExtra
+
+_Kind = Literal["counter", "gauge", "stall", "wait"]
+_TIER: Final = ("tier",)
+_BUCKETS: Final = {
+    "stall": (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60),
+    "wait": (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600),
+}
+"""The upper bounds of the histograms in seconds."""
+
+SERIES: Final[dict[str, tuple[_Kind, tuple[str, ...], str]]] = {
+    "stall_seconds": ("stall", (), "What a save has cost the training thread."),
+    "durable_seconds": ("wait", _TIER, "From the call of a save to its commit on the tier."),
+    "restore_seconds": ("wait", _TIER, "A restore, by the tier that most of it came from."),
+    "staged_bytes": ("counter", (), "Bytes copied to host memory."),
+    "committed_bytes": ("counter", _TIER, "Bytes of committed steps, by tier."),
+    "restored_bytes": ("counter", _TIER, "Bytes restored, by the tier that most came from."),
+    "repaired_bytes": ("counter", _TIER, "Bytes that the tier should have had intact."),
+    "repairs": ("counter", (*_TIER, "mended"), "Files that the tier should have had intact."),
+    "damaged_steps": ("counter", _TIER, "Steps that a restore passed over as damaged."),
+    "finished_commits": ("counter", (), "Commits of dead jobs that a restore has finished."),
+    "failures": ("counter", ("error",), "Saves that failed or were skipped, by error class."),
+    "tier_misses": ("counter", (*_TIER, "error"), "Steps that did not get to the tier."),
+    "staged_step": ("gauge", (), "The newest step in host memory."),
+    "restored_step": ("gauge", (), "The step that was restored last."),
+    "tier_step": ("gauge", _TIER, "The newest step on the tier."),
+    "tier_commit_timestamp_seconds": ("gauge", _TIER, "When a step was last committed there."),
+    "durable_step": ("gauge", (), "The newest step on a tier that is not in memory."),
+    "durable_timestamp_seconds": ("gauge", (), "When that was; before it, when the job began."),
+    "save_interval_seconds": ("gauge", (), "Between the last two saves."),
+    "slot_bytes": ("gauge", (), "Host memory of all slots of the rank."),
+    "backlog_steps": ("gauge", _TIER, "Steps that wait for the tier."),
+    "backlog_bytes": ("gauge", _TIER, "Bytes of this rank that wait for the tier."),
+    "backlog_age_seconds": ("gauge", _TIER, "For how long the oldest of them has waited."),
+    "tier_free_bytes": ("gauge", _TIER, "Free space of the file system of the tier."),
+    "tier_size_bytes": ("gauge", _TIER, "Size of the file system of the tier."),
+}
+"""Each metric: its kind, its labels beside ``run`` and ``rank``, and what it says. All names begin
+with ``ckpt_``, and those of counters end with ``_total``.
+"""
+
+
+def prometheus() -> Any:
+    """Import prometheus-client. Raises ``MissingExtra`` if it is not installed."""
+    try:
+        return import_module("prometheus_client")
+    except ImportError:
+        raise MissingExtra("Metrics", "prometheus-client", "metrics") from None
+
+
+def make_series(run: str, rank: int) -> tuple[Any, Any]:
+    """Make a registry with all metrics of a rank.
+
+    Returns:
+        The registry, and an object with a function for each metric. The function takes the values
+        of the metric's own labels and returns the series.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+    """
+    client = prometheus()
+    registry = client.CollectorRegistry()
+    found: dict[str, Callable[..., Any]] = {}
+    for name, (kind, labels, text) in SERIES.items():
+        given: dict[str, Any] = {"registry": registry, "labelnames": ("run", "rank", *labels)}
+        match kind:
+            case "counter":
+                metric: Any = client.Counter(f"ckpt_{name}", text, **given)
+            case "gauge":
+                metric = client.Gauge(f"ckpt_{name}", text, **given)
+            case _:
+                metric = client.Histogram(f"ckpt_{name}", text, buckets=_BUCKETS[kind], **given)
+        found[name] = partial(metric.labels, run, str(rank))
+    return registry, SimpleNamespace(**found)
