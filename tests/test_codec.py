@@ -140,7 +140,7 @@ def test_a_manager_that_names_no_codec_reads_what_one_with_it_wrote(tmp_path: Pa
 def test_a_part_of_a_tensor_is_read_through_the_chunks_that_hold_it(tmp_path: Path) -> None:
     """As another mesh would ask for it."""
     from ckpt.model.box import Box
-    from ckpt.pipeline.reader import ChunkReader, StoredFile, read_plan
+    from ckpt.pipeline.reader import ChunkReader, read_plan
     from ckpt.pipeline.retry import RetryPolicy
     from ckpt.plan.leaf import Leaf
     from ckpt.plan.restore import ChunkRead, plan_restore
@@ -170,7 +170,7 @@ def test_a_part_of_a_tensor_is_read_through_the_chunks_that_hold_it(tmp_path: Pa
             plan,
             Sink(),
             reader=ChunkReader(backend, RetryPolicy()),
-            file_of=lambda _: StoredFile(ref.key(ENCODED), manifest.stored_bytes, "zstd"),
+            files=manifest.stored_files(),
             workers=workers,
             on_bytes=lambda _: None,
         )

@@ -80,11 +80,11 @@ def finalize(
     manifest = merge(parts)
     fragments = {part.rank: fragment_of(part, key=ref.key(named.name)) for part, named in parts}
     whole = fill(manifest, fragments, key=ref.manifest)
-    encodings = whole.encodings()
+    files = whole.stored_files().values()
     if read_data:
-        faults, _ = verify_files(folder, whole.files, encodings, on_progress=on_progress)
+        faults, _ = verify_files(folder, files, on_progress=on_progress)
     else:
-        faults = size_faults(folder, manifest.files, encodings)
+        faults = size_faults(folder, files)
     if faults:
         raise faults[0].error()
     # as the leader asks, right before its put
@@ -101,7 +101,7 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
     backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):
         raise CommitError(f"step {ref.step}: it was refused, and is being cleared away just now")
-    if faults := size_faults(folder, manifest.files, manifest.encodings()):
+    if faults := size_faults(folder, manifest.stored_files().values()):
         raise faults[0].error()
     folder.require_fragments(manifest)
     retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))

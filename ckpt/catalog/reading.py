@@ -16,7 +16,7 @@ from ckpt.model.box import Box, split_rows
 from ckpt.model.dtype import DTYPES
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Manifest, Tensor
-from ckpt.pipeline.reader import ChunkReader, StoredFile, read_plan
+from ckpt.pipeline.reader import ChunkReader, read_plan
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.leaf import Leaf
@@ -73,7 +73,7 @@ class StepReader:
         self.tensors = manifest.tensor_map()
         self.read_bytes = 0
         self._workers, self._reader = workers, ChunkReader(backend, retry or RetryPolicy())
-        self._files, self._encodings = manifest.file_map(), manifest.encodings()
+        self._files = manifest.stored_files()
 
     def tensor(self, name: str) -> Tensor:
         """Raises ``EntryMissing``."""
@@ -98,14 +98,11 @@ class StepReader:
             plan,
             _MemorySink(leaves, [each.out for each in wanted]),
             reader=self._reader,
-            file_of=self._file,
+            files=self._files,
             workers=self._workers,
             on_bytes=self.on_bytes,
         )
         self.read_bytes += plan.read_bytes
-
-    def _file(self, rank: int) -> StoredFile:
-        return StoredFile.of(self.ref, self._files[rank], self._encodings.get(rank))
 
     def checksums(self, name: str) -> dict[Box, str]:
         """The boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""

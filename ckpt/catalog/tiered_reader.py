@@ -20,21 +20,18 @@ from ckpt.catalog.fragments import Parts, filled, load_fragment
 from ckpt.catalog.index import read_packed
 from ckpt.errors import IntegrityError, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
-from ckpt.pipeline.reader import ChunkReader, Missed, Sink, StoredFile, runs_of
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
+from ckpt.pipeline.reader import ChunkReader, Missed, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.reach import Reach, reach_of, verdict
-from ckpt.plan.rebase import Rebase
-from ckpt.plan.restore import ChunkRead, RestorePlan
+from ckpt.plan.rebase import rebase
+from ckpt.plan.restore import ChunkRead, Place, RestorePlan
 from ckpt.storage.api import StorageBackend
 
 T = TypeVar("T")
-
-Place = tuple[int, int]
-"""Of a chunk: the rank whose file it is in, and its offset there."""
 
 OnChunk = Callable[[int, ChunkRead, memoryview], None]
 """As ``pipeline.reader.OnProven``, with the position of the source before it."""
@@ -103,10 +100,10 @@ class TieredReader:
         self._retry, self._on_repair = retry, on_repair
         self._lock = threading.Lock()
         self._manifests: dict[int, Manifest] = {}
-        self._places: dict[int, Mapping[int, StoredFile]] = {}
-        self._rebases: dict[int, Rebase] = {}
+        self._stored: dict[int, tuple[Manifest, Mapping[int, StoredFile]]] = {}
         self._readers = [ChunkReader(source, retry) for source in sources]
         self._here: Manifest | None = None
+        self._found_at = 0
         self._packed = b""
         self._parts: Parts | None = None
         self._gone: dict[tuple[int, str], Exception] = {}  # an empty key: all of the source
@@ -140,6 +137,7 @@ class TieredReader:
 
         position, (manifest, packed) = self._nearest(self.ref.manifest, 0, found)
         self._here = self._manifests[position] = manifest
+        self._found_at = position
         self._packed = packed
         self._parts = Parts(manifest, lambda *of: self._fragment(*of, first=position)[0])
         return Found(position, self._parts.outline, packed)
@@ -161,7 +159,7 @@ class TieredReader:
                 raise
             with self._lock:
                 self._gone[found.position, ""] = error
-                self._manifests, self._places, self._rebases = {}, {}, {}
+                self._manifests, self._stored = {}, {}
             try:
                 return self.whole(work)
             except (IntegrityError, StorageError):
@@ -278,35 +276,30 @@ class TieredReader:
         told: dict[Place, list[tuple[str, Exception]]] = {}
         given: list[Sequence[ChunkRead]] = []
 
-        def ask(position: int, meant: Mapping[Place, Place], run: Run) -> list[Place]:
+        def ask(position: int, run: Run) -> list[Place]:
             missed = self._ask(position, run, sink, on_chunk)
             for read, error in missed:
-                said = told.setdefault(meant[_place(read)], [])
+                said = told.setdefault(read.place, [])
                 said.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
                     raise verdict(said, self._files(position)[run.rank].key) from error
-            return [meant[_place(read)] for read, _ in missed]
+            return [read.place for read, _ in missed]
 
         for position in range(len(self.sources)):
             if not reads:
                 given.append(())
                 continue
-            pairs = self._rebase(position)(reads)
-            meant = {_place(there): _place(here) for here, there in pairs}
-            runs = runs_of(there for _, there in pairs)
-            lacking = {
-                place
-                for part in run_all(partial(ask, position, meant, run) for run in runs)
-                for place in part
-            }
-            if len(meant) < len(reads):
-                lacking |= {_place(read) for read in reads}.difference(meant.values())
+            there = self._reads_there(position, reads)
+            parts = run_all(partial(ask, position, run) for run in runs_of(there))
+            lacking = {place for part in parts for place in part}
+            if len(there) < len(reads):
+                lacking |= {read.place for read in reads} - {read.place for read in there}
             given.append(
-                [read for read in reads if _place(read) not in lacking] if lacking else reads
+                [read for read in reads if read.place not in lacking] if lacking else reads
             )
-            reads = [read for read in reads if _place(read) in lacking] if lacking else ()
+            reads = [read for read in reads if read.place in lacking] if lacking else ()
         if reads:
-            if said := told.get(_place(reads[0]), []):
+            if said := told.get(reads[0].place, []):
                 raise verdict(said, self.ref.folder)
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given
@@ -322,35 +315,31 @@ class TieredReader:
             self.failed(position, file.key, what, read.stored_nbytes)
         return missed
 
-    def _rebase(self, position: int) -> Rebase:
-        """From the manifest that was found to the files of a source."""
+    def _reads_there(self, position: int, reads: Sequence[ChunkRead]) -> Sequence[ChunkRead]:
+        """Reads of the manifest that was found, as reads of the files of a source."""
         assert self._here is not None
-        there = self.layout(position)
-        known = self._rebases.get(position)
-        if known is None or known.there is not there:
-            known = self._rebases[position] = Rebase(self._here, there)
-        return known
+        if self.layout(position) is self._here:
+            return reads
+        return rebase(reads, self._files(self._found_at), self._files(position))
 
     def _files(self, position: int) -> Mapping[int, StoredFile]:
         """The file of each rank on a source; made once, for there may be many thousands."""
         there = self.layout(position)
-        if (known := self._places.get(position)) is None:
-            encodings = there.encodings()
-            known = self._places[position] = {
-                file.rank: StoredFile.of(self.ref, file, encodings.get(file.rank))
-                for file in there.files
-            }
-        return known
+        known = self._stored.get(position)
+        if known is None or known[0] is not there:
+            known = self._stored[position] = there, there.stored_files()
+        return known[1]
 
-    def fault(self, position: int, file: File | FragmentRef) -> Exception | None:
+    def fault(self, position: int, file: StoredFile | FragmentRef) -> Exception | None:
         """What is wrong with a file on a source, as far as its size tells."""
-        key, wanted = self.ref.key(file.name), file.size
         if dead := self.gone(position, ""):
             return dead
-        if isinstance(file, File):
-            if (place := self._files(position).get(file.rank)) is None:
-                return ObjectNotFound(key)
-            key, wanted = place.key, place.size
+        if isinstance(file, StoredFile):
+            if (there := self._files(position).get(file.rank)) is None:
+                return ObjectNotFound(file.key)
+            key, wanted = there.key, there.size
+        else:
+            key, wanted = self.ref.key(file.name), file.size
         try:
             size = self._retry.call(partial(self.sources[position].head, key)).size
         except TransientStorageError as error:
@@ -386,17 +375,15 @@ class TieredReader:
             if self._noting and not never and position + 1 < len(self.sources):
                 self._note(self.sources[position].url, what, error, nbytes)
 
-    def mended(self, position: int, file: File) -> None:
+    def mended(self, position: int, key: str) -> None:
         """A source has got a good copy of a file."""
-        key = self.ref.key(file.name)
         with self._lock:
             self._gone.pop((position, key), None)
             if known := self._repairs.get(place := (self.sources[position].url, key)):
                 self._repairs[place] = replace(known, mended=True)
 
-    def is_damaged(self, position: int, file: File) -> bool:
+    def is_damaged(self, position: int, key: str) -> bool:
         """Whether a source has the file, and chunks of it were not intact."""
-        key = self.ref.key(file.name)
         with self._lock:
             known = self._repairs.get((self.sources[position].url, key))
             return known is not None and not known.mended and (position, key) not in self._gone
@@ -436,7 +423,3 @@ class TieredReader:
             self.failed(position, key, error, nbytes)
             told.append((source.url, error))
         raise verdict(told, key)
-
-
-def _place(read: ChunkRead) -> Place:
-    return read.rank, read.offset

@@ -46,7 +46,7 @@ from ckpt.model.manifest import (
     FragmentRef,
     Manifest,
     Packed,
-    stored_size,
+    StoredFile,
 )
 from ckpt.model.packed import pack_fragment, read_fragment
 from ckpt.pipeline.encoded import widths_of, write_encoded
@@ -80,8 +80,7 @@ class FileCopy:
     for it.
     """
 
-    file: File
-    encoding: Encoding | None
+    stored: StoredFile
     position: int
 
 
@@ -99,14 +98,23 @@ class Recoding:
         """Of a rank's file there."""
         return data_name(rank, encoded=self.encoder is not None)
 
-    def write(self, write: ImageWrite, rank: int, destination: StorageBackend) -> Encoding | None:
-        """Write the file of ``rank`` there. Returns how it is encoded."""
+    def stored(self, source: StoredFile, encoding: Encoding | None) -> StoredFile:
+        """A file of the source as it is there."""
+        return StoredFile.of(
+            source.ref, replace(source.file, name=self.name(source.rank)), encoding
+        )
+
+    def write(
+        self, write: ImageWrite, source: StoredFile, destination: StorageBackend
+    ) -> StoredFile:
+        """Write a file of the source there."""
         if (encoder := self.encoder) is None:
             write_image(write, destination)
-            return None
-        widths = widths_of(write.chunks, self.parts[rank].tensors)
+            return self.stored(source, None)
+        widths = widths_of(write.chunks, self.parts[source.rank].tensors)
         _, lengths = write_encoded(write, destination, encoder, widths)
-        return Encoding(rank, encoder.codec, lengths) if lengths else None
+        encoding = Encoding(source.rank, encoder.codec, lengths) if lengths else None
+        return self.stored(source, encoding)
 
     def fragment(self, rank: int, encoding: Encoding | None) -> Packed:
         """The fragment of a rank there."""
@@ -167,15 +175,16 @@ def _manifest(source: StorageBackend, ref: StepRef) -> bytes:
 
 
 def _meter(
-    manifest: Manifest, missing: Sequence[File], on_progress: OnProgress | None, *, recoded: bool
+    manifest: Manifest,
+    missing: Sequence[StoredFile],
+    on_progress: OnProgress | None,
+    *,
+    recoded: bool,
 ) -> Meter:
     """Return a meter of the whole step, which has passed all files that are not ``missing``."""
-    encodings = manifest.encodings()
     meter = Meter(manifest.nbytes if recoded else manifest.stored_bytes, on_progress)
-    sizes = (
-        file.size if recoded else stored_size(file, encodings.get(file.rank)) for file in missing
-    )
-    meter.add(meter.total - sum(sizes))
+    left = sum(stored.file.size if recoded else stored.size for stored in missing)
+    meter.add(meter.total - left)
     return meter
 
 
@@ -214,40 +223,36 @@ def fetch_step(
     manifest, packed = found.manifest, found.packed
     old = _encoded_otherwise(folder, manifest, packed)
     listed = old is None and _make_way(folder, packed)
-    if old is not None and not verify_files(folder, old.files, old.encodings())[0]:
+    if old is not None and not verify_files(folder, old.stored_files().values())[0]:
         return FetchReport(folder.ref, old.stored_bytes, 0, time.perf_counter() - start)
     recoding = None if codec is None or listed else _recoding(origin, manifest, codec)
     kept = _kept(manifest, folder, recoding)
-    missing = [file for file in manifest.files if file.rank not in kept]
-    encodings = manifest.encodings()
+    missing = [file for rank, file in manifest.stored_files().items() if rank not in kept]
     here = dataclasses.replace(folder, backend=sources[0])
-    for fault in size_faults(here, missing, encodings) if len(sources) == 1 else ():
+    for fault in size_faults(here, missing) if len(sources) == 1 else ():
         raise fault.error()
     meter = _meter(manifest, missing, on_progress, recoded=recoding is not None)
-    copies = copy_files(
-        origin.fetch, missing, folder, encodings=encodings, on_bytes=meter.add, recoding=recoding
-    )
+    copies = copy_files(origin.fetch, missing, folder, on_bytes=meter.add, recoding=recoding)
     if old is not None:  # not before all of the data is there
         folder.retry.call(partial(folder.backend.delete, folder.ref.manifest))
     if recoding is None:
         copy_fragments(origin, manifest, manifest.fragments, folder)
     else:
-        told = {copy.file.rank: copy.encoding for copy in copies} | kept
-        manifest = _put_fragments(folder, recoding, told)
+        files = {copy.stored.rank: copy.stored for copy in copies} | kept
+        manifest = _put_fragments(folder, recoding, files)
         packed = pack(manifest)
     commit_copy(folder, packed, look=partial(_look, folder, manifest))
     if old is not None:
         _clear_unnamed(folder, manifest)
-    copied = sum(stored_size(copy.file, copy.encoding) for copy in copies)
+    copied = sum(copy.stored.size for copy in copies)
     return FetchReport(folder.ref, manifest.stored_bytes, copied, time.perf_counter() - start)
 
 
 def copy_files(
     fetch: Fetch,
-    files: Sequence[File],
+    files: Sequence[StoredFile],
     folder: StepFolder,
     *,
-    encodings: Mapping[int, Encoding],
     on_bytes: OnBytes = lambda _: None,
     recoding: Recoding | None = None,
 ) -> list[FileCopy]:
@@ -257,36 +262,36 @@ def copy_files(
     workers = folder.workers
     failed: list[BaseException] = []
 
-    def copy(file: File) -> FileCopy:
-        encoding, positions = encodings.get(file.rank), [0]
-        chunks = chunks_of(file, encoding, as_stored=recoding is None)
+    def copy(source: StoredFile) -> FileCopy:
+        positions = [0]
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
             if failed:
-                raise StorageError(file.name, "another file could not be copied")
+                raise StorageError(source.file.name, "another file could not be copied")
             with _about_the_source():
                 positions.append(fetch(reads, sink))
 
-        image = StoredImage(chunks, read)
-        name = file.name if recoding is None else recoding.name(file.rank)
+        image = StoredImage(chunks_of(source, as_stored=recoding is None), read)
+        key = source.key if recoding is None else folder.ref.key(recoding.name(source.rank))
         write = ImageWrite(
             source=image,
             chunks=image.lengths,
-            key=folder.ref.key(name),
+            key=key,
             workers=workers,
             retry=folder.retry,
             on_bytes=on_bytes,
-            known=file.chunks,
+            known=source.file.chunks,
         )
         try:
             if recoding is not None:
-                encoding = recoding.write(write, file.rank, folder.backend)
+                written = recoding.write(write, source, folder.backend)
             else:
                 write_image(write, folder.backend)
+                written = source
         except BaseException as error:
             failed.append(error)
             raise
-        return FileCopy(replace(file, name=name), encoding, max(positions))
+        return FileCopy(written, max(positions))
 
     if not files:
         return []
@@ -341,7 +346,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
 
 def _look(folder: StepFolder, manifest: Manifest) -> None:
     """Raises ``StorageError`` if a file or a fragment is not there as it should be."""
-    if faults := size_faults(folder, manifest.files, manifest.encodings()):
+    if faults := size_faults(folder, manifest.stored_files().values()):
         raise StorageError(
             faults[0].key, f"{faults[0].what} on {folder.backend.url}: somebody has cleared it away"
         )
@@ -403,11 +408,7 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
     """How the files are written for a codec; None if they lie so at the source."""
     encoder = encoder_of(codec)
     name = encoder.codec if encoder else NO_CODEC
-    encodings = manifest.encodings()
-    if all(
-        (encodings[f.rank].codec if f.rank in encodings else NO_CODEC) == name
-        for f in manifest.files
-    ):
+    if all((file.codec or NO_CODEC) == name for file in manifest.stored_files().values()):
         return None
     files = manifest.file_map()
     with _about_the_source():
@@ -423,15 +424,15 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
 
 def _kept(
     manifest: Manifest, folder: StepFolder, recoding: Recoding | None
-) -> dict[int, Encoding | None]:
-    """Ranks whose files are there already, every byte of them, with their encodings.
+) -> dict[int, StoredFile]:
+    """Files that are there already, every byte of them, by rank.
 
     Those that are recoded are as the fragment beside them says.
     """
-    files = {file.rank: (file, manifest.encodings().get(file.rank)) for file in manifest.files}
+    files = manifest.stored_files()
     if recoding is not None:
-        found: dict[int, tuple[File, Encoding | None]] = {}
-        for rank, (file, _) in files.items():
+        found: dict[int, StoredFile] = {}
+        for rank, file in files.items():
             key = folder.ref.key(fragment_name(rank))
             try:
                 data = folder.read(key)
@@ -439,26 +440,23 @@ def _kept(
             except (ObjectNotFound, IntegrityError):
                 continue
             if data == pack(recoding.fragment(rank, encoding)):
-                found[rank] = replace(file, name=recoding.name(rank)), encoding
+                found[rank] = recoding.stored(file, encoding)
         files = found
-    encodings = {rank: encoding for rank, (_, encoding) in files.items() if encoding}
-    faults, _ = verify_files(folder, [file for file, _ in files.values()], encodings)
+    faults, _ = verify_files(folder, files.values())
     wrong = {fault.key for fault in faults}
-    return {
-        file.rank: encoding
-        for file, encoding in files.values()
-        if folder.ref.key(file.name) not in wrong
-    }
+    return {rank: file for rank, file in files.items() if file.key not in wrong}
 
 
 def _put_fragments(
-    folder: StepFolder, recoding: Recoding, encodings: Mapping[int, Encoding | None]
+    folder: StepFolder, recoding: Recoding, files: Mapping[int, StoredFile]
 ) -> Manifest:
     """Put the fragments of files that were recoded; returns the manifest that says the same."""
     merged: list[tuple[Packed, FragmentRef]] = []
     puts: list[Callable[[], object]] = []
     for rank in sorted(recoding.parts):
-        name, packed = fragment_name(rank), recoding.fragment(rank, encodings.get(rank))
+        file = files.get(rank)
+        name = fragment_name(rank)
+        packed = recoding.fragment(rank, file.encoding if file else None)
         data = pack(packed)
         put = partial(folder.backend.put, folder.ref.key(name), [data])
         puts.append(partial(folder.retry.call, put))

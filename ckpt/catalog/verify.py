@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -31,9 +31,9 @@ from ckpt.errors import (
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Encoding, File, Fragment, FragmentRef, Manifest
+from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest, StoredFile
 from ckpt.model.reference import carried_fragments, fill
-from ckpt.pipeline.reader import ChunkReader, StoredFile, runs_of
+from ckpt.pipeline.reader import ChunkReader, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run
@@ -146,9 +146,8 @@ def verify_step(
         )
     except ManifestCorrupt as error:
         faults.append(fault_of(error))
-    data_faults, verified = verify_files(
-        folder, manifest.files, manifest.encodings(), on_progress=on_progress
-    )
+    data = manifest.stored_files().values()
+    data_faults, verified = verify_files(folder, data, on_progress=on_progress)
     return VerifyReport(
         ref=ref,
         faults=(*faults, *data_faults),
@@ -158,22 +157,17 @@ def verify_step(
 
 
 def verify_files(
-    folder: StepFolder,
-    files: Sequence[File],
-    encodings: Mapping[int, Encoding],
-    *,
-    on_progress: OnProgress | None = None,
+    folder: StepFolder, files: Collection[StoredFile], *, on_progress: OnProgress | None = None
 ) -> tuple[list[Fault], int]:
     """The faults of data files, and how many bytes of them are right."""
-    heads = _heads(folder, files, encodings)
+    heads = _heads(folder, files)
     faults = [fault for _, fault in heads if fault]
     chunks: list[ChunkRead] = []
     stored: dict[int, StoredFile] = {}
     for file, (size, _) in zip(files, heads, strict=True):
-        encoding = encodings.get(file.rank)
-        every = chunks_of(file, encoding)
+        every = chunks_of(file)
         chunks += [chunk for chunk in every if chunk.offset + chunk.stored_nbytes <= size]
-        stored[file.rank] = replace(StoredFile.of(folder.ref, file, encoding), size=size)
+        stored[file.rank] = replace(file, size=size)
     runs, reader = runs_of(chunks), ChunkReader(folder.backend, folder.retry)
     meter = Meter(sum(run.nbytes for run in runs), on_progress)
 
@@ -187,21 +181,14 @@ def verify_files(
     return faults + damaged, meter.total - sum(fault.nbytes or 0 for fault in damaged)
 
 
-def size_faults(
-    folder: StepFolder, files: Sequence[File], encodings: Mapping[int, Encoding]
-) -> list[Fault]:
+def size_faults(folder: StepFolder, files: Collection[StoredFile]) -> list[Fault]:
     """Files that are missing, cut, or added to. Reads none."""
-    return [fault for _, fault in _heads(folder, files, encodings) if fault]
+    return [fault for _, fault in _heads(folder, files) if fault]
 
 
-def _heads(
-    folder: StepFolder, files: Sequence[File], encodings: Mapping[int, Encoding]
-) -> list[tuple[int, Fault | None]]:
+def _heads(folder: StepFolder, files: Collection[StoredFile]) -> list[tuple[int, Fault | None]]:
     """The size of each file, and what is wrong with it."""
-    return folder.workers.run_all(
-        partial(_size_fault, folder, StoredFile.of(folder.ref, file, encodings.get(file.rank)))
-        for file in files
-    )
+    return folder.workers.run_all(partial(_size_fault, folder, file) for file in files)
 
 
 class _Nowhere:

@@ -149,21 +149,19 @@ def _encoded(manifest: Manifest) -> str:
 
 def _show_files(manifest: Manifest) -> None:
     from ckpt.cli import output
-    from ckpt.model.manifest import stored_size
 
     output.show_line()
     output.show_line("files", style="bold")
-    encodings = manifest.encodings()
     fragments = {fragment.rank: fragment for fragment in manifest.fragments}
-    data = manifest.file_map()
+    data = manifest.stored_files()
     rows: list[tuple[str, ...]] = []
     for rank in sorted(fragments):
         if rank in data:
             rows.append(
                 (
-                    data[rank].name,
+                    data[rank].file.name,
                     str(rank),
-                    output.size(stored_size(data[rank], encodings.get(rank))),
+                    output.size(data[rank].size),
                     str(len(data[rank].chunks)),
                     "tensors",
                 )
@@ -221,19 +219,16 @@ def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
 
 
 def _files(manifest: Manifest) -> list[dict[str, object]]:
-    from ckpt.model.manifest import stored_size
-
-    encodings = manifest.encodings()
     return [
         {
-            "name": file.name,
-            "rank": file.rank,
-            "bytes": file.size,
-            "chunks": len(file.chunks),
-            "codec": encodings[file.rank].codec if file.rank in encodings else None,
-            "stored_bytes": stored_size(file, encodings.get(file.rank)),
+            "name": stored.file.name,
+            "rank": stored.rank,
+            "bytes": stored.file.size,
+            "chunks": len(stored.chunks),
+            "codec": stored.codec,
+            "stored_bytes": stored.size,
         }
-        for file in manifest.files
+        for stored in manifest.stored_files().values()
     ]
 
 

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import msgspec
 
 from ckpt.model.box import Box
 from ckpt.model.dtype import DTYPES
+from ckpt.model.keys import StepRef
 from ckpt.model.runs import Runs
 
 FORMAT = 4
@@ -213,17 +216,20 @@ class Manifest(
     @property
     def stored_bytes(self) -> int:
         """Bytes of all data files, as they lie there."""
-        encoded = self.encodings()
-        return sum(stored_size(file, encoded.get(file.rank)) for file in self.files)
+        return sum(stored.size for stored in self.stored_files().values())
 
     @property
     def codecs(self) -> tuple[str, ...]:
         """What its files were encoded with."""
         return tuple(sorted({encoding.codec for encoding in self.encoded}))
 
-    def encodings(self) -> Mapping[int, Encoding]:
-        """The encoding of each rank's file that has one."""
-        return {encoding.rank: encoding for encoding in self.encoded}
+    def stored_files(self) -> Mapping[int, StoredFile]:
+        """Data files by rank, as they are on the tier of this manifest."""
+        ref = StepRef(self.step, self.attempt)
+        encodings = {encoding.rank: encoding for encoding in self.encoded}
+        return {
+            file.rank: StoredFile.of(ref, file, encodings.get(file.rank)) for file in self.files
+        }
 
     def tensor_map(self) -> Mapping[str, Tensor]:
         """Tensors by name, tied names included."""
@@ -235,16 +241,65 @@ class Manifest(
         return {file.rank: file for file in self.files}
 
 
+@dataclass(frozen=True)
+class StoredFile:
+    """A data file as one tier stores it. A chunk is named by its index in the file, which is the
+    same on all tiers.
+
+    Attributes:
+        ref: The step.
+        file: The file as it was staged.
+        encoding: How the chunks are encoded on the tier; None if they are not.
+        size: Bytes of the file on the tier.
+    """
+
+    ref: StepRef
+    file: File
+    encoding: Encoding | None
+    size: int
+
+    @classmethod
+    def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> StoredFile:
+        """The file with the size that a manifest says."""
+        return cls(ref, file, encoding, file.size if encoding is None else encoding.size)
+
+    @property
+    def rank(self) -> int:
+        return self.file.rank
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        return self.file.chunks
+
+    @property
+    def key(self) -> str:
+        return self.ref.key(self.file.name)
+
+    @property
+    def codec(self) -> str | None:
+        return self.encoding.codec if self.encoding else None
+
+    @cached_property
+    def lengths(self) -> Sequence[int]:
+        """Bytes of each chunk on the tier."""
+        return self.encoding.lengths if self.encoding else [chunk.nbytes for chunk in self.chunks]
+
+    @cached_property
+    def offsets(self) -> Sequence[int]:
+        """Where each chunk begins on the tier, and the end of the last."""
+        return list(accumulate(self.lengths, initial=0))
+
+    @cached_property
+    def staged_index(self) -> Mapping[int, int]:
+        """The index of the chunk that begins at an offset of the image."""
+        return {offset: index for index, offset in enumerate(chunk_offsets(self.file))}
+
+    def encoded_nbytes(self, index: int) -> int | None:
+        """The bytes of a chunk on the tier, or None if it is not encoded."""
+        length = self.lengths[index]
+        return length if length < self.chunks[index].nbytes else None
+
+
 def chunk_offsets(file: File) -> Sequence[int]:
-    """Where each chunk of a file begins, in bytes, and the end of the last."""
+    """Where each chunk of a file begins in the image, and the end of the last."""
     return list(accumulate((chunk.nbytes for chunk in file.chunks), initial=0))
-
-
-def stored_size(file: File, encoding: Encoding | None) -> int:
-    """Bytes of a file on its tier."""
-    return file.size if encoding is None else encoding.size
-
-
-def stored_lengths(file: File, encoding: Encoding | None) -> Sequence[int]:
-    """Bytes of each chunk on the file's tier."""
-    return [chunk.nbytes for chunk in file.chunks] if encoding is None else encoding.lengths

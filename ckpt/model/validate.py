@@ -32,7 +32,8 @@ def check_manifest(manifest: Manifest, *, key: str) -> Manifest:
     _check_chunk_bytes(manifest.chunk_bytes, key)
     _check_fragments(manifest, key)
     parse(manifest.metadata, key)
-    encodings, files = manifest.encodings(), manifest.file_map()
+    encodings = {encoding.rank: encoding for encoding in manifest.encoded}
+    files = manifest.file_map()
     _check_names(manifest.files, key, encoded=encodings)
     require(len(encodings) == len(manifest.encoded), key, "a file is encoded twice")
     for encoding in manifest.encoded:

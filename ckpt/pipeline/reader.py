@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 from ckpt.codec.registry import codec_named
 from ckpt.errors import ChecksumMismatch
 from ckpt.model.checksum import checksum, verify
-from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Encoding, File, stored_size
+from ckpt.model.manifest import StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.coalesce import Run, coalesce
@@ -63,21 +61,6 @@ class Sink(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A data file in a store: its key, its size there, and its codec if it is encoded."""
-
-    key: str
-    size: int
-    codec: str | None = None
-
-    @classmethod
-    def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> Self:
-        """The file as a manifest describes it."""
-        codec = encoding.codec if encoding else None
-        return cls(ref.key(file.name), stored_size(file, encoding), codec)
-
-
 class BytesSink:
     """Takes the bytes of an image or a file (see ``plan.restore.chunks_of``) to memory that
     begins at ``start`` of them.
@@ -106,11 +89,11 @@ def read_plan(
     sink: Sink,
     *,
     reader: ChunkReader,
-    file_of: Callable[[int], StoredFile],
+    files: Mapping[int, StoredFile],
     workers: Workers,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Execute ``plan``. ``file_of`` gives the file of a rank.
+    """Execute ``plan``, which reads ``files``: rank -> its file.
 
     Raises:
         ChecksumMismatch: A chunk is not what was saved. Targets may have been overwritten in part.
@@ -118,7 +101,7 @@ def read_plan(
     """
 
     def read(run: Run) -> None:
-        for _, error in reader.read(run, file_of(run.rank), sink):
+        for _, error in reader.read(run, files[run.rank], sink):
             raise error
         on_bytes(run.nbytes)
 

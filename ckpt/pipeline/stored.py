@@ -9,9 +9,10 @@ from itertools import accumulate
 from typing import Final, Self
 
 from ckpt.errors import CkptError
-from ckpt.pipeline.reader import BytesSink, ChunkReader, Sink, StoredFile, runs_of
+from ckpt.model.manifest import StoredFile
+from ckpt.pipeline.reader import BytesSink, ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
-from ckpt.plan.restore import ChunkRead
+from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, fresh_memory
 
 _LOCKS: Final = 16
@@ -43,13 +44,7 @@ class StoredImage:
         """Chunks, and how many of their bytes have not been asked for."""
 
     @classmethod
-    def of(
-        cls,
-        backend: StorageBackend,
-        file: StoredFile,
-        chunks: Sequence[ChunkRead],
-        retry: RetryPolicy,
-    ) -> Self:
+    def of(cls, backend: StorageBackend, file: StoredFile, retry: RetryPolicy) -> Self:
         """The image in a file of one store."""
         reader = ChunkReader(backend, retry)
 
@@ -58,7 +53,7 @@ class StoredImage:
                 for _, error in reader.read(run, file, sink):
                     raise error
 
-        return cls(chunks, read)
+        return cls(chunks_of(file), read)
 
     def view(self, start: int, end: int) -> memoryview:
         """Those bytes. Raises ``ChecksumMismatch`` if they are not what was staged."""

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Final
 
-from ckpt.model.manifest import Manifest, stored_lengths
+from ckpt.model.manifest import Manifest
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead, RestorePlan
 
@@ -35,36 +34,27 @@ def nearest_copies(
     if not far:
         return plan
     wanted = {(read.nbytes, read.checksum) for read in far}
-    taken = {(read.rank, read.offset) for read in plan.reads}
-    copies: dict[tuple[int, str], list[tuple[int, int, int, int]]] = defaultdict(list)
-    encodings = manifest.encodings()
+    taken = {read.place for read in plan.reads}
+    copies: dict[tuple[int, str], list[tuple[int, int, int]]] = defaultdict(list)
     for file in manifest.files:
-        lengths = stored_lengths(file, encodings.get(file.rank))
-        for chunk, offset, stored in zip(
-            file.chunks, accumulate(lengths, initial=0), lengths, strict=False
-        ):
-            if (key := (chunk.nbytes, chunk.checksum)) in wanted and (
-                file.rank,
-                offset,
-            ) not in taken:
-                copies[key].append((distance.get(file.rank, _FARTHEST), file.rank, offset, stored))
+        far_off = distance.get(file.rank, _FARTHEST)
+        for index, chunk in enumerate(file.chunks):
+            key = chunk.nbytes, chunk.checksum
+            if key in wanted and (file.rank, index) not in taken:
+                copies[key].append((far_off, file.rank, index))
     for found in copies.values():
         found.sort(reverse=True)
-    reads = [
-        _nearer(read, copies.get((read.nbytes, read.checksum)), distance) for read in plan.reads
-    ]
-    return replace(plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset))))
+    files = manifest.stored_files()
 
+    def nearer(read: ChunkRead) -> ChunkRead:
+        found = copies.get((read.nbytes, read.checksum))
+        if not found or found[-1][0] >= distance.get(read.rank, _FARTHEST):
+            return read
+        _, rank, index = found.pop()
+        return read.moved(files[rank], index)
 
-def _nearer(
-    read: ChunkRead, copies: list[tuple[int, int, int, int]] | None, distance: Mapping[int, int]
-) -> ChunkRead:
-    if not copies or copies[-1][0] >= distance.get(read.rank, _FARTHEST):
-        return read
-    _, rank, offset, stored = copies.pop()
-    return replace(
-        read, rank=rank, offset=offset, encoded_nbytes=None if stored == read.nbytes else stored
-    )
+    reads = sorted(map(nearer, plan.reads), key=lambda read: read.place)
+    return replace(plan, reads=tuple(reads))
 
 
 def writers(replicas: tuple[int, ...], rank: int, node_of: Sequence[int]) -> tuple[int, ...]:

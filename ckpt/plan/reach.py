@@ -83,5 +83,5 @@ def without(plan: RestorePlan, reads: Collection[ChunkRead]) -> RestorePlan:
     """Return the rest of ``plan``, in file order."""
     if not reads:
         return plan
-    places = {(read.rank, read.offset) for read in reads}
-    return replace(plan, reads=tuple(r for r in plan.reads if (r.rank, r.offset) not in places))
+    places = {read.place for read in reads}
+    return replace(plan, reads=tuple(read for read in plan.reads if read.place not in places))

@@ -1,14 +1,12 @@
-"""Reads of one tier's files -> the same chunks in another tier's files of the same step, which
-may be encoded otherwise.
+"""Reads of one tier's files -> reads of the same chunks in another tier's files of the same step,
+which may be encoded otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
 
-from ckpt.model.manifest import Chunk, Encoding, File, Manifest, stored_lengths
+from ckpt.model.manifest import Manifest, StoredFile
 from ckpt.plan.restore import ChunkRead
 
 
@@ -19,70 +17,24 @@ def same_chunks(one: Manifest, two: Manifest) -> bool:
     ]
 
 
-class Rebase:
-    """From the files of ``here`` to those of ``there``. Threads: any."""
+def rebase(
+    reads: Iterable[ChunkRead], here: Mapping[int, StoredFile], there: Mapping[int, StoredFile]
+) -> list[ChunkRead]:
+    """Return ``reads`` of the files ``here`` as reads of the files ``there``, in order.
 
-    def __init__(self, here: Manifest, there: Manifest) -> None:
-        self.there = there
-        self._alike = here is there or (here.encoded == there.encoded and here.files == there.files)
-        self._here = here.file_map(), here.encodings()
-        self._there = there.file_map(), there.encodings()
-        self._known: dict[
-            int, tuple[Mapping[int, int], Sequence[Chunk], Sequence[int], Sequence[int], bool]
-        ] = {}
-
-    def __call__(self, reads: Iterable[ChunkRead]) -> list[tuple[ChunkRead, ChunkRead]]:
-        """Pairs of a read and the one for the same chunk there, in order.
-
-        Chunks that are not there are left out, and so are those that are wanted as they are stored
-        ``here`` if they are stored otherwise there.
-        """
-        if self._alike:
-            return [(read, read) for read in reads]
-        pairs: list[tuple[ChunkRead, ChunkRead]] = []
-        for read in reads:
-            indices, chunks, offsets, lengths, same = self._file(read.rank)
-            index = indices[read.offset]
-            as_stored = read.as_stored and read.encoded_nbytes is not None
-            if (
-                index < len(chunks)
-                and chunks[index].checksum == read.checksum
-                and (same or not as_stored)
-            ):
-                length = lengths[index]
-                encoded = length if length < read.nbytes else None
-                moved = replace(
-                    read, offset=offsets[index], encoded_nbytes=encoded, as_stored=as_stored
-                )
-                pairs.append((read, moved))
-        return pairs
-
-    def _file(
-        self, rank: int
-    ) -> tuple[Mapping[int, int], Sequence[Chunk], Sequence[int], Sequence[int], bool]:
-        """Index of each chunk by its place here; the chunks, their places and lengths there;
-        whether the file is the same.
-        """
-        if rank not in self._known:
-            places, _ = _table(*self._here, rank)
-            offsets, lengths = _table(*self._there, rank)
-            file = self._there[0].get(rank)
-            self._known[rank] = (
-                {offset: index for index, offset in enumerate(places)},
-                file.chunks if file else (),
-                offsets,
-                lengths,
-                self._here[1].get(rank) == self._there[1].get(rank),
-            )
-        return self._known[rank]
+    Chunks that are not there are left out, and so are those that are wanted as they are stored
+    ``here`` if they are stored otherwise there.
+    """
+    found: list[ChunkRead] = []
+    for read in reads:
+        file = there.get(read.rank)
+        if file is None or not _has(file, read):
+            continue
+        as_stored = read.as_stored and read.encoded_nbytes is not None
+        if not as_stored or file.encoding == here[read.rank].encoding:
+            found.append(read.moved(file, read.index, as_stored=as_stored))
+    return found
 
 
-def _table(
-    files: Mapping[int, File], encodings: Mapping[int, Encoding], rank: int
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Return where the chunks of a rank's file begin, and their lengths in the file."""
-    file = files.get(rank)
-    if file is None:
-        return (), ()
-    lengths = stored_lengths(file, encodings.get(rank))
-    return list(accumulate(lengths, initial=0)), lengths
+def _has(file: StoredFile, read: ChunkRead) -> bool:
+    return read.index < len(file.chunks) and file.chunks[read.index].checksum == read.checksum

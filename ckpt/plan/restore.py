@@ -7,23 +7,17 @@ of it. If the whole chunk is wanted and is contiguous in the target, it is read 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt.errors import DtypeMismatch, EntryMissing, ManifestCorrupt, ShapeMismatch
 from ckpt.model.box import Box, split_rows, tiling_fault
 from ckpt.model.dtype import DTYPES
-from ckpt.model.manifest import (
-    Encoding,
-    File,
-    Manifest,
-    Shard,
-    Tensor,
-    chunk_offsets,
-    stored_lengths,
-)
+from ckpt.model.manifest import Manifest, Shard, StoredFile, Tensor
 from ckpt.plan.leaf import Leaf
+
+Place = tuple[int, int]
+"""Of a chunk on any tier: the rank whose file it is in, and its index there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +36,17 @@ class Target:
 class ChunkRead:
     """One chunk that is needed.
 
-    ``box`` in global coordinates of its tensor; ``offset`` and ``nbytes`` in bytes of the file of
-    ``rank``.
+    ``box`` in global coordinates of its tensor; ``offset`` in bytes of the file of ``rank``.
 
     Attributes:
-        encoded_nbytes: What it takes there if it is encoded, None if it lies there as it was
-            staged.
+        index: Which chunk of the file it is.
+        nbytes: Its bytes before any codec.
+        encoded_nbytes: Its bytes in the file if it is encoded, None if it is not.
         as_stored: Whether the bytes are wanted as they are in the file, which may be encoded.
     """
 
     rank: int
+    index: int
     offset: int
     nbytes: int
     checksum: str
@@ -60,6 +55,47 @@ class ChunkRead:
     targets: tuple[Target, ...]
     encoded_nbytes: int | None = None
     as_stored: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        file: StoredFile,
+        index: int,
+        *,
+        dtype: str,
+        box: Box,
+        targets: Iterable[Target] = (),
+        as_stored: bool = False,
+    ) -> ChunkRead:
+        """The read of a chunk of ``file``."""
+        chunk = file.chunks[index]
+        return cls(
+            rank=file.rank,
+            index=index,
+            offset=file.offsets[index],
+            nbytes=chunk.nbytes,
+            checksum=chunk.checksum,
+            dtype=dtype,
+            box=box,
+            targets=tuple(targets),
+            encoded_nbytes=file.encoded_nbytes(index),
+            as_stored=as_stored,
+        )
+
+    def moved(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
+        """The same, from an equal chunk of another file."""
+        return replace(
+            self,
+            rank=file.rank,
+            index=index,
+            offset=file.offsets[index],
+            encoded_nbytes=file.encoded_nbytes(index),
+            as_stored=as_stored,
+        )
+
+    @property
+    def place(self) -> Place:
+        return self.rank, self.index
 
     @property
     def stored_nbytes(self) -> int:
@@ -113,7 +149,7 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
     return RestorePlan(reads=table.wanted(), wanted_bytes=sum(leaf.nbytes for leaf in wanted))
 
 
-def chunks_of(file: File, encoding: Encoding | None, *, as_stored: bool = False) -> list[ChunkRead]:
+def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
     """All chunks of a file, as bytes.
 
     The box of each is its place in the bytes that are wanted: those of the image, or,
@@ -121,25 +157,12 @@ def chunks_of(file: File, encoding: Encoding | None, *, as_stored: bool = False)
     its fragment.
     """
     found: list[ChunkRead] = []
-    if not file.chunks:
-        return found
-    offset = place = 0
-    for chunk, length in zip(file.chunks, stored_lengths(file, encoding), strict=True):
-        wanted = length if as_stored else chunk.nbytes
-        found.append(
-            ChunkRead(
-                rank=file.rank,
-                offset=offset,
-                nbytes=chunk.nbytes,
-                checksum=chunk.checksum,
-                dtype="uint8",
-                box=Box((place,), (wanted,)),
-                targets=(),
-                encoded_nbytes=length if length < chunk.nbytes else None,
-                as_stored=as_stored,
-            )
-        )
-        offset, place = offset + length, place + wanted
+    place = 0
+    for index, chunk in enumerate(file.chunks):
+        wanted = file.lengths[index] if as_stored else chunk.nbytes
+        box = Box((place,), (wanted,))
+        found.append(ChunkRead.of(file, index, dtype="uint8", box=box, as_stored=as_stored))
+        place += wanted
     return found
 
 
@@ -163,28 +186,22 @@ def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
             raise ManifestCorrupt(leaf.name, fault)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A read whose targets are being found."""
+    """A chunk of a tensor whose targets are being found."""
 
-    rank: int
-    offset: int
-    nbytes: int
-    checksum: str
+    file: StoredFile
+    index: int
     dtype: str
     box: Box
     targets: list[Target]
-    encoded_nbytes: int | None = None
 
 
 class _ChunkTable:
     """Chunks of shards; remembered, because many boxes may want the same shard."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._files, self._encodings = manifest.file_map(), manifest.encodings()
-        self._lengths: dict[int, Sequence[int]] = {}
-        self._places: dict[int, Sequence[int]] = {}
-        self._index: dict[int, Mapping[int, int]] = {}
+        self._files = manifest.stored_files()
         self._known: dict[tuple[int, int], list[_Chunk]] = {}
 
     def chunks(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
@@ -197,15 +214,8 @@ class _ChunkTable:
     def wanted(self) -> tuple[ChunkRead, ...]:
         """Reads of the chunks that have targets, in file order."""
         return tuple(
-            ChunkRead(
-                rank=chunk.rank,
-                offset=chunk.offset,
-                nbytes=chunk.nbytes,
-                checksum=chunk.checksum,
-                dtype=chunk.dtype,
-                box=chunk.box,
-                targets=tuple(chunk.targets),
-                encoded_nbytes=chunk.encoded_nbytes,
+            ChunkRead.of(
+                chunk.file, chunk.index, dtype=chunk.dtype, box=chunk.box, targets=chunk.targets
             )
             for _, chunks in sorted(self._known.items())
             for chunk in chunks
@@ -214,21 +224,6 @@ class _ChunkTable:
 
     def _build(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
         file = self._files[shard.rank]
-        if shard.rank not in self._index:
-            self._index[shard.rank] = {offset: i for i, offset in enumerate(chunk_offsets(file))}
-            lengths = self._lengths[shard.rank] = stored_lengths(
-                file, self._encodings.get(shard.rank)
-            )
-            self._places[shard.rank] = list(accumulate(lengths, initial=0))
-        first = self._index[shard.rank][shard.offset]
+        first = file.staged_index[shard.offset]
         boxes = split_rows(held, file.chunks[first].nbytes // DTYPES[dtype].itemsize)
-        lengths, offset = self._lengths[shard.rank], self._places[shard.rank][first]
-        found: list[_Chunk] = []
-        for index, box in enumerate(boxes, first):
-            chunk, length = file.chunks[index], lengths[index]
-            encoded = length if length < chunk.nbytes else None
-            found.append(
-                _Chunk(shard.rank, offset, chunk.nbytes, chunk.checksum, dtype, box, [], encoded)
-            )
-            offset += length
-        return found
+        return [_Chunk(file, index, dtype, box, []) for index, box in enumerate(boxes, first)]

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.model.manifest import Manifest, stored_lengths
 from ckpt.plan.restore import ChunkRead
 
 Keys = NDArray[np.int64]
@@ -56,19 +55,9 @@ class Shares:
         return max((len(group.rounds) for group in self.groups), default=0)
 
 
-def keyed(reads: Sequence[ChunkRead], manifest: Manifest) -> dict[int, ChunkRead]:
-    """Reads of the manifest's files by key, ascending."""
-    files, encodings = manifest.file_map(), manifest.encodings()
-    places: dict[int, Mapping[int, int]] = {}
-    found: dict[int, ChunkRead] = {}
-    for read in reads:
-        if read.rank not in places:
-            offsets = accumulate(
-                stored_lengths(files[read.rank], encodings.get(read.rank)), initial=0
-            )
-            places[read.rank] = {offset: place for place, offset in enumerate(offsets)}
-        found[(read.rank << _PLACES) + places[read.rank][read.offset]] = read
-    return dict(sorted(found.items()))
+def keyed(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
+    """Reads by key, ascending."""
+    return dict(sorted(((read.rank << _PLACES) + read.index, read) for read in reads))
 
 
 def share(

@@ -34,7 +34,7 @@ from ckpt.errors import CkptError, IntegrityError, OutOfSpace, RootInUse, Storag
 from ckpt.model import readable
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import StepRef, fragment_name
-from ckpt.model.manifest import File, FragmentRef, stored_size
+from ckpt.model.manifest import FragmentRef, StoredFile
 from ckpt.model.packed import read_fragment
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.retry import RetryPolicy
@@ -131,9 +131,9 @@ class ReadThrough:
         )
         self._me = Owner.here(context.coordinator.attempt)
         self._waiting, self._deadline = context.waiting, time.monotonic() + context.patience
-        self._files, self._encodings = found.manifest.file_map(), found.manifest.encodings()
+        self._files = found.manifest.stored_files()
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
-        self._missing: list[File] = []
+        self._missing: list[StoredFile] = []
         self.fetched: dict[int, int] = {}
         """Position of the source that the file of a rank was fetched from, by this rank or
         another.
@@ -158,13 +158,13 @@ class ReadThrough:
             file for file in needed if near and all(self.origin.fault(p, file) for p in near)
         ]
 
-    def _is_worth(self, file: File, wanted: int) -> bool:
+    def _is_worth(self, file: StoredFile, wanted: int) -> bool:
         """Whether a file is fetched for so many bytes of it.
 
         Between nodes that have tiers of their own not for a few: buffers, say, of another node's
         rank.
         """
-        least = file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
+        least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
         return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
@@ -191,14 +191,16 @@ class ReadThrough:
             self.taken[source] += read.nbytes
         return without(plan, [read for read, _ in taster.placed])
 
-    def _fill(self, position: int, files: Sequence[File], taster: _Taster) -> list[File]:
+    def _fill(
+        self, position: int, files: Sequence[StoredFile], taster: _Taster
+    ) -> list[StoredFile]:
         """Returns those that it does not take."""
         if files and not self._has_room(position, files):
             return list(files)
         subject, me = self._subjects(position), str(self._coordinator.rank).encode()
-        mine: list[File] = []
-        theirs: list[File] = []
-        refused: list[File] = []
+        mine: list[StoredFile] = []
+        theirs: list[StoredFile] = []
+        refused: list[StoredFile] = []
         count = max(1, len(self._files))
         for file in sorted(files, key=lambda file: (file.rank - self._coordinator.rank) % count):
             if refused:
@@ -218,25 +220,25 @@ class ReadThrough:
                 self.fetched[file.rank] = int(word)
         return refused
 
-    def _fetch(self, position: int, file: File, taster: _Taster, subject: str) -> bytes:
+    def _fetch(self, position: int, file: StoredFile, taster: _Taster, subject: str) -> bytes:
         """Returns, and tells on ``subject``, how it went."""
-        cache, began, size = self._tiers[position], time.perf_counter(), self._size(file)
+        cache, began = self._tiers[position], time.perf_counter()
         word = _LOST
         try:
             fetch = partial(self.origin.fetch, on_chunk=taster.taste)
-            (copied,) = copy_files(fetch, [file], self._folder(position), encodings=self._encodings)
-            self.origin.mended(position, file)
+            (copied,) = copy_files(fetch, [file], self._folder(position))
+            self.origin.mended(position, file.key)
             source = copied.position
-            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + size
+            self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + file.size
             word = str(source).encode()
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
             _log.info(
                 "ckpt: %s was put into %s from %s: %s in %.2f s",
-                self.origin.ref.key(file.name),
+                file.key,
                 cache.url,
                 self._tiers[source].url,
-                readable.size(size),
+                readable.size(file.size),
                 seconds,
             )
         except (IntegrityError, StorageError) as error:
@@ -252,7 +254,7 @@ class ReadThrough:
             self._coordinator.set_once(subject, word)
         return word
 
-    def _copy_fragment(self, position: int, file: File) -> None:
+    def _copy_fragment(self, position: int, file: StoredFile) -> None:
         """Without it the step is not listed there, and the remains have no age; the data serves
         all the same.
         """
@@ -261,25 +263,25 @@ class ReadThrough:
         with suppress(IntegrityError):
             copy_fragments(self.origin, manifest, named, self._folder(position))
 
-    def _withdraw(self, position: int, files: Sequence[File]) -> None:
+    def _withdraw(self, position: int, files: Sequence[StoredFile]) -> None:
         """Leave no room taken on a disk that is full: the next save needs it more.
 
         But for what somebody else, who found all of it there, is about to list.
         """
         backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
-            data, gone = ref.key(file.name), False
+            gone = False
             with suppress(StorageError):
                 if (
                     position in self.origin.listing
                 ):  # then the fragment was there before, and the data was not
-                    backend.delete(data)
+                    backend.delete(file.key)
                     gone = True
                 else:
-                    gone = clear_away(backend, ref, ref.key(fragment_name(file.rank)), data)
-            self.cached_bytes -= self._size(file) if gone else 0
+                    gone = clear_away(backend, ref, ref.key(fragment_name(file.rank)), file.key)
+            self.cached_bytes -= file.size if gone else 0
 
-    def _has_room(self, position: int, files: Sequence[File]) -> bool:
+    def _has_room(self, position: int, files: Sequence[StoredFile]) -> bool:
         """Where the cache has a capacity: whoever comes first makes room, for all who see the
         folder, each reckoned to need as much.
         """
@@ -294,7 +296,7 @@ class ReadThrough:
         ranks = self._coordinator.world_size if shared else ranks_on_this_node()
         if cache.nodes:
             ranks = len(cache.nodes.mates(self._coordinator.rank))
-        mine = sum(map(self._size, files))
+        mine = sum(file.size for file in files)
         try:
             claim = Claim(cache.backend, self._me)
             evictor = Evictor(
@@ -342,7 +344,7 @@ class ReadThrough:
         """
         for position in self._caches:
             damaged = [
-                file for file in self._files.values() if self.origin.is_damaged(position, file)
+                file for file in self._files.values() if self.origin.is_damaged(position, file.key)
             ]
             if (
                 not damaged
@@ -358,21 +360,19 @@ class ReadThrough:
                 if self._coordinator.set_once(mending, me) == me:
                     self._mend(position, file, f"{mending}/end")
                 elif self._heard(f"{mending}/end") == _DONE:
-                    self.origin.mended(position, file)
+                    self.origin.mended(position, file.key)
 
-    def _mend(self, position: int, file: File, subject: str) -> None:
-        cache, word, key = self._tiers[position], _LOST, self.origin.ref.key(file.name)
+    def _mend(self, position: int, file: StoredFile, subject: str) -> None:
+        cache, word = self._tiers[position], _LOST
         try:
             # it is read again from there, but for the chunks that are bad
             with self.origin.unnoted():
-                copy_files(
-                    self.origin.fetch, [file], self._folder(position), encodings=self._encodings
-                )
-            self.origin.mended(position, file)
+                copy_files(self.origin.fetch, [file], self._folder(position))
+            self.origin.mended(position, file.key)
             word = _DONE
-            _log.info("ckpt: %s was mended on %s", key, cache.url)
+            _log.info("ckpt: %s was mended on %s", file.key, cache.url)
         except (IntegrityError, StorageError) as error:
-            _log.warning("ckpt: %s stays damaged on %s: %s", key, cache.url, error)
+            _log.warning("ckpt: %s stays damaged on %s: %s", file.key, cache.url, error)
         finally:
             self._coordinator.set_once(subject, word)
 
@@ -381,7 +381,10 @@ class ReadThrough:
         nodes each lists what it has a part of. What this restore has not fetched is read: its
         size says little.
         """
-        parts: list[File | FragmentRef] = [*self._found.manifest.fragments, *self._files.values()]
+        parts: list[StoredFile | FragmentRef] = [
+            *self._found.manifest.fragments,
+            *self._files.values(),
+        ]
         cache, me = self._tiers[position], str(self._coordinator.rank).encode()
         if not cache.nodes and any(self.origin.fault(position, part) for part in parts):
             return
@@ -416,36 +419,32 @@ class ReadThrough:
                 "ckpt: step %d is not listed on %s: %s", self.origin.ref.step, cache.url, error
             )
 
-    def _faults(self, position: int, file: File) -> Sequence[Fault]:
+    def _faults(self, position: int, file: StoredFile) -> Sequence[Fault]:
         """What is wrong with a file on a cache, every byte of it read.
 
         A fragment that is not filled in is read first, and not kept.
         """
-        encoding = self._encodings.get(file.rank)
         if not file.chunks:
             named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
-            data = self.origin.fragment(self._found.manifest, named, file)
+            data = self.origin.fragment(self._found.manifest, named, file.file)
             part = read_fragment(data, key=self.origin.ref.key(named.name))
-            file, encoding = part.file or file, next(iter(part.encoded), None)
-        encodings = {file.rank: encoding} if encoding else {}
-        return verify_files(self._folder(position), [file], encodings)[0]
+            encoding = next(iter(part.encoded), None)
+            file = StoredFile.of(file.ref, part.file or file.file, encoding)
+        return verify_files(self._folder(position), [file])[0]
 
     def _folder(self, position: int) -> StepFolder:
         """The step on a cache."""
         backend = self._tiers[position].backend
         return StepFolder(backend, self.origin.ref, self._workers, self._retry)
 
-    def _look(self, position: int, parts: Sequence[File | FragmentRef]) -> None:
+    def _look(self, position: int, parts: Sequence[StoredFile | FragmentRef]) -> None:
         for part in parts:
             if fault := self.origin.fault(position, part):
                 raise (
                     fault
                     if isinstance(fault, StorageError)
-                    else StorageError(part.name, str(fault))
+                    else StorageError(self.origin.ref.folder, str(fault))
                 )
-
-    def _size(self, file: File) -> int:
-        return stored_size(file, self._encodings.get(file.rank))
 
     def _heard(self, subject: str) -> bytes | None:
         """The verdict, if it comes before all patience is gone."""
@@ -475,12 +474,12 @@ class _Taster:
     """Takes what a rank wants out of the files that it fetches. Threads: ``taste`` from any."""
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
-        self._wanted = {(read.rank, read.offset): read for read in plan.reads}
+        self._wanted = {read.place: read for read in plan.reads}
         self._sink = sink
         self.placed: list[tuple[ChunkRead, int]] = []
 
     def taste(self, position: int, read: ChunkRead, raw: memoryview) -> None:
         """See ``OnChunk``."""
-        if wanted := self._wanted.get((read.rank, read.box.offsets[0])):
+        if wanted := self._wanted.get(read.place):
             self._sink.place(wanted, raw)
             self.placed.append((wanted, position))

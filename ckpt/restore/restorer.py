@@ -352,9 +352,7 @@ class Restorer:
             agree("read", lambda: taking.all_of(fit.plan))
             return fit.plan.read_bytes, 0
         agree("cache", lambda: taking.cached(replace(fit.plan, reads=())))
-        spread = Broadcast(
-            fit.plan, fit.found.manifest, taking.sink, taking.read, workers=self._workers
-        )
+        spread = Broadcast(fit.plan, taking.sink, taking.read, workers=self._workers)
         spread.run(agree)
         agree("mend", fit.cache.mend)
         return spread.read_bytes, spread.received_bytes

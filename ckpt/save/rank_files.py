@@ -14,15 +14,21 @@ from ckpt.config import SaveConfig
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
 from ckpt.model.keys import StepRef, data_name, fragment_name
-from ckpt.model.manifest import FORMAT, Chunk, Encoding, File, Fragment, FragmentRef
+from ckpt.model.manifest import (
+    FORMAT,
+    Chunk,
+    Encoding,
+    File,
+    Fragment,
+    FragmentRef,
+    StoredFile,
+)
 from ckpt.model.packed import Frames, frames_of, pack_fragment
 from ckpt.pipeline.encoded import widths_of, write_encoded
-from ckpt.pipeline.reader import StoredFile
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.workers import Workers
 from ckpt.pipeline.writer import ImageWrite, OnBytes, Source, adopt_image, write_image
-from ckpt.plan.restore import chunks_of
 from ckpt.plan.save import SavePlan
 from ckpt.storage.api import Adopting
 from ckpt.storage.tiers import OpenTier
@@ -111,12 +117,7 @@ class RankFiles:
         from memory.
         """
         file = File(self._data_name, self._rank, job.plan.size, job.known)
-        return StoredImage.of(
-            self._backend,
-            StoredFile.of(job.ref, file, self._streamed),
-            chunks_of(file, self._streamed),
-            retry,
-        )
+        return StoredImage.of(self._backend, StoredFile.of(job.ref, file, self._streamed), retry)
 
     def write(
         self, job: SaveJob, on_bytes: OnBytes, retry: RetryPolicy

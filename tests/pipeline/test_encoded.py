@@ -11,12 +11,11 @@ from ckpt.codec.registry import encoder_of
 from ckpt.errors import ChecksumMismatch, OutOfSpace, StagingError, TransientStorageError
 from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Chunk, Encoding, File, Shard, Tensor
+from ckpt.model.keys import StepRef, data_name
+from ckpt.model.manifest import Chunk, Encoding, File, Shard, StoredFile, Tensor
 from ckpt.pipeline.encoded import widths_of, write_encoded
-from ckpt.pipeline.reader import StoredFile
 from ckpt.pipeline.stored import StoredImage
 from ckpt.pipeline.writer import ImageWrite
-from ckpt.plan.restore import chunks_of
 from ckpt.staging.window import Window
 from ckpt.storage.api import PutUpload, read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
@@ -25,6 +24,8 @@ from tests.pipeline.whole import Whole
 MIB = 1 << 20
 FLOATS = (np.random.default_rng(4).standard_normal(7 * MIB) * 0.02).astype(np.float32).tobytes()
 IMAGE = bytes(4096) + FLOATS + np.random.default_rng(5).bytes(3 * MIB + 5)
+REF = StepRef(1, "0123456789ab")
+KEY = REF.key(data_name(0))
 CHUNKS = [4096, *[MIB * 4] * 7, 3 * MIB, 5]
 WIDTHS = [1, *[4] * 7, 1, 1]
 TABLE = tuple(
@@ -37,7 +38,7 @@ def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda
     job = ImageWrite(
         source=source or Whole(memoryview(IMAGE)),
         chunks=CHUNKS,
-        key="step/rank",
+        key=KEY,
         workers=workers,
         retry=retry,
         on_bytes=on_bytes,
@@ -47,10 +48,9 @@ def write(backend, workers, retry, *, source=None, codec="zstd", on_bytes=lambda
 
 
 def image_of(backend, lengths, retry, table=TABLE) -> StoredImage:
-    file = File("rank", 0, sum(chunk.nbytes for chunk in table), table)
-    chunks = chunks_of(file, Encoding(0, "zstd", tuple(lengths)))
-    stored = StoredFile("step/rank", sum(lengths), "zstd")
-    return StoredImage.of(backend, stored, chunks, retry)
+    file = File(data_name(0), 0, sum(chunk.nbytes for chunk in table), table)
+    stored = StoredFile.of(REF, file, Encoding(0, "zstd", tuple(lengths)))
+    return StoredImage.of(backend, stored, retry)
 
 
 class OneByOne:
@@ -98,7 +98,7 @@ def test_chunks_lie_one_after_another_and_decode_to_the_image(
     chunks, lengths = write(wrap(memory), workers, retry, known=known, on_bytes=told.append)
     assert chunks == TABLE
     assert sum(told) == len(IMAGE)
-    assert memory.head("step/rank").size == sum(lengths) < len(IMAGE) * 0.9
+    assert memory.head(KEY).size == sum(lengths) < len(IMAGE) * 0.9
     assert list(lengths[-2:]) == CHUNKS[-2:], "noise is stored raw"
     source = image_of(memory, lengths, retry)
     assert source.size == len(IMAGE)
@@ -116,7 +116,7 @@ def test_the_same_image_gives_the_same_file_whoever_is_faster(memory, workers, r
     files = set()
     for _ in range(3):
         write(memory, workers, retry)
-        files.add(checksum(read_object(memory, "step/rank", limit=1 << 30)))
+        files.add(checksum(read_object(memory, KEY, limit=1 << 30)))
     assert len(files) == 1
 
 
@@ -124,11 +124,11 @@ def test_an_encoded_file_can_be_encoded_or_left_raw_on_the_next_tier(
     memory, workers, retry
 ) -> None:
     _, lengths = write(memory, workers, retry)
-    near = read_object(memory, "step/rank", limit=1 << 30)
+    near = read_object(memory, KEY, limit=1 << 30)
     again, _ = write(memory, workers, retry, source=image_of(memory, lengths, retry))
     assert again == TABLE
-    assert read_object(memory, "step/rank", limit=1 << 30) == near
-    memory.put("step/rank", [IMAGE])
+    assert read_object(memory, KEY, limit=1 << 30) == near
+    memory.put(KEY, [IMAGE])
     from_raw, _ = write(memory, workers, retry, source=image_of(memory, CHUNKS, retry))
     assert from_raw == TABLE
 
@@ -136,13 +136,13 @@ def test_an_encoded_file_can_be_encoded_or_left_raw_on_the_next_tier(
 @pytest.mark.parametrize("encoded", [True, False])
 def test_no_byte_of_a_damaged_chunk_is_handed_on(memory, workers, retry, encoded) -> None:
     lengths: list[int] = list(CHUNKS)
-    memory.put("step/rank", [IMAGE])
+    memory.put(KEY, [IMAGE])
     if encoded:
         _, lengths = write(memory, workers, retry)
-    there = bytearray(read_object(memory, "step/rank", limit=1 << 30))
+    there = bytearray(read_object(memory, KEY, limit=1 << 30))
     place = sum(lengths[:2]) + lengths[2] // 2
     there[place] ^= 1
-    memory.put("step/rank", [bytes(there)])
+    memory.put(KEY, [bytes(there)])
     stored, starts = image_of(memory, lengths, retry), list(itertools.accumulate(CHUNKS, initial=0))
     assert stored.view(0, starts[2]) == IMAGE[: starts[2]]
     for span in ((starts[2], starts[3]), (0, starts[3]), (starts[3] - 1, starts[3] + 1)):
@@ -204,7 +204,7 @@ def test_a_ring_smaller_than_the_image(memory, workers, retry) -> None:
     job = ImageWrite(
         source=window,
         chunks=chunks,
-        key="step/rank",
+        key=KEY,
         workers=workers,
         retry=retry,
         on_bytes=lambda _: None,
@@ -232,7 +232,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
         job = ImageWrite(
             source=Whole(memoryview(image)),
             chunks=chunks,
-            key="step/rank",
+            key=KEY,
             workers=workers,
             retry=retry,
             on_bytes=lambda _: None,
@@ -240,7 +240,7 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
         _, lengths = write_encoded(job, memory, encoder_of("zstd"), [4] * len(chunks))
         assert sum(lengths) < len(image)
     else:
-        memory.put("step/rank", [image])
+        memory.put(KEY, [image])
     asked: list[int] = []
     read_into = memory.read_into
 
@@ -260,9 +260,9 @@ def test_small_chunks_are_read_back_by_requests_as_large_as_ever(
     assert image_of(memory, lengths, retry, table).view(1, len(image)) == image[1:]
     assert len(asked) == 4
     at = edges[40] + 7 if not encoded else list(itertools.accumulate(lengths, initial=0))[40] + 7
-    data = bytearray(read_object(memory, "step/rank", limit=len(image)))
+    data = bytearray(read_object(memory, KEY, limit=len(image)))
     data[at] ^= 1
-    memory.put("step/rank", [bytes(data)])
+    memory.put(KEY, [bytes(data)])
     with pytest.raises(ChecksumMismatch) as damaged:
         stored.view(16 * MIB, 24 * MIB)
     assert damaged.value.offset <= at < damaged.value.offset + lengths[40]
@@ -296,10 +296,10 @@ def test_a_damaged_chunk_is_named_by_key_and_place(memory, workers, retry) -> No
         i for i, length in enumerate(lengths) if length < table[i].nbytes and table[i].nbytes > 4096
     ]
     for index in encoded[:3]:
-        flip_byte(memory, "step/rank", starts[index])
+        flip_byte(memory, KEY, starts[index])
         begin = sum(CHUNKS[:index])
         with pytest.raises(ChecksumMismatch) as caught:
             image_of(memory, lengths, retry).view(begin, begin + CHUNKS[index])
-        assert (caught.value.key, caught.value.offset) == ("step/rank", starts[index])
+        assert (caught.value.key, caught.value.offset) == (KEY, starts[index])
         assert caught.value.nbytes == lengths[index]
     assert encoded

@@ -8,8 +8,8 @@ import pytest
 
 from ckpt.errors import ChecksumMismatch, ObjectNotFound, StorageError, TransientStorageError
 from ckpt.model.box import Box
-from ckpt.model.keys import data_name
-from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, ChunkReader, StoredFile, joined, read_plan
+from ckpt.model.keys import StepRef, data_name
+from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, ChunkReader, joined, read_plan
 from ckpt.plan.leaf import Leaf
 from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
@@ -17,6 +17,11 @@ from ckpt_backends.posix import open_posix
 from tests.plan.worlds import fragment_of, merged
 
 ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB is a chunk
+
+
+def key_of(rank: int) -> str:
+    """Where the file of a rank of ``fragment_of`` is."""
+    return StepRef(5, "abc123").key(data_name(rank))
 
 
 class ArraySink:
@@ -57,7 +62,7 @@ def saved(memory):
     for rank in range(2):
         leaf = Leaf("x", "float64", ARRAY.shape, (Box((32 * rank, 0), (32, 1024)),))
         image, fragment = fragment_of(rank, 2, [leaf], {"x": ARRAY}, chunk_bytes=8192)
-        memory.put(data_name(rank), [image])
+        memory.put(key_of(rank), [image])
         parts.append(fragment)
     return merged(parts)
 
@@ -70,16 +75,11 @@ def read(backend, manifest, wanted, workers, retry, *, direct=True):
         plan,
         sink,
         reader=ChunkReader(backend, retry),
-        file_of=files_of(manifest),
+        files=manifest.stored_files(),
         workers=workers,
         on_bytes=seen.append,
     )
     return sink, plan, seen
-
-
-def files_of(manifest):
-    files = manifest.file_map()
-    return lambda rank: StoredFile(files[rank].name, files[rank].size)
 
 
 def leaf(box: Box) -> Leaf:
@@ -166,7 +166,7 @@ def test_nothing_wanted_is_no_request(memory, workers, retry):
         plan,
         ArraySink([], direct=True),
         reader=ChunkReader(faulty, retry),
-        file_of=lambda rank: StoredFile("", 0),
+        files={},
         workers=workers,
         on_bytes=print,
     )
@@ -177,24 +177,24 @@ def test_nothing_wanted_is_no_request(memory, workers, retry):
 @pytest.mark.parametrize("place", [0, 4000, 8191])
 def test_a_damaged_chunk_is_named_by_key_and_offset(memory, saved, workers, retry, box, place):
     offset = 4096 + 5 * 8192
-    flip_byte(memory, data_name(0), offset + place)
+    flip_byte(memory, key_of(0), offset + place)
     with pytest.raises(ChecksumMismatch) as caught:
         read(memory, saved, [leaf(box)], workers, retry)
     assert (caught.value.key, caught.value.offset, caught.value.nbytes) == (
-        data_name(0),
+        key_of(0),
         offset,
         8192,
     )
 
 
 def test_damage_beside_what_is_wanted_is_not_looked_at(memory, saved, workers, retry):
-    flip_byte(memory, data_name(0), 4096 + 6 * 8192)
+    flip_byte(memory, key_of(0), 4096 + 6 * 8192)
     sink, _, _ = read(memory, saved, [leaf(ROW)], workers, retry)
     assert np.array_equal(sink.arrays[0], ARRAY[5:6])
 
 
 def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
-    flip_byte(memory, data_name(0), 4096 + 5 * 8192)
+    flip_byte(memory, key_of(0), 4096 + 5 * 8192)
     sink = ArraySink([leaf(Box((5, 0), (1, 512)))], direct=False)
     plan = plan_restore(saved, sink.wanted)
     with pytest.raises(ChecksumMismatch):
@@ -202,7 +202,7 @@ def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
             plan,
             sink,
             reader=ChunkReader(memory, retry),
-            file_of=files_of(saved),
+            files=saved.stored_files(),
             workers=workers,
             on_bytes=lambda _: None,
         )
@@ -211,18 +211,18 @@ def test_a_damaged_chunk_is_never_placed(memory, saved, workers, retry):
 
 @pytest.mark.parametrize("keep", [0, 4096, 4096 + 6 * 8192 - 1])
 def test_a_short_file_is_an_error_of_the_store(memory, saved, workers, retry, keep):
-    image = bytearray(memory.head(data_name(0)).size)
-    memory.read_into(data_name(0), 0, memoryview(image))
-    memory.put(data_name(0), [image[:keep]])
+    image = bytearray(memory.head(key_of(0)).size)
+    memory.read_into(key_of(0), 0, memoryview(image))
+    memory.put(key_of(0), [image[:keep]])
     with pytest.raises(StorageError, match="rank-00000"):
         read(memory, saved, [leaf(ROW)], workers, retry)
 
 
 def test_a_missing_file_is_named(memory, saved, workers, retry):
-    memory.delete(data_name(1))
+    memory.delete(key_of(1))
     with pytest.raises(ObjectNotFound) as caught:
         read(memory, saved, [leaf(Box.whole(ARRAY.shape))], workers, retry)
-    assert caught.value.key == data_name(1)
+    assert caught.value.key == key_of(1)
 
 
 def test_a_read_is_tried_again_after_a_transient_error(memory, saved, workers, retry):
@@ -256,7 +256,7 @@ def test_a_store_that_wants_alignment_gets_it(memory, workers, retry, rows):
     for rank in range(2):
         part = Leaf("x", "float64", array.shape, (Box((32 * rank, 0), (32, 1000)),))
         image, fragment = fragment_of(rank, 2, [part], {"x": array}, chunk_bytes=8000)
-        memory.put(data_name(rank), [image])
+        memory.put(key_of(rank), [image])
         parts.append(fragment)
     backend = Aligned(memory)
     wanted = [Leaf("x", "float64", array.shape, (Box((row, 0), (1, 1000)),)) for row in rows]
@@ -302,7 +302,7 @@ def mixed(tmp_path, monkeypatch):
     named = {leaf.name: array for leaf, array in zip(leaves, arrays, strict=True)}
     image, fragment = fragment_of(0, 1, leaves, named, chunk_bytes=8 << 20)
     store = open_posix(str(tmp_path), {})
-    store.put(data_name(0), [image])
+    store.put(key_of(0), [image])
     return Scattering(store), merged([fragment]), arrays, leaves
 
 
@@ -353,7 +353,7 @@ def test_parts_of_chunks_share_a_buffer_that_is_aligned_as_the_file(mixed, worke
 def test_damage_is_named_whichever_way_a_chunk_goes(mixed, workers, retry, index, direct):
     store, manifest, _, wanted = mixed
     start = 4096 + sum(SIZES[:index])
-    flip_byte(store.inner, data_name(0), start + SIZES[index] - 1)
+    flip_byte(store.inner, key_of(0), start + SIZES[index] - 1)
     with pytest.raises(ChecksumMismatch) as caught:
         read(store, manifest, wanted, workers, retry, direct=direct)
     assert (caught.value.offset, caught.value.nbytes) == (start, SIZES[index])
@@ -371,6 +371,6 @@ def test_a_request_that_stumbles_half_way_is_made_again(mixed, workers, retry):
 
 def test_a_file_that_ends_early_is_an_error_of_the_store(mixed, workers, retry, tmp_path):
     store, manifest, _, wanted = mixed
-    os.truncate(tmp_path / data_name(0), 700_000)
+    os.truncate(tmp_path / key_of(0), 700_000)
     with pytest.raises(StorageError, match="ends at byte 700000"):
         read(store, manifest, wanted, workers, retry)

@@ -13,6 +13,7 @@ from ckpt.plan.restore import ChunkRead
 def read(rank: int, offset: int, nbytes: int) -> ChunkRead:
     return ChunkRead(
         rank=rank,
+        index=0,
         offset=offset,
         nbytes=nbytes,
         checksum="",

@@ -71,6 +71,7 @@ def test_the_reasons_of_several_stores_are_all_told() -> None:
 def chunk(rank: int, offset: int) -> ChunkRead:
     return ChunkRead(
         rank=rank,
+        index=offset,
         offset=offset,
         nbytes=8,
         checksum="",

@@ -162,7 +162,7 @@ def test_columns_of_rows_are_read_by_all_that_want_them_or_once_for_all() -> Non
     manifest = saved(8, rows(8), chunk_bytes=16 << 20)
     found = plans(manifest, 4, columns(4))
     assert 3.9 < ratio(found) <= 4
-    keys = [keyed(plan.reads, manifest) for plan in found]
+    keys = [keyed(plan.reads) for plan in found]
     tables = [np.array(sorted(each), dtype=np.int64) for each in keys]
     read = 0
     for rank, mine in enumerate(keys):

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from ckpt.coordination.together import Parted
 from ckpt.errors import CkptError, RestoreError
 from ckpt.model.checksum import checksum
-from ckpt.model.manifest import Manifest
 from ckpt.pipeline.reader import Sink
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.restore import ChunkRead, RestorePlan, Target
@@ -54,7 +53,7 @@ class Broadcast:
     it alike.
 
     Args:
-        plan: What this rank wants of the files of ``manifest``.
+        plan: What this rank wants.
         sink: Where it goes.
         read: Reads a part of the plan. Called from one other thread.
         workers: Place what has arrived.
@@ -63,14 +62,13 @@ class Broadcast:
     def __init__(
         self,
         plan: RestorePlan,
-        manifest: Manifest,
         sink: Sink,
         read: Callable[[RestorePlan, Sink], None],
         *,
         workers: Workers,
     ) -> None:
         self._plan, self._sink, self._read, self._workers = plan, sink, read, workers
-        self._reads = keyed(plan.reads, manifest)
+        self._reads = keyed(plan.reads)
         self._rank = dist.get_rank()
         self._groups: list[Any] = []  # torch's stubs call a group an int too
         self._loads: list[tuple[Group, Any]] = []
@@ -148,9 +146,8 @@ class Broadcast:
         self._full.update({load.parcel: load for load in mine})
 
     def _take(self, reads: Sequence[ChunkRead], sink: Sink) -> None:
-        part = replace(
-            self._plan, reads=tuple(sorted(reads, key=lambda read: (read.rank, read.offset)))
-        )
+        ordered = sorted(reads, key=lambda read: read.place)
+        part = replace(self._plan, reads=tuple(ordered))
         self._read(part, sink)
         self.read_bytes += part.read_bytes
 

@@ -19,7 +19,7 @@ def chunk(
     part = source[box.slices()].contiguous().reshape(-1).view(torch.uint8)
     data = memoryview(bytearray(part.numpy().tobytes()))
     read = ChunkRead(
-        rank=0, offset=0, nbytes=data.nbytes, checksum="", dtype=dtype, box=box,
+        rank=0, index=0, offset=0, nbytes=data.nbytes, checksum="", dtype=dtype, box=box,
         targets=tuple(Target(leaf=k, piece=0, part=box) for k in range(targets)),
     )  # fmt: skip
     return read, data
