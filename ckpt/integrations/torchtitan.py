@@ -1,0 +1,268 @@
+"""torchtitan: ``CkptManager`` in the place of its ``CheckpointManager``.
+
+    config.checkpoint = CkptManager.Config(enable=True, folder="s3://bucket/run42", interval=100)
+
+The policy stays torchtitan's: when to save, what the last step holds, what is loaded first, and
+Hugging Face folders. The bytes go through a ``CheckpointManager`` of ckpt.
+
+A checkpoint holds ``model``, ``optimizer``, ``lr_scheduler``, ``dataloader``, ``train_state`` and
+``rng``. Parameters have the names of ``named_parameters()``. No hook of ``state_dict()`` runs,
+since those of a fused attention gather its weights on every rank.
+
+Importing this module imports torchtitan.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Annotated, Any, Final, Literal
+
+import torch
+import tyro  # pyright: ignore[reportMissingImports]
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer import (  # pyright: ignore[reportMissingImports]
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    CheckpointManager,
+)
+from torchtitan.tools import filesystem  # pyright: ignore[reportMissingImports]
+
+from ckpt import manager
+from ckpt.adapters.tensors.layout import holders_of
+from ckpt.adapters.tensors.per_rank import PerRank, RngState
+from ckpt.adapters.tensors.sharded import hookless_state
+from ckpt.adapters.walk.items import Entry, ModuleItems, Part
+from ckpt.adapters.walk.modules import canonical
+from ckpt.adapters.walk.stand_in import ModuleStandIn
+from ckpt.config import MEMORY, Tier
+from ckpt.errors import ConfigError, EntryMissing, RestoreError
+
+TESTED: Final = "0.3"
+_RNG: Final = "rng"
+
+_log = logging.getLogger("ckpt")
+_warned: Final[set[str]] = set()
+
+
+class CkptManager(CheckpointManager):  # type: ignore[misc]
+    """torchtitan's checkpoint manager with the saves of ckpt.
+
+    ``folder`` may be a folder or any URL of ckpt. Checkpoints of DCP in a local ``folder`` are
+    found as before, and loaded if they are newer.
+
+    Attributes:
+        manager: The ``CheckpointManager`` of ckpt at work.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """The settings of torchtitan's manager, and those of ckpt."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        """Save in the background; "disabled" waits until each save is durable."""
+
+        nearer: list[str] = field(default_factory=list)
+        """Tiers in front of the folder, nearest first: "memory", folders and URLs."""
+
+        settings: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+        """Fields of ``SaveConfig``, for configurations in Python."""
+
+    save_future: Any  # a PendingSave, which has their result()
+
+    def __init__(self, config: Any, **parts: Any) -> None:
+        _warn_of_untested(version("torchtitan"))
+        # DCP's own process group and its thread that removes folders are not needed.
+        super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
+        if not self.enable:
+            return
+        self._waits = config.async_mode == "disabled"
+        self._model = _Parts(parts["model_parts"])
+        self.keep_latest_k = config.keep_latest_k
+        base = parts.get("base_folder", "")
+        kept = [
+            Tier(filesystem.join(base, url), keep_last=config.keep_latest_k or None)
+            if url != MEMORY
+            else Tier(MEMORY)
+            for url in (*config.nearer, config.folder)
+        ]
+        self.manager = manager.CheckpointManager(kept, **config.settings)
+
+    # -- what torchtitan calls ---------------------------------------------------------------------
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        if last_step and self.last_save_in_hf:
+            self._save_last_step(curr_step)
+            return True
+        exports = last_step and self.last_save_model_only
+        state = {MODEL: self._model.cast(self.export_dtype)} if exports else self._state()
+        self.save_future = self.manager.save_async(state, curr_step)
+        if last_step or self._waits:
+            self._wait_for_saving()
+        return True
+
+    def _load(self, step: int = -1) -> bool:
+        steps = self.manager.steps()
+        is_here = max(steps) >= self._find_load_step() if steps and step == -1 else step in steps
+        if not is_here:
+            loaded: bool = super()._load(step)
+            return loaded
+        if step == 0 or steps == [0]:  # a seed checkpoint
+            wanted = {MODEL}
+        else:
+            wanted = self._state().keys() - set(self.exclude_from_loading)
+        self._restore(self.manager, None if step == -1 else step, wanted)
+        return True
+
+    def _wait_for_saving(self) -> None:
+        pending, self.save_future = self.save_future, None
+        pending.result()
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Do nothing: the step of each optimizer waits for the copy of its own tensors."""
+
+    def _close(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.close()
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load the ``initial_load_path``: a folder of ckpt, of DCP or of Hugging Face."""
+        if not from_hf:
+            with manager.CheckpointManager(checkpoint_id) as source:
+                if source.steps():
+                    everything = self._state().keys()
+                    wanted = {MODEL} if self.initial_load_model_only else everything
+                    self._restore(source, None, wanted)
+                    return
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        """Everything that is saved, by the names that ``exclude_from_loading`` uses."""
+        shared = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
+        own = {
+            name: PerRank(value, on_resize=_refuse if name == DATALOADER else _same_or_first)
+            for name, value in self.states.items()
+            if name not in (MODEL, OPTIMIZER, LR_SCHEDULER) and value is not None
+        }
+        rng = PerRank(RngState(), on_resize="same_rank")
+        optimizer = _named(self.states[OPTIMIZER].optimizers)
+        return {MODEL: self._model, OPTIMIZER: optimizer, **shared, **own, _RNG: rng}
+
+    def _restore(
+        self, source: manager.CheckpointManager, step: int | None, wanted: Set[str]
+    ) -> None:
+        state = self._state()
+        if unknown := set(self.exclude_from_loading) - state.keys():
+            raise ConfigError(
+                f"checkpoint.exclude_from_loading names {sorted(unknown)}: the state has "
+                f"{', '.join(state)}"
+            )
+        try:
+            only = None if wanted == state.keys() else sorted(wanted)
+            source.restore(state, step, only=only, cast=True)  # DCP converts as well
+        except EntryMissing as error:
+            if not any(name.startswith(OPTIMIZER) for name in error.names):
+                raise
+            raise RestoreError(
+                f"step {error.step} holds the model alone, as last_save_model_only asks for: set "
+                "checkpoint.load_step to the step before it, or give its folder as "
+                "checkpoint.initial_load_path of a new run"
+            ) from error
+        for name, kept in state.items():
+            if isinstance(kept, PerRank) and name in self.states:
+                self.states[name] = kept.value
+
+
+class _Parts(ModuleStandIn):
+    """The parts of a model on this rank as one module, without the hooks of ``state_dict()``."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self._items: ModuleItems | None = None
+
+    def look(self) -> None:
+        """Nothing is kept that could be out of date: FSDP2 keeps its sharded parameters."""
+
+    def settle(self) -> None:
+        """A restore fills the tensors of the parts."""
+
+    def items(self, path: str) -> ModuleItems:
+        """Return the parameters and persistent buffers of all parts."""
+        if self._items is None:
+            found = [
+                Entry(key=f"parts.{number}.{key}", fqn=canonical(part)(key), value=value)
+                for number, part in enumerate(self.parts)
+                for key, value in hookless_state(part).items()
+            ]
+            trained = [entry for entry in found if isinstance(entry.value, nn.Parameter)]
+            self._items = ModuleItems(
+                entries=tuple(found),
+                parts={id(entry.value): (Part(f"{path}/{entry.fqn}"),) for entry in trained},
+                holders={
+                    id(entry.value): holders_of(entry.value)
+                    for entry in trained
+                    if isinstance(entry.value, DTensor)
+                },
+            )
+        return self._items
+
+    def cast(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the values by name, those of floating point in ``dtype``."""
+        return {
+            entry.fqn: entry.value.detach().to(dtype)
+            if isinstance(entry.value, torch.Tensor) and entry.value.is_floating_point()
+            else entry.value
+            for entry in self.items(MODEL).entries
+        }
+
+
+def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+    """Return the only optimizer, or all by the names of their classes."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    seen: Counter[str] = Counter()
+    named: dict[str, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        named[f"{kind}_{seen[kind]}" if seen[kind] else kind] = optimizer
+        seen[kind] += 1
+    return named
+
+
+def _same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
+    return rank if rank < saved_world_size else 0
+
+
+def _refuse(_rank: int, world_size: int, saved_world_size: int) -> int:
+    raise ConfigError(
+        f"the position in the data was saved by {saved_world_size} rank(s), and this world has "
+        f"{world_size}: resume with as many ranks, or set "
+        'checkpoint.exclude_from_loading to ["dataloader"] to begin with the first sample'
+    )
+
+
+def _warn_of_untested(installed: str) -> None:
+    """Log a warning, once in a process, if the tests did not run on this release."""
+    release = ".".join(re.findall(r"\d+", installed)[:2])
+    if release != TESTED and release not in _warned:
+        _warned.add(release)
+        _log.warning(
+            "ckpt: torchtitan %s is installed, and CkptManager was tested with torchtitan %s only: "
+            "resume once and compare the losses before you rely on it",
+            installed,
+            TESTED,
+        )
