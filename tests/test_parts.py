@@ -14,7 +14,8 @@ from ckpt import CheckpointManager
 from ckpt.catalog.index import committed
 from ckpt.errors import ConfigError, EntryMissing
 from ckpt.storage.registry import open_backend
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 
 
 class Adapted(nn.Module):
@@ -305,7 +306,7 @@ def test_the_patterns_are_no_name_of_the_user_s_metadata(tmp_path: Path) -> None
 
 @pytest.mark.distributed
 def test_two_ranks_under_fsdp2_save_a_part(tmp_path: Path) -> None:
-    assert "ALL WELL" in torchrun(2, "parts.py", tmp_path)
+    assert "ALL WELL" in world(2, WORKERS / "parts.py", tmp_path)
     backend = open_backend(str(tmp_path))
     assert [ref.step for ref in committed(backend)] == [5, 3, 2, 1]
     backend.close()

@@ -4,32 +4,20 @@ the next one goes on.
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes import run
+from tests.kit.worlds import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY, LARGE = 100, (64 << 20) // 8
 
 
 def nursery(*args: object, script: str = "nursery.py", timeout: float = 280) -> str:
     """What the script has printed; it must have ended well."""
-    done = run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / script), *map(str, args)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-        },
-        timeout=timeout,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert "ALL WELL" in done.stdout
-    return done.stdout
+    said = run_script(Path(__file__).parent / script, *args, timeout=timeout)
+    assert "ALL WELL" in said
+    return said
 
 
 @pytest.mark.parametrize(("numbers", "times"), [(TINY, 5), (LARGE, 3)], ids=["tiny", "64 MiB"])

@@ -4,17 +4,12 @@ would end at once.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 from torch.distributed import TCPStore
 
-from tests.distributed.launch import ROOT, WORKERS
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import environment_of, run_forks
 from tests.servers import free_port
 
 
@@ -30,63 +25,15 @@ def run_world(
     store = (
         TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if store_here else None
     )
-    base = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(ranks),
-    }
-    if store_here:
-        base["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        base["TORCHELASTIC_RESTART_COUNT"] = "0"
-    words = [
-        sys.executable,
-        "-X",
-        "faulthandler",
-        "-W",
-        "ignore",
-        str(WORKERS / worker),
-        *map(str, args),
-    ]
-    with ExitStack() as running:
-        processes = [
-            running.enter_context(
-                subprocess.Popen(
-                    words,
-                    env=base | {"RANK": str(rank)},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            return [process.communicate(timeout=timeout)[0] for process in processes]
-        except subprocess.TimeoutExpired:
-            pytest.fail(
-                f"not at their end after {timeout} s\n\n" + where_they_are(processes), pytrace=False
-            )
-        finally:
-            for process in processes:
-                process.kill()
-            del store
-
-
-def where_they_are(processes: list[subprocess.Popen[str]]) -> str:
-    """What each has printed and, by ``-X faulthandler``, the stacks of those that live.
-
-    Ends them.
-    """
-    for process in processes:
-        process.send_signal(signal.SIGABRT)
-        process.send_signal(signal.SIGCONT)
-    return "\n\n".join(
-        f"rank {rank}:\n{process.communicate()[0][-10_000:]}"
-        for rank, process in enumerate(processes)
-    )
+    here = {"TORCHELASTIC_USE_AGENT_STORE": "True"} if store_here else {}
+    environments = [environment_of(rank, ranks, port) | here for rank in range(ranks)]
+    try:
+        ended = run_forks(
+            [WORKERS / worker, *args], environments, timeout=timeout, end_together=False
+        )
+    finally:
+        del store
+    return list(ended.said)
 
 
 def told(outputs: list[str], *ranks: int) -> str:

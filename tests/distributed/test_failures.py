@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
 
@@ -24,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told(folder: Path) -> str:
-    return torchrun(2, "failures.py", folder)
+    return world(2, WORKERS / "failures.py", folder)
 
 
 def test_what_one_rank_does_wrong_all_are_told(told: str) -> None:

@@ -8,7 +8,8 @@ import ast
 
 import pytest
 
-from tests.distributed.launch import WORKERS, torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +30,7 @@ def cases() -> list[str]:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What the worker says of each case."""
-    output = torchrun(2, WORKER, tmp_path_factory.mktemp("in_layouts"))
+    output = world(2, WORKERS / WORKER, tmp_path_factory.mktemp("in_layouts"))
     parts = [part.partition("\n") for part in output.split("=== ")[1:]]
     return {name: text.strip() for name, _, text in parts}
 

@@ -11,14 +11,15 @@ from torch import nn
 
 import ckpt
 from ckpt import CheckpointManager, PerRank
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
 from tests.distributed.workers.nets import Net
+from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
 
 
 def test_manifests_by_reference_restore_onto_every_layout_and_another_world(tmp_path: Path) -> None:
-    assert "ALL WELL" in torchrun(2, "large.py", tmp_path)
+    assert "ALL WELL" in world(2, WORKERS / "large.py", tmp_path)
     for mode in ("fsdp", "tp", "ddp"):
         net: nn.Module = Net()
         state: dict[str, Any] = {

@@ -15,7 +15,8 @@ from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.distributed.launch import WORKERS, torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
 
@@ -30,9 +31,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     four under fsdp with tp and as hsdp.
     """
     made = tmp_path_factory.mktemp("layouts")
-    assert "ALL WELL" in torchrun(
+    assert "ALL WELL" in world(
         2,
-        "layouts.py",
+        WORKERS / "layouts.py",
         made,
         *TWO,
         "fsdp:fsdp",
@@ -42,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "fsdp1-flat:fsdp1-flat",
         "zero:zero",
     )
-    assert "ALL WELL" in torchrun(
+    assert "ALL WELL" in world(
         4,
-        "layouts.py",
+        WORKERS / "layouts.py",
         made,
         *FOUR,
         "fsdp:fsdp",
@@ -59,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_three_ranks_read_what_two_have_saved(folder: Path) -> None:
-    assert "ALL WELL" in torchrun(
+    assert "ALL WELL" in world(
         3,
-        "layouts.py",
+        WORKERS / "layouts.py",
         folder,
         "fsdp:fsdp1-flat",
         "ddp:zero",
@@ -73,8 +74,8 @@ def test_three_ranks_read_what_two_have_saved(folder: Path) -> None:
 
 
 def test_two_ranks_read_what_four_have_saved(folder: Path) -> None:
-    assert "ALL WELL" in torchrun(
-        2, "layouts.py", folder, "fsdp+tp:fsdp1", "hsdp:tp", "fsdp+tp:ddp", "hsdp:zero"
+    assert "ALL WELL" in world(
+        2, WORKERS / "layouts.py", folder, "fsdp+tp:fsdp1", "hsdp:tp", "fsdp+tp:ddp", "hsdp:zero"
     )
 
 
@@ -147,8 +148,14 @@ def test_every_layout_is_read_by_every_other(tmp_path: Path) -> None:
             tasks[two].append(f"{one}/{saved}:{mode}")
     assert met == {(one, two) for one in LAYOUTS for two in LAYOUTS}
     for size, layouts in LAYOUTS.items():
-        assert "ALL WELL" in torchrun(
-            size, "layouts.py", tmp_path, *(f"{size}/{mode}" for mode in layouts), timeout=900
+        assert "ALL WELL" in world(
+            size,
+            WORKERS / "layouts.py",
+            tmp_path,
+            *(f"{size}/{mode}" for mode in layouts),
+            timeout=900,
         )
     for size in LAYOUTS:
-        assert "ALL WELL" in torchrun(size, "layouts.py", tmp_path, *tasks[size], timeout=900)
+        assert "ALL WELL" in world(
+            size, WORKERS / "layouts.py", tmp_path, *tasks[size], timeout=900
+        )

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
 
 
 def test_damaged_then_empty_then_far_gone(tmp_path: Path) -> None:
-    assert "ALL WELL" in torchrun(2, "nearest.py", tmp_path)
+    assert "ALL WELL" in world(2, WORKERS / "nearest.py", tmp_path)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT, WORKERS, torchrun
+from tests.distributed.launch import ROOT, WORKERS
+from tests.kit.worlds import world
 from tests.processes import ended, run
 
 pytestmark = pytest.mark.distributed
@@ -30,7 +31,7 @@ ENVIRONMENT = {
 
 
 def test_steps_outlive_nodes_as_far_as_their_bytes_do(tmp_path: Path) -> None:
-    assert "ALL WELL" in torchrun(4, "nodes.py", tmp_path)
+    assert "ALL WELL" in world(4, WORKERS / "nodes.py", tmp_path)
 
 
 @pytest.mark.torture

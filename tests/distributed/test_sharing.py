@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.torture)])
 def test_read_by_each_or_by_one_for_all(tmp_path: Path, ranks: int) -> None:
-    assert "ALL WELL" in torchrun(ranks, "sharing.py", tmp_path)
+    assert "ALL WELL" in world(ranks, WORKERS / "sharing.py", tmp_path)

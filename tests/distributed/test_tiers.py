@@ -12,7 +12,8 @@ import pytest
 
 from ckpt import Tier
 from ckpt.storage.tiers import urls_of
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
+from tests.kit.worlds import world
 from tests.test_review import whole
 
 pytestmark = pytest.mark.distributed
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.distributed
 def test_memory_near_and_far_on_two_ranks(tmp_path: Path) -> None:
     memory, _ = urls_of([Tier("memory"), Tier(str(tmp_path / "near"))])
     try:
-        told = torchrun(2, "tiers.py", tmp_path)
+        told = world(2, WORKERS / "tiers.py", tmp_path)
     finally:  # the near tier is removed meanwhile, so the last step stays in memory
         shutil.rmtree(
             f"/dev/shm/ckpt-memory-{os.getuid()}-{memory.removeprefix('shm://')}",

@@ -36,9 +36,9 @@ from ckpt.errors import (
     UnsupportedValue,
 )
 from ckpt.integrations.dcp import CkptReader, CkptWriter
-from tests.distributed.launch import torchrun
 from tests.integrations.workers.dcp import build as trained_as_sharded
 from tests.integrations.workers.dcp import state_of, total
+from tests.kit.worlds import world
 from tests.processes import run
 from tests.test_docs import block
 
@@ -358,11 +358,11 @@ def totals(printed: str) -> list[float]:
 
 @pytest.mark.distributed
 def test_two_ranks_save_and_three_and_one_load(tmp_path):
-    printed = torchrun(2, str(WORKER), "save", tmp_path)
+    printed = world(2, WORKER, "save", tmp_path)
     saved = set(totals(printed))
     assert len(saved) == 1
     assert printed.count("refused {0: 'PeerFailed', 1: 'UnsupportedValue'}") == 2
-    printed = torchrun(3, str(WORKER), "load", tmp_path)
+    printed = world(3, WORKER, "load", tmp_path)
     assert totals(printed) == 6 * list(saved)
     assert printed.count("part [0.0, 1.0, 2.0, 3.0]") == 2
     model, optimizer = trained_as_sharded(5)
@@ -381,6 +381,6 @@ def test_two_ranks_save_and_three_and_one_load(tmp_path):
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_process_executor_saves_and_refuses(tmp_path):
-    printed = torchrun(2, str(WORKER), "process", tmp_path)
+    printed = world(2, WORKER, "process", tmp_path)
     assert printed.count("refused {0: 'PeerFailed', 1: 'UnsupportedValue'}") == 2
     assert len(set(totals(printed))) == 1

@@ -22,7 +22,7 @@ from ckpt.integrations import lightning as door
 from ckpt.integrations.lightning import CkptCheckpoint
 from ckpt.integrations.lightning_strategy import mix_in
 from tests import processes
-from tests.distributed.launch import torchrun
+from tests.kit.worlds import world
 
 WORKER = Path(__file__).parent / "workers" / "lightning_nets.py"
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "lightning.md"
@@ -112,7 +112,7 @@ def test_a_kill_in_mid_save_resumes_from_the_last_committed_step(nets: Any, tmp_
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_ranks_resume_in_the_same_process(nets: Any, tmp_path: Path, mode: str) -> None:
     """And Lightning's part of a save copies no tensor."""
-    said = torchrun(2, str(WORKER), tmp_path, mode)
+    said = world(2, WORKER, tmp_path, mode)
     assert "equal losses on rank 0 2" in said
     assert "equal losses on rank 1 2" in said
     net = nets.Net()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.kit.worlds import world
 from tests.overlap.ways import WAYS, documented
 
 WORKER = Path(__file__).resolve().parent / "changed.py"
@@ -16,7 +16,7 @@ WORKER = Path(__file__).resolve().parent / "changed.py"
 
 @pytest.mark.distributed
 def test_no_change_of_sharded_state_is_saved_silently(tmp_path: Path) -> None:
-    told = torchrun(2, str(WORKER), tmp_path)
+    told = world(2, WORKER, tmp_path)
     assert "ALL WELL" in told
     rows = [line.split("WAY|")[1].split("|") for line in told.splitlines() if "WAY|" in line]
     seen = {(layout, name): how for layout, name, how in rows}

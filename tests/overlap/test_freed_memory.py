@@ -4,24 +4,14 @@ with its name, and no wild read.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.kit.worlds import run_script
+
+SCRIPT = Path(__file__).with_name("freed.py")
 
 
 def test_memory_that_is_taken_away_in_the_window_is_not_read(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.overlap.freed", str(tmp_path)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-3000:])
-    assert "well: down to 4096 bytes" in done.stdout
-    assert "well: down to 0 bytes" in done.stdout
+    said = run_script(SCRIPT, tmp_path, timeout=60)
+    assert "well: down to 4096 bytes" in said
+    assert "well: down to 0 bytes" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import torchrun
+from tests.kit.worlds import world
 
 WORKER = Path(__file__).resolve().parent / "sharded.py"
 
@@ -16,4 +16,4 @@ WORKER = Path(__file__).resolve().parent / "sharded.py"
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_every_rank_waits_for_its_own_copy(tmp_path: Path) -> None:
-    assert "ALL WELL" in torchrun(2, str(WORKER), tmp_path)
+    assert "ALL WELL" in world(2, WORKER, tmp_path)

@@ -1,0 +1,73 @@
+"""A process that has imported what the scripts of tests import, and forks them.
+
+A process then costs hundredths of a second, and not the import of torch. A fork runs its script as
+the interpreter does: as ``__main__``, with arguments, environment, folder and output of its own,
+and it ends as an interpreter ends. What it shares with the other forks is the modules of torch and
+the seed of hashes.
+
+Each line of standard input is a request of ``tests.kit.worlds`` in JSON. The answer is two lines:
+the process ids, and the exit statuses.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.optim
+import torch.distributed.tensor.parallel  # noqa: F401 - for the forks
+
+import ckpt
+
+ckpt.CheckpointManager  # noqa: B018 - imported here, once
+
+
+def serve() -> None:
+    """Run one request after the other, until the tests end."""
+    for line in iter(sys.stdin.readline, ""):
+        request = json.loads(line)
+        running: dict[int, int] = {}
+        for number in range(len(request["environments"])):
+            if (process := os.fork()) == 0:
+                run_script(request, number)
+            running[process] = number
+        print(json.dumps([*running]), flush=True)
+        statuses = [0] * len(running)
+        while running:
+            process, status = os.wait()
+            statuses[running.pop(process)] = os.waitstatus_to_exitcode(status)
+            if status and request["end_together"]:
+                for other in running:
+                    with suppress(ProcessLookupError):
+                        os.kill(other, signal.SIGKILL)
+        print(json.dumps(statuses), flush=True)
+
+
+def run_script(request: dict[str, Any], number: int) -> None:
+    """Be the script: this does not return."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(request["logs"][number], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(request["environments"][number])
+    os.chdir(request["folder"])
+    script = request["words"][0]
+    sys.argv[:] = request["words"]
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script, run_name="__main__")
+    sys.exit()
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    serve()
