@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt.adapters.tensors.local_shards import LocalShards
     from ckpt.adapters.tensors.per_rank import PerRank, RngState
     from ckpt.adapters.walk.trainable import trainable
+    from ckpt.catalog.watching import watch
     from ckpt.config import SaveConfig, Tier
     from ckpt.errors import CkptError
 
@@ -43,6 +44,7 @@ _HOMES = {
     "declare_part": "ckpt.adapters.tensors.declared",
     "open": "ckpt.exchange.opened",
     "trainable": "ckpt.adapters.walk.trainable",
+    "watch": "ckpt.catalog.watching",
 }
 _ALIASES = {"open": "open_checkpoint"}  # in its own file it would hide Python's
 
@@ -60,6 +62,7 @@ __all__ = [
     "declare_part",
     "open",
     "trainable",
+    "watch",
 ]
 
 

@@ -26,6 +26,7 @@ PUBLIC = {
     "declare_part",
     "open",
     "trainable",
+    "watch",
 }
 PYPROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 

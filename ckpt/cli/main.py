@@ -24,10 +24,12 @@ from ckpt.cli.export import export
 from ckpt.cli.finalize import finalize
 from ckpt.cli.import_ import import_
 from ckpt.cli.ls import ls
+from ckpt.cli.pin import pin, unpin
 from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
 from ckpt.cli.show import show
 from ckpt.cli.verify import verify
+from ckpt.cli.watch import watch
 from ckpt.errors import CkptError, ConfigError, StorageError
 
 _INTERRUPTED = 130
@@ -47,6 +49,8 @@ Examples:
   ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
+  ckpt pin runs/gpt 1200 --for 2h                 keep it for now
+  ckpt watch runs/gpt --exec 'eval.sh {path}'     do something with each new step
   ckpt finalize runs/gpt                          finish a save whose job died
   ckpt export runs/gpt gpt.safetensors            for other programs
   ckpt import checkpoint.pt runs/gpt --step 0     from other programs
@@ -116,7 +120,21 @@ def _options(
     """Take the options that stand before a command."""
 
 
-COMMANDS: Final = (restore, ls, show, verify, diff, copy, prune, finalize, export, import_)
+COMMANDS: Final = (
+    restore,
+    ls,
+    show,
+    verify,
+    diff,
+    copy,
+    prune,
+    pin,
+    unpin,
+    watch,
+    finalize,
+    export,
+    import_,
+)
 _GROUP: Final = "ckpt.commands"
 
 

@@ -292,6 +292,19 @@ def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[W
         yield workers
 
 
+def seconds(option: str, text: str) -> float:
+    """Return a time such as '90s', '30m', '2h' or '1d' in seconds; '5' is five seconds."""
+    import re
+
+    from ckpt.errors import ConfigError
+
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    number = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}.get(match[2], 1) if match else 0
+    if number <= 0:
+        raise ConfigError(f"{option} {text}: give a time such as 90s, 30m, 2h or 1d")
+    return number
+
+
 def size_bytes(option: str, text: str) -> int:
     """'5GB' is 5 * 1000**3 bytes, '5GiB' is 5 * 1024**3, '5' is 5."""
     import re

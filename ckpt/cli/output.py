@@ -38,6 +38,12 @@ def show_json(value: object) -> None:
     sys.stdout.write(json.dumps(_clean_json(value), indent=2) + "\n")
 
 
+def show_json_line(value: object) -> None:
+    """One of several JSON documents of a call, on a line of its own that is printed at once."""
+    sys.stdout.write(json.dumps(_clean_json(value)) + "\n")
+    sys.stdout.flush()
+
+
 def show_line(text: str = "", style: str = "") -> None:
     """A line on standard output, never wrapped."""
     _console(sys.stdout).print(Text(clean(text), style=style), soft_wrap=True)

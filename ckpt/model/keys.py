@@ -15,6 +15,10 @@ CLAIM_MARKER: Final = "verdict"
 """The object that decides between finishing and removing a save. See docs/format.md."""
 OWNER: Final = "writer.json"
 """The record of the job that writes to the root. See docs/format.md."""
+PINS: Final = "pins"
+"""The folder of the pins. See docs/format.md."""
+WATCHERS: Final = "watchers"
+"""The folder of what watchers have handled. See docs/format.md."""
 
 _STEP: Final = re.compile(r"step-([0-9]{9,18})\.([0-9a-z]{6,32})")
 _LATE_METRICS: Final = re.compile(r"metrics-[0-9a-f]{32}\.json")

@@ -7,7 +7,7 @@ durable tier has it too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
@@ -162,6 +162,7 @@ class Evictor:
                 held.ref not in waiting
                 and held.ref not in tried
                 and held.ref != ref
+                and not held.pins
                 and (held.ref not in whole or self._claim.may_remove(held.ref))
                 and (held.ref != last or self._guard.is_elsewhere(held.ref))
             ):
@@ -197,7 +198,7 @@ class Evictor:
                 continue
             if not gone:
                 _log.warning(
-                    "ckpt: step %d on %s was not evicted: it is being finished",
+                    "ckpt: step %d on %s was not evicted: it is being finished, or is pinned",
                     held.ref.step,
                     self._tier.url,
                 )
@@ -216,13 +217,18 @@ class Evictor:
 
     def _why(self, found: list[StoredStep], needed: int, capacity: int) -> str:
         waiting = self._guard.waiting() & {held.ref for held in found}
-        held = ", ".join(str(ref.step) for ref in sorted(waiting)) or "none"
+        held = _numbers(waiting)
+        pinned = _numbers({one.ref for one in found if one.pins})
         return (
             f"this checkpoint needs {size(needed)} of the capacity of {size(capacity)}, and "
             "nothing there can be removed: the newest has no other copy, farther tiers wait for "
-            f"these steps: {held}. Give it room for two checkpoints, and one for each step that "
-            "may wait (backlog)"
+            f"these steps: {held}, and these are pinned: {pinned}. Give it room for two "
+            "checkpoints, and one for each step that may wait (backlog)"
         )
+
+
+def _numbers(refs: Iterable[StepRef]) -> str:
+    return ", ".join(str(ref.step) for ref in sorted(refs)) or "none"
 
 
 def _ratio(found: list[StoredStep]) -> float | None:

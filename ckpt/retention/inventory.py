@@ -16,6 +16,7 @@ import msgspec
 
 from ckpt.catalog.index import attempts, is_committed, own_objects, unfinished_of
 from ckpt.catalog.late_metrics import late_metrics
+from ckpt.catalog.pins import Pin, all_pins, live_of
 from ckpt.coordination.claim_marker import is_removal_marker
 from ckpt.errors import (
     AccessDenied,
@@ -57,6 +58,7 @@ class StoredStep:
         is_cut: Whether its removal was begun. No process makes it a checkpoint again.
         touched: When the youngest of its files was put; None if neither the store nor a fragment
             says.
+        pins: The pins that hold it.
     """
 
     ref: StepRef
@@ -68,6 +70,7 @@ class StoredStep:
     unfinished: tuple[Unfinished, ...] = ()
     is_part: bool = False
     is_cut: bool = False
+    pins: tuple[Pin, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +86,8 @@ class StoredStep:
 class Inventory:
     """The steps of a tier.
 
-    It remembers whole steps, which never change. Each look costs a listing of the root, and one
-    request for every known step.
+    It remembers whole steps, which never change. Each look costs a listing of the root, a listing
+    of the pins, and one request for every known step.
 
     Args:
         part: Whether other nodes may have the rest of each step.
@@ -101,6 +104,7 @@ class Inventory:
         self._backend, self._retry, self._part = backend, RetryPolicy(), part
         self._late_metrics = late_metrics
         self._known: dict[StepRef, StoredStep] = {}
+        self.pins: list[Pin] = []  # of the last look, also those that have ended
 
     @property
     def metrics(self) -> list[Mapping[str, float]]:
@@ -116,7 +120,9 @@ class Inventory:
             refs = [ref for ref in refs if not is_committed(self._backend, ref)]
         found = [self._held(ref) for ref in refs]
         self._known = {held.ref: held for held in found if held.state == "whole"}
-        return found
+        self.pins = all_pins(self._backend)
+        live = live_of(self.pins)
+        return [replace(held, pins=live.get(held.ref, ())) for held in found]
 
     def _held(self, ref: StepRef) -> StoredStep:
         there = is_committed(self._backend, ref)

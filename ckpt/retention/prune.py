@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckpt.catalog.index import attempts, own_objects
+from ckpt.catalog.pins import is_pinned, remove_ended
 from ckpt.coordination.claim_marker import (
     claim_committed_for_removal,
     claim_for_removal,
@@ -33,6 +34,7 @@ _RETRY: Final = RetryPolicy()
 
 YOUNG: Final = "less than a day old, and its job may still finish it"
 NEEDED: Final = "a farther tier waits for it"
+PINNED: Final = "pinned"
 FOREIGN: Final = "another job's, committed after this one had taken the root"
 
 
@@ -99,6 +101,8 @@ def judge(
     def kept(held: StoredStep) -> tuple[str, ...]:
         if held.ref in needed:
             return (*why.get(held.ref, ()), NEEDED)
+        if held.pins:
+            return (*why.get(held.ref, ()), PINNED)
         if held.state == "whole":
             foreign = claim is not None and not claim.may_remove(held.ref)
             return why[held.ref] or ((FOREIGN,) if foreign else ())
@@ -163,7 +167,10 @@ def prune(
         StorageError: A step could not be removed. The others were removed unless the store does not
             answer.
     """
-    found = (inventory or Inventory(backend)).look(begun=rule.keeps_all)
+    inventory = inventory or Inventory(backend)
+    found = inventory.look(begun=rule.keeps_all)
+    if not dry_run:
+        remove_ended(backend, inventory.pins)
     return carry_out(backend, judge(found, rule, context), dry_run=dry_run, claim=context.claim)
 
 
@@ -204,10 +211,10 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
 
     The claim marker is put first. Then the manifest goes, then the files, and the marker last.
 
-    What somebody finishes just now, or copies there, stays. A folder that holds nothing goes too
-    where the store has such, with the cut-off writes of a dead process in it. A removal that is cut
-    off leaves a checkpoint, or remains that no process can make one again and that the next
-    retention removes.
+    A step that is pinned, or that another process finishes or copies there, stays. A folder that
+    holds nothing goes too where the store has such, with the cut-off writes of a dead process in
+    it. A removal that is cut off leaves a checkpoint, or remains that no process can make one again
+    and that the next retention removes.
 
     Returns:
         Whether it is gone.
@@ -220,13 +227,15 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     marked = False
     if held.objects:
         try:
-            if not (marked := _put_marker(backend, held)):
+            if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
                 return False
         except OutOfSpace:
             # whole checkpoints go first then, and what no fragment tells of
             if held.state == "begun":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
+            elif is_pinned(backend, held.ref):
+                return False
             else:  # the manifest makes room for the marker
                 backend.delete(held.ref.manifest)
                 with suppress(OutOfSpace):
@@ -318,7 +327,7 @@ def sweep(
             goes = held.is_cut or claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
         else:
             goes = held.state != "unsupported" and claim.may_remove(held.ref)
-        if goes and job_of(held.ref) != claim.own and held.ref not in stays:
+        if goes and not held.pins and job_of(held.ref) != claim.own and held.ref not in stays:
             remove(backend, held, claim)
 
 

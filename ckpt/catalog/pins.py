@@ -1,0 +1,177 @@
+"""Pins: a reader's request that a step stays, until a given time.
+
+A pin is a small object below ``pins/`` whose name says which step it holds and until when. So one
+listing shows all pins of a tier, and no pin has to be read.
+
+A reader puts its pin first, and then looks for a claim marker of a removal and for the manifest. A
+process that removes a step puts its marker first, and then looks for pins. So one of them sees the
+other: either the pin fails, or the removal does. A removal that meets a pin leaves its marker,
+since another process may be at the same removal.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from ckpt.catalog.index import is_committed
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    IntegrityError,
+    LinkRefused,
+    NoCheckpoint,
+    ObjectNotFound,
+    StorageError,
+    about,
+)
+from ckpt.model.encoding import pack, unpack
+from ckpt.model.keys import PINS, StepRef, parse_folder
+from ckpt.model.manifest import FORMAT
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.storage.api import StorageBackend, is_there, read_object
+
+CLOCK_SKEW_SECONDS: Final = 3600.0
+"""A pin holds for this long beyond its end, since the clocks of two machines may differ."""
+LONGEST_SECONDS: Final = 366 * 24 * 3600.0
+
+_RETRY: Final = RetryPolicy()
+_MOST_BYTES: Final = 1 << 12
+_MOST_REASON: Final = 200
+_NAME: Final = re.compile(r"(step-[^.]+\.[^.]+)\.([0-9]{1,12})\.([0-9a-f]{16})")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pin:
+    """A pin on one step.
+
+    Attributes:
+        until: The end of the pin, in seconds since 1970 by the clock of the process that put it.
+        token: Distinguishes pins on one step.
+    """
+
+    ref: StepRef
+    until: int
+    token: str
+
+    @property
+    def key(self) -> str:
+        return f"{PINS}/{self.ref.folder}.{self.until}.{self.token}"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the step must stay, by the clock of this process."""
+        return time.time() <= self.until + CLOCK_SKEW_SECONDS
+
+
+class PinNote(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pin says to people: the reason, and the user and machine that put it."""
+
+    format: int = FORMAT
+    reason: str = ""
+    by: str = ""
+
+
+def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str = "") -> Pin:
+    """Keep ``ref`` on this tier for ``seconds``.
+
+    Returns:
+        The pin. It is durable, and no process removes the step while it holds.
+
+    Raises:
+        ConfigError: ``seconds`` or ``reason`` is out of bounds. Nothing was written.
+        NoCheckpoint: The step is not committed there, or is being removed.
+    """
+    if not 0 < seconds <= LONGEST_SECONDS:
+        raise ConfigError(f"a pin of {seconds:g} s: give more than 0 s and at most 366 days")
+    if len(reason) > _MOST_REASON:
+        raise ConfigError(f"the reason has {len(reason)} characters: at most {_MOST_REASON}")
+    pin = Pin(ref, int(time.time() + seconds) + 1, secrets.token_hex(8))
+    data = pack(PinNote(reason=reason, by=_by()))
+    with about(backend.url):
+        _RETRY.call(lambda: backend.put(pin.key, [data]))
+        try:
+            marked = _RETRY.call(partial(is_there, backend, ref.claim_marker))
+            stays = not marked and is_committed(backend, ref)
+        except CkptError:
+            remove_pin(backend, pin)
+            raise
+    if not stays:
+        remove_pin(backend, pin)
+        why = f"step {ref.step} is being removed" if marked else f"step {ref.step} is not there"
+        raise NoCheckpoint(backend.url, why)
+    return pin
+
+
+def renewed(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
+    """Put a pin that replaces ``pin`` and ends later. Raises as ``put_pin`` does."""
+    later = put_pin(backend, pin.ref, seconds, reason)
+    remove_pin(backend, pin)
+    return later
+
+
+def remove_pin(backend: StorageBackend, pin: Pin) -> None:
+    """Remove a pin, if the store allows it. A pin that stays ends by itself."""
+    with suppress(StorageError):
+        _RETRY.call(lambda: backend.delete(pin.key))
+
+
+def all_pins(backend: StorageBackend) -> list[Pin]:
+    """Return the pins of a tier, also those that have ended."""
+    with about(backend.url):
+        keys = _RETRY.call(lambda: [info.key for info in backend.list(f"{PINS}/")])
+    return sorted(pin for key in keys if (pin := _parse(key)) is not None)
+
+
+def live_of(pins: Iterable[Pin]) -> dict[StepRef, tuple[Pin, ...]]:
+    """Return those of ``pins`` that hold, by step."""
+    found: dict[StepRef, tuple[Pin, ...]] = {}
+    for pin in pins:
+        if pin.is_live:
+            found[pin.ref] = (*found.get(pin.ref, ()), pin)
+    return found
+
+
+def remove_ended(backend: StorageBackend, pins: Iterable[Pin]) -> None:
+    """Remove those of ``pins`` that hold no more."""
+    for pin in pins:
+        if not pin.is_live:
+            remove_pin(backend, pin)
+
+
+def note_of(backend: StorageBackend, pin: Pin) -> PinNote:
+    """Return what a pin says; an empty note if it is gone or damaged."""
+    try:
+        data = _RETRY.call(partial(read_object, backend, pin.key, limit=_MOST_BYTES))
+        return unpack(data, PinNote, key=pin.key)
+    except (IntegrityError, LinkRefused, ObjectNotFound):
+        return PinNote()
+
+
+def is_pinned(backend: StorageBackend, ref: StepRef) -> bool:
+    """Return True if a pin holds ``ref`` now."""
+    return ref in live_of(all_pins(backend))
+
+
+def _parse(key: str) -> Pin | None:
+    match = _NAME.fullmatch(key.removeprefix(f"{PINS}/"))
+    ref = parse_folder(match[1]) if match else None
+    return Pin(ref, int(match[2]), match[3]) if match and ref else None
+
+
+def _by() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name
+        user = "?"
+    return f"{user}@{socket.gethostname()}"[:_MOST_REASON]

@@ -1,0 +1,216 @@
+"""Steps as they are committed, for a program that evaluates or publishes each of them.
+
+A watcher has a name. For each step that it has handled it keeps a small object below
+``watchers/NAME/`` on the tier, so that a watcher which starts again, also on another machine,
+continues where it ended. While a step is handled, a pin keeps it from being removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.pins import put_pin, remove_pin, renewed
+from ckpt.errors import CkptError, ConfigError, NoCheckpoint, TransientStorageError, about
+from ckpt.model.keys import WATCHERS, StepRef, parse_folder
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+
+POLL_SECONDS: Final = 10.0
+LEASE_SECONDS: Final = 900.0
+"""A watcher that is killed keeps its step for this long, and for the clock skew of a pin."""
+
+_RETRY: Final = RetryPolicy()
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """A step that a watcher has met.
+
+    Attributes:
+        root: The URL of the tier, without credentials.
+        path: The folder of the step: a path if the tier is a folder of this machine, else a URL.
+    """
+
+    ref: StepRef
+    root: str
+    path: str
+
+    @property
+    def step(self) -> int:
+        return self.ref.step
+
+
+class Watcher:
+    """The steps of a tier that one watcher has not handled yet.
+
+    Args:
+        backend: The tier.
+        name: The name of the watcher. Watchers of different names each handle every step. Let one
+            process at a time use a name.
+        newest: Pass over all steps but the newest one at each look.
+
+    Raises:
+        ConfigError: The name has other characters than letters, digits, '-' and '_'.
+
+    Thread safety:
+        One thread at a time.
+    """
+
+    def __init__(self, backend: StorageBackend, name: str, *, newest: bool = False) -> None:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"a watcher named {name[:80]!r}: use 1 to 64 letters, digits, '-' and '_'"
+            )
+        self._backend, self._newest = backend, newest
+        self._folder = f"{WATCHERS}/{name}/"
+        self._reason = f"watch {name}"
+        self._left: set[StepRef] = set()
+
+    def look(self) -> list[CommittedStep]:
+        """Return the committed steps that were not handled, oldest first.
+
+        The records of steps that are gone are removed.
+        """
+        refs = attempts(self._backend)
+        with about(self._backend.url):
+            keys = _RETRY.call(lambda: [info.key for info in self._backend.list(self._folder)])
+        handled = {ref for key in keys if (ref := parse_folder(key.removeprefix(self._folder)))}
+        for ref in handled.difference(refs):
+            _RETRY.call(partial(self._backend.delete, self._key(ref)))
+        found: list[StepRef] = []
+        for ref in refs:  # the newest first
+            if self._newest and (found or ref in handled | self._left):
+                break
+            if ref not in handled | self._left and is_committed(self._backend, ref):
+                found.append(ref)
+        return [self._step(ref) for ref in reversed(found)]
+
+    @contextmanager
+    def holding(self, step: CommittedStep) -> Generator[None]:
+        """Keep ``step`` from being removed while the block runs.
+
+        Raises:
+            NoCheckpoint: It was removed before.
+        """
+        pin = put_pin(self._backend, step.ref, LEASE_SECONDS, self._reason)
+        over = threading.Event()
+
+        def renew() -> None:
+            nonlocal pin
+            while not over.wait(LEASE_SECONDS / 3):
+                try:
+                    pin = renewed(self._backend, pin, LEASE_SECONDS, self._reason)
+                except CkptError as error:  # the next try may succeed before the pin ends
+                    _log.warning("ckpt: the pin on step %d was not renewed: %s", step.step, error)
+
+        workers = Workers("watch", 1)
+        renewing = workers.submit(renew)
+        try:
+            yield
+        finally:
+            over.set()
+            if not sys.is_finalizing():  # else the thread is gone, and the pin ends by itself
+                renewing.result()
+                workers.close()
+                remove_pin(self._backend, pin)
+
+    def leave(self, step: CommittedStep) -> None:
+        """Pass over ``step``. It comes again with the next `Watcher` of this name."""
+        self._left.add(step.ref)
+
+    def done(self, step: CommittedStep) -> None:
+        """Remember that ``step`` was handled, unless it was left. It does not come again."""
+        if step.ref not in self._left:
+            with about(self._backend.url):
+                _RETRY.call(lambda: self._backend.put(self._key(step.ref), [b"handled\n"]))
+
+    def _key(self, ref: StepRef) -> str:
+        return f"{self._folder}{ref.folder}"
+
+    def _step(self, ref: StepRef) -> CommittedStep:
+        root = self._backend.url
+        return CommittedStep(ref=ref, root=root, path=f"{root.rstrip('/')}/{ref.folder}")
+
+
+def watch(
+    root: str,
+    *,
+    name: str = "default",
+    newest: bool = False,
+    poll_seconds: float = POLL_SECONDS,
+    stop: threading.Event | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Generator[CommittedStep]:
+    """Yield each step of ``root`` once it is committed, oldest first, and wait for more.
+
+    A step is not removed while the body of the loop runs. It counts as handled when the loop goes
+    on to the next one. If the loop is left by ``break`` or an exception, the step comes again
+    the next time, also in another process. Its pin ends when the iterator is closed or collected.
+
+    Args:
+        root: A folder or URL.
+        name: The name of the watcher. Each name handles every step once.
+        newest: Pass over all steps but the newest one at each look.
+        poll_seconds: The time between two looks.
+        stop: Ends the iteration when it is set.
+        options: Options of the store.
+
+    Raises:
+        ConfigError: ``name`` or ``poll_seconds`` is not allowed.
+        StorageError: The store refuses. A store that does not answer for a while is asked again.
+    """
+    if not 0 < poll_seconds < float("inf"):
+        raise ConfigError(f"poll_seconds={poll_seconds!r}: give a positive number of seconds")
+    backend = open_backend(root, options)
+    return _closing(backend, Watcher(backend, name, newest=newest), poll_seconds, stop)
+
+
+def each_step(
+    watcher: Watcher, poll_seconds: float | None, stop: threading.Event | None = None
+) -> Generator[CommittedStep]:
+    """Yield the steps of a watcher as ``watch`` does.
+
+    Args:
+        poll_seconds: The time between two looks; None to look once.
+        stop: Ends the iteration when it is set.
+    """
+    over = stop or threading.Event()
+    while not over.is_set():
+        try:
+            found = watcher.look()
+        except TransientStorageError as error:
+            if poll_seconds is None:
+                raise
+            _log.warning("ckpt: there was no look at new steps: %s", error)
+            found = []
+        for step in found:
+            if over.is_set():
+                return
+            with suppress(NoCheckpoint), watcher.holding(step):  # it may be gone by now
+                yield step
+                watcher.done(step)
+        if poll_seconds is None:
+            return
+        over.wait(poll_seconds)
+
+
+def _closing(
+    backend: StorageBackend, watcher: Watcher, poll_seconds: float, stop: threading.Event | None
+) -> Generator[CommittedStep]:
+    try:
+        yield from each_step(watcher, poll_seconds, stop)
+    finally:
+        backend.close()

@@ -1,0 +1,173 @@
+"""``ckpt watch``: run a command for each step that is committed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from ckpt.cli.options import (
+    TIMEOUT_SECONDS,
+    ConfigFileOption,
+    JsonOption,
+    PlaceArgument,
+    RootOption,
+    TimeoutOption,
+    one_place,
+    open_root,
+    places,
+    seconds,
+)
+
+if TYPE_CHECKING:
+    from ckpt.catalog.watching import CommittedStep
+
+_TERMINATED: Final = 128 + signal.SIGTERM
+_PLACE: Final = re.compile(r"\{(path|step|root)\}")
+
+
+def watch(
+    where: PlaceArgument = None,
+    command: Annotated[
+        str,
+        typer.Option(
+            "--exec",
+            metavar="COMMAND",
+            help="Run this in a shell for each step; {path}, {step} and {root} are replaced. "
+            "Default: print a line.",
+        ),
+    ] = "",
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="The watcher. Each name handles every step once.")
+    ] = "default",
+    newest: Annotated[
+        bool, typer.Option("--newest", help="Pass over all steps but the newest at each look.")
+    ] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Handle what is there now, and end.")
+    ] = False,
+    poll: Annotated[str, typer.Option(metavar="TIME", help="The time between two looks.")] = "10s",
+    root: RootOption = None,
+    config: ConfigFileOption = None,
+    timeout: TimeoutOption = TIMEOUT_SECONDS,
+    json: JsonOption = False,
+) -> None:
+    r"""Handle each committed step once, oldest first, and wait for more.
+
+    The step is pinned while the command runs, so that no retention removes it. If the command
+    fails, the step is tried again when the watcher starts the next time. What was handled is kept
+    on the tier, so the watcher may start again on another machine.
+
+    The command also finds CKPT_PATH, CKPT_STEP and CKPT_ROOT in its environment. The path of a step
+    on an object store is a URL. With --json each step is one line of JSON, after its command.
+
+    Exit code 1: --once was given, and a command failed.
+
+    \b
+    Examples:
+      ckpt watch runs/gpt --exec 'python eval.py {path}'
+      ckpt watch s3://bucket/run42 --name publish --exec './publish.sh {root} {step}'
+      ckpt watch runs/gpt --once --newest --json
+    """
+    from ckpt.catalog.watching import Watcher, each_step
+    from ckpt.cli import output
+
+    poll_seconds = seconds("--poll", poll)
+    place = one_place(places([where] if where else None, [root] if root else None))
+    backend = open_root(place, config, timeout=timeout)
+    watcher = Watcher(backend, name, newest=newest)
+    backend.ask(watcher.look)  # a store that does not answer is an error at the start
+    failed: list[int] = []
+    steps = each_step(watcher, None if once else poll_seconds)
+    signals = _Signals()
+    with signals.raised(), closing(steps):
+        for step in steps:
+            code = _run(command, step, signals) if command else 0
+            _say(step, code, json=json)
+            if code:
+                failed.append(step.step)
+                watcher.leave(step)
+    if failed:
+        output.warn(f"the command failed for steps {output.ranges(failed)}")
+        raise typer.Exit(1)
+
+
+def _say(step: CommittedStep, code: int, *, json: bool) -> None:
+    from ckpt.cli import output
+
+    facts = {"step": step.step, "attempt": step.ref.attempt, "path": step.path, "exit_code": code}
+    if json:
+        output.show_json_line(facts)
+    elif code:
+        output.warn(f"step {step.step}: the command ended with exit code {code}")
+    else:
+        output.show_line(f"step {step.step} {step.path}")
+
+
+class _Signals:
+    """SIGTERM and SIGINT as exceptions that end the command and the pin of its step.
+
+    They are held back while a command is started: an exception out of the constructor of ``Popen``
+    would leave the command running.
+
+    Thread safety:
+        The main thread.
+    """
+
+    def __init__(self) -> None:
+        self._held, self._pending = False, 0
+
+    @contextmanager
+    def raised(self) -> Generator[None]:
+        """Raise the signals that come while the block runs."""
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        before = [signal.signal(number, self._take) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+
+    def hold(self) -> None:
+        """Let signals wait for ``release``."""
+        self._held = True
+
+    def release(self) -> None:
+        """Raise the signal that has come since ``hold``, if one has, and each later one."""
+        self._held = False
+        if self._pending:
+            self._raise(self._pending)
+
+    def _take(self, number: int, _: object) -> None:
+        self._pending = number
+        if not self._held:
+            self._raise(number)
+
+    def _raise(self, number: int) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(_TERMINATED)
+
+
+def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
+    """Return the exit code of the command. It is stopped if this process is."""
+    import shlex
+    import subprocess
+
+    named = {"path": step.path, "step": str(step.step), "root": step.root}
+    command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
+    handed_on = os.environ  # noqa: TID251 - no setting is read here
+    environment = {**handed_on, **{f"CKPT_{key.upper()}": value for key, value in named.items()}}
+    signals.hold()
+    with subprocess.Popen(command, shell=True, env=environment) as process:  # noqa: S602
+        try:
+            signals.release()
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            raise

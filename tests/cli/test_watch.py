@@ -1,0 +1,117 @@
+"""`ckpt watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.storage.registry import open_backend
+from tests.checkpoints import write_checkpoint
+from tests.cli.conftest import ARRAYS, Cli
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for step in (1, 2):
+        write_checkpoint(open_backend(str(tmp_path / "runs")), step=step, arrays=ARRAYS)
+    return tmp_path / "runs"
+
+
+def test_a_command_runs_once_for_each_step(cli: Cli, runs: Path, tmp_path: Path) -> None:
+    log = tmp_path / "my log"
+    command = f"echo {{step}} {{path}} $CKPT_STEP $CKPT_ROOT >> '{log}'"
+    assert cli("watch", "--once", "--exec", command).code == 0
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert [line[0] for line in lines] == ["1", "2"]
+    assert all(Path(line[1], "manifest.json").exists() for line in lines)
+    assert lines[0][2:] == ["1", str(runs)]
+    assert cli("watch", "--once", "--exec", command).out == ""
+    assert len(log.read_text().splitlines()) == 2
+
+
+def test_a_command_that_fails_is_tried_again_by_the_next_watcher(cli: Cli, runs: Path) -> None:
+    ran = cli("watch", "--once", "--exec", "test {step} != 1")
+    assert ran.code == 1
+    assert "step 1: the command ended with exit code 1" in ran.err
+    assert "failed for steps 1" in ran.err
+    ran = cli("watch", "--once")
+    assert ran.code == 0
+    assert ran.out.startswith("step 1 ")
+    assert "step 2" not in ran.out
+
+
+def test_json_has_one_line_for_each_step(cli: Cli, runs: Path) -> None:
+    lines = [json.loads(line) for line in cli("watch", "--once", "--json").out.splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["exit_code"] for line in lines] == [0, 0]
+
+
+def test_a_path_is_one_word_of_the_command(cli: Cli, tmp_path: Path) -> None:
+    root = tmp_path / "a b'; touch owned; echo {step}"
+    write_checkpoint(open_backend(str(root)), step=7, arrays=ARRAYS)
+    ran = cli("watch", str(root), "--once", "--exec", "test -f {path}/manifest.json")
+    assert ran.code == 0, ran.err
+    assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("--name", "a/b"), 2, "letters, digits"),
+        (("--poll", "never"), 2, "--poll never"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    cli: Cli, runs: Path, args: tuple[str, ...], code: int, text: str
+) -> None:
+    ran = cli("watch", "--once", *args)
+    assert (ran.code, text in ran.err) == (code, True), ran.err
+    assert not (runs / "watchers").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int) -> None:
+    command = "echo began; exec sleep 1000"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt.cli.main", "watch", str(runs), "--exec", command],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == b"began\n"
+    assert len(list((runs / "pins").iterdir())) == 1
+    os.kill(process.pid, number)
+    with process.stdout as told:
+        assert told.read() == b""  # the command has ended too
+    assert process.wait() == (143 if number == signal.SIGTERM else 130)
+    assert list(runs.glob("pins/*")) == []
+    assert not (runs / "watchers").exists()
+
+
+def test_an_error_in_a_loop_ends_the_program(runs: Path) -> None:
+    program = f"import ckpt\nfor step in ckpt.watch({str(runs)!r}): raise KeyError(step.step)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stderr.splitlines()[-1] == "KeyError: 1"
+
+
+def test_a_killed_watcher_handles_its_step_again(cli: Cli, runs: Path) -> None:
+    command = "if test {step} = 2; then echo at 2; exec sleep 1000; fi"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ckpt.cli.main", "watch", str(runs), "--exec", command],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout
+    assert any(b"at 2" in line for line in iter(process.stdout.readline, b""))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    ran = cli("watch", "--once")
+    assert [line.split()[1] for line in ran.out.splitlines()] == ["2"]
