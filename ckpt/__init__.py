@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors.text import CleanLog
 
 if TYPE_CHECKING:
+    from ckpt.adapters.joined import join, join_horovod, join_mpi
     from ckpt.adapters.tensors.declared import declare_part
     from ckpt.adapters.tensors.local_shards import LocalShards
     from ckpt.adapters.tensors.per_rank import PerRank, RngState
@@ -42,6 +43,9 @@ _HOMES = {
     "SaveConfig": "ckpt.config",
     "Tier": "ckpt.config",
     "declare_part": "ckpt.adapters.tensors.declared",
+    "join": "ckpt.adapters.joined",
+    "join_horovod": "ckpt.adapters.joined",
+    "join_mpi": "ckpt.adapters.joined",
     "open": "ckpt.exchange.opened",
     "trainable": "ckpt.adapters.walk.trainable",
     "watch": "ckpt.catalog.watching",
@@ -60,6 +64,9 @@ __all__ = [
     "Tier",
     "__version__",
     "declare_part",
+    "join",
+    "join_horovod",
+    "join_mpi",
     "open",
     "trainable",
     "watch",

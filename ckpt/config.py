@@ -402,8 +402,16 @@ def resolve_tiers(flags: Sequence[str] | None, config: str | None = None) -> tup
 
 
 def ranks_on_this_node() -> int:
-    """Return the number of ranks that the launcher names (torchrun, Slurm, MPI); 1 if none does."""
-    for variable in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE"):
+    """Return the number of ranks that the launcher names (torchrun, Slurm, MPI, Horovod).
+
+    It is 1 if none does.
+    """
+    for variable in (
+        "LOCAL_WORLD_SIZE",
+        "SLURM_NTASKS_PER_NODE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "HOROVOD_LOCAL_SIZE",
+    ):
         if (text := os.environ.get(variable, "")).isdigit() and int(text):
             return int(text)
     return 1

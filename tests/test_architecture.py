@@ -162,7 +162,7 @@ ones for it.
 """
 PRIVATES_LEFT = {"ckpt/elastic/planned_stop.py"}
 """Files that still use private names of another class of ours. This list only shrinks."""
-PRIVATES = {"_replace", "_exit", "_getframe", "_register_atexit", "_foreach_copy_"}
+PRIVATES = {"_replace", "_fields", "_exit", "_getframe", "_register_atexit", "_foreach_copy_"}
 """Names of Python's and torch's own that any file may use."""
 # see ckpt/adapters/torch_private.py
 PRIVATES |= {"_version", "_local_tensor", "_spec", "_modules", "_save_to_state_dict"}

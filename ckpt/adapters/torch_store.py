@@ -1,8 +1,8 @@
 """The job's TCPStore as a coordinator: a connection and keys of its own, and no process group.
 
-It works with any store that ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``).
-The connection is cloned, so a wait in the background never delays the trainer's own use of the
-store.
+It works with any store that ``init_process_group`` was given (torchrun's, ``tcp://``, ``file://``),
+and with one that `ckpt.adapters.joined` has made. The connection is cloned, so a wait in the
+background never delays the trainer's own use of the store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -51,6 +51,17 @@ _NOTHING: Final = "\0"
 _START_SECONDS: Final = 300.0
 _FAREWELL_SECONDS: Final = 5.0
 """How long rank 0 waits at the end for ranks that are slower."""
+_GROUP_WAY: Final = (
+    "call torch.distributed.init_process_group() before building the manager, or give it "
+    'coordinator=ckpt.join(rank, world_size, "host:port")'
+)
+_MPI_WAY: Final = f"give the manager coordinator=ckpt.join_mpi(), or {_GROUP_WAY}"
+_WORLDS: Final = {
+    "WORLD_SIZE": _GROUP_WAY,
+    "HOROVOD_SIZE": "give the manager coordinator=ckpt.join_horovod(hvd)",
+    "OMPI_COMM_WORLD_SIZE": _MPI_WAY,
+}
+"""The variables of launchers that hold the number of ranks -> the ways to a coordinator."""
 _serial = itertools.count()
 
 
@@ -64,15 +75,23 @@ class TorchStoreCoordinator:
             the default process group if it is left out.
         name: A name that only the ranks of this group use, and once. Coordinators with a name need
             not be built in the same order on all ranks.
+        store: Another store than that of the default process group.
     """
 
-    def __init__(self, group: tuple[int, int] | None = None, name: str = "") -> None:
+    def __init__(
+        self,
+        group: tuple[int, int] | None = None,
+        name: str = "",
+        *,
+        store: Store | None = None,
+    ) -> None:
         self.rank, self.world_size = group or (dist.get_rank(), dist.get_world_size())
         # the agent's store may outlive a restart of the workers
         # Torchrun's word to its workers.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # noqa: TID251
         self._prefix = f"ckpt/{restart}/{name or next(_serial)}"
-        self._store: Store = PrefixStore(self._prefix, _own_connection())
+        self._base = store  # in the rank that serves it, it lives as long as this object
+        self._store: Store = PrefixStore(self._prefix, _own_connection(store))
         self.set_once("attempt", new_attempt().encode())
         agreed = self.verdict("attempt", timeout=_START_SECONDS)
         if agreed is None:
@@ -125,7 +144,7 @@ class TorchStoreCoordinator:
         wait is a call.
         """
         other = copy.copy(self)
-        other._store = PrefixStore(self._prefix, _own_connection())
+        other._store = PrefixStore(self._prefix, _own_connection(self._base))
         return other
 
     def close(self) -> None:
@@ -188,8 +207,8 @@ class TorchStoreCoordinator:
         return True
 
 
-def _own_connection() -> Store:
-    store = get_default_store()
+def _own_connection(base: Store | None) -> Store:
+    store: Any = base or get_default_store()
     try:
         return cast(Store, store.clone())
     except RuntimeError:  # HashStore and the like live in this process: no connection to share
@@ -216,9 +235,7 @@ def find_coordinator() -> Coordinator:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
     # To tell a launcher's world from a lone process.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # noqa: TID251
-        raise ConfigError(
-            "WORLD_SIZE says there are several ranks: call torch.distributed.init_process_group() "
-            "before building the manager"
-        )
+    for variable, way in _WORLDS.items():
+        if int(os.environ.get(variable) or "1") > 1:  # noqa: TID251
+            raise ConfigError(f"{variable} says there are several ranks: {way}")
     return SingleCoordinator()

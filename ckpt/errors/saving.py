@@ -202,7 +202,7 @@ class UnsupportedValue(CkptError):
     exit_code = 8
 
     def __init__(self, name: str, kind: str, detail: str = "") -> None:
-        self.name, self.kind = name, kind
+        self.name, self.kind, self.detail = name, kind, detail
         super().__init__(
             f"{name!r} is a {kind}, which is not supported: "
             + (

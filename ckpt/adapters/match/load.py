@@ -34,7 +34,7 @@ from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import asked, items_of, unwrapped
 from ckpt.adapters.walk.objects import declares_state, is_stateful, look_again, walk_objects
-from ckpt.adapters.walk.stand_in import StandIn
+from ckpt.adapters.walk.stand_in import Refilled, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
@@ -190,7 +190,7 @@ class _Match:
         if not declared and not (dist.is_available() and dist.is_initialized()):
             return None
         with asked(path, target):
-            live = target.state_dict()
+            live = target.targets() if isinstance(target, Refilled) else target.state_dict()
         if not isinstance(live, MutableMapping) or not (declared or has_sharded(live)):
             return None
         return live
@@ -200,7 +200,8 @@ class _Match:
 
         ``torch.distributed.checkpoint.load`` does the same.
         """
-        before, self._in_object = self._in_object, True
+        # of an object that is filled by its targets, no tensor takes another shape
+        before, self._in_object = self._in_object, not isinstance(target, Refilled)
         self._mapping(live, path, source)
         self._in_object = before
         self._actions.append(lambda: target.load_state_dict(live))

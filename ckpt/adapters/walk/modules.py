@@ -142,6 +142,8 @@ def asked(path: str, value: object) -> Generator[None]:
     """Call the ``state_dict()`` of ``value``. If it raises, the error names ``path``."""
     try:
         yield
+    except UnsupportedValue as error:  # it names a value within the object
+        raise UnsupportedValue(f"{path}/{error.name}", error.kind, error.detail) from None
     except CkptError:
         raise
     except Exception as error:

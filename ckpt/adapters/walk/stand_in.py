@@ -35,6 +35,19 @@ class StandIn(ABC):
         """
 
 
+class Refilled(ABC):
+    """An object whose ``state_dict()`` must not be written to.
+
+    It is a ``Stateful`` of torch's checkpoints, too.
+    """
+
+    @abstractmethod
+    def targets(self) -> dict[str, Any]:
+        """Return what a restore fills and then gives to ``load_state_dict``, with the names of
+        ``state_dict()`` and the present values.
+        """
+
+
 class ModuleStandIn(nn.Module, StandIn):
     """Stands for a module."""
 

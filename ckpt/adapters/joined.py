@@ -1,0 +1,200 @@
+"""Coordinators for ranks without ``torch.distributed``: processes that know their number and an
+address, MPI ranks, and Horovod ranks.
+
+Rank 0 serves a TCPStore, and the others connect to it. No process group is made, and the store is
+used by nothing else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from ckpt.adapters.torch_store import TorchStoreCoordinator
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.gather import Wait, gather
+from ckpt.coordination.single import SingleCoordinator
+from ckpt.errors import ConfigError
+
+_START_SECONDS: Final = 300.0
+_ANY_PORT: Final = 0
+_MOST_PORT: Final = 65535
+
+
+def join(
+    rank: int, world_size: int, address: str, *, timeout: float = _START_SECONDS
+) -> Coordinator:
+    """Return the coordinator of ``world_size`` processes, for ``CheckpointManager(coordinator=)``.
+
+    All ranks call it, once for each manager and in the same order. It returns when all have called
+    it. The store has no password: use it where ``torch.distributed`` may be used.
+
+    Args:
+        rank: The number of this process, from 0.
+        world_size: The number of processes.
+        address: A host name or address of the machine of rank 0, and a port that is free there:
+            ``"node1:29500"``.
+        timeout: How many seconds to wait for the other ranks.
+
+    Raises:
+        ConfigError: An argument is wrong, the port is in use, rank 0 cannot be reached, or another
+            process has joined with this rank or with another ``world_size``.
+        CommitTimeout: Some ranks did not come in time.
+    """
+    _check(rank, world_size)
+    host, port = _host_and_port(address)
+    if world_size == 1:
+        return SingleCoordinator()
+    deadline = time.monotonic() + timeout
+    store = _store(host, port, serves=rank == 0, timeout=timeout)
+    return _meet(store, rank, world_size, deadline)
+
+
+def join_mpi(
+    comm: Any = None, *, host: str | None = None, timeout: float = _START_SECONDS
+) -> Coordinator:
+    """Return the coordinator of the ranks of an MPI communicator of mpi4py.
+
+    All ranks of ``comm`` call it, as `join`. Rank 0 chooses a free port and broadcasts it.
+
+    Args:
+        comm: The communicator; ``MPI.COMM_WORLD`` if it is left out.
+        host: The name or address by which the other machines reach rank 0, if that is not the name
+            of its host. The value of rank 0 counts.
+        timeout: How many seconds to wait for the other ranks.
+
+    Raises:
+        ConfigError: mpi4py is not installed.
+        CkptError: What `join` raises.
+    """
+    if comm is None:
+        try:
+            comm = import_module("mpi4py.MPI").COMM_WORLD
+        except ImportError as error:
+            raise ConfigError(f"join_mpi: run pip install mpi4py ({error})") from None
+    rank, size = comm.Get_rank(), comm.Get_size()
+    return _broadcast(rank, size, lambda word: comm.bcast(word, root=0), host, timeout)
+
+
+def join_horovod(
+    hvd: Any, *, host: str | None = None, timeout: float = _START_SECONDS
+) -> Coordinator:
+    """Return the coordinator of the ranks of Horovod.
+
+    All ranks call it after ``hvd.init()``, as `join_mpi`.
+
+    Args:
+        hvd: The module in use: ``horovod.torch``, ``horovod.tensorflow``, or another one.
+        host: As for `join_mpi`.
+        timeout: How many seconds to wait for the other ranks.
+
+    Raises:
+        CkptError: What `join` raises.
+    """
+    rank, size = hvd.rank(), hvd.size()
+    return _broadcast(
+        rank, size, lambda word: hvd.broadcast_object(word, root_rank=0), host, timeout
+    )
+
+
+def _broadcast(
+    rank: int,
+    world_size: int,
+    broadcast: Callable[[str], str],
+    host: str | None,
+    timeout: float,
+) -> Coordinator:
+    """Join at a port that rank 0 chooses and broadcasts."""
+    if world_size == 1:
+        return SingleCoordinator()
+    deadline, address, store = time.monotonic() + timeout, "", None
+    try:
+        if rank == 0:
+            host = host or _own_name()
+            store = _store(host, _ANY_PORT, serves=True, timeout=timeout)
+            address = f"{host}:{store.port}"
+    finally:  # if rank 0 has failed, the others wait for its broadcast all the same
+        address = broadcast(address)
+    if not address:
+        raise ConfigError("join: rank 0 has failed to serve a store: see its own error")
+    if store is None:
+        host, port = _host_and_port(address)
+        store = _store(host, port, serves=False, timeout=timeout)
+    return _meet(store, rank, world_size, deadline)
+
+
+def _check(rank: int, world_size: int) -> None:
+    if not (isinstance(rank, int) and isinstance(world_size, int) and 0 <= rank < world_size):
+        raise ConfigError(
+            f"join(rank={rank!r}, world_size={world_size!r}): give the number of this process, "
+            "from 0 to world_size - 1, and the number of processes"
+        )
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
+        raise ConfigError(
+            f"join(address={address!r}): give the host of rank 0 and a port that is free there, "
+            'such as "node1:29500"'
+        )
+    return host, int(port)
+
+
+def _own_name() -> str:
+    """The name of this host, if it can be looked up; else the address of this machine itself."""
+    with suppress(OSError):
+        socket.getaddrinfo(name := socket.gethostname(), None)
+        return name
+    return "127.0.0.1"
+
+
+def _store(host: str, port: int, *, serves: bool, timeout: float) -> Any:
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,  # a second manager joins at the same address
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        way = (
+            "is the port free on this machine, and is this the machine of that name?"
+            if serves
+            else "does rank 0 run, and can this machine reach that address?"
+        )
+        said = str(error).splitlines()[0]
+        raise ConfigError(f"join: no store at {host}:{port}: {way} ({said})") from None
+
+
+def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordinator:
+    """Return the coordinator over ``store`` when all ranks have come."""
+    coordinator = TorchStoreCoordinator((rank, world_size), store=store)
+    mine = secrets.token_hex(8).encode()
+    if coordinator.set_once(f"joined/{rank}", mine) != mine:
+        raise ConfigError(
+            f"join: another process has joined as rank {rank}: give each process a rank of its own"
+        )
+    coordinator.post("joined", str(world_size).encode())
+    first = coordinator.set_once("world_size", str(world_size).encode())
+    if int(first) == world_size:  # otherwise ranks are waited for that do not exist
+        wait = Wait(max(0.0, deadline - time.monotonic()), "the join")
+        first = max(gather(coordinator, "joined", wait).values(), key=lambda told: told != first)
+    if int(first) != world_size:
+        raise ConfigError(
+            f"join: world_size={world_size} on rank {rank}, and {int(first)} on another rank: give "
+            "all ranks the same"
+        )
+    return coordinator

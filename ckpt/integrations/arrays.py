@@ -1,0 +1,316 @@
+"""States that are no torch tensors: NumPy arrays, variables and models of TensorFlow and Keras, JAX
+arrays, and trees of these.
+
+    train = state_of({"params": params, "optimizer": opt_state})
+    state = {"train": train, "step": 0}
+    manager.restore(state)
+    ...
+    train.value = update(train.value, batch)      # JAX arrays are replaced, not filled
+    manager.save_async(state)
+
+A save reads the arrays where they are, without a copy of its own. A restore fills NumPy arrays and
+variables in place, and puts new arrays into ``value`` where arrays cannot change.
+
+This module imports neither TensorFlow nor JAX.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.utils.dlpack import from_dlpack
+
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.adapters.walk.stand_in import Refilled
+from ckpt.errors import ConfigError, UnsupportedValue
+from ckpt.model.dtype import DTYPES
+
+_ROOT: Final = "value"
+"""The name of a value that is no container."""
+_PLAIN: Final = (str, bytes, int, float, complex, bool, type(None), np.generic)
+
+
+class Arrays(Refilled, Stateful):
+    """A value of a state that holds arrays. Made by `state_of`.
+
+    Attributes:
+        value: What is saved next. A restore fills what can be filled, and replaces the rest.
+    """
+
+    def __init__(self, value: Any, replicas: Iterable[int] = ()) -> None:
+        self.value = value
+        self._replicas = tuple(replicas)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors over the memory of the arrays, and plain values, by name."""
+        return self._shown(_read)
+
+    def targets(self) -> dict[str, Any]:
+        """Return what a restore fills: NumPy arrays where they are, copies of all others."""
+        return self._shown(_target)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what a restore has filled."""
+        found = state_dict if _is_container(self.value) else state_dict[_ROOT]
+        self.value = _rebuilt(self.value, found)
+
+    def _shown(self, show: Callable[[str, Any], Any]) -> dict[str, Any]:
+        found = _mapped("", self.value, lambda path, leaf: self._shared(show(path, leaf)))
+        return found if _is_container(self.value) else {_ROOT: found}
+
+    def _shared(self, shown: Any) -> Any:
+        if not isinstance(shown, torch.Tensor) or len(self._replicas) < 2:
+            return shown
+        return LocalShards(shown.shape, [((0,) * shown.ndim, shown)], self._replicas)
+
+
+def state_of(value: Any, *, replicas: Iterable[int] = ()) -> Arrays:
+    """Return what stands for ``value`` in a state.
+
+    Args:
+        value: An array or variable, a Keras model or optimizer, a ``tf.Module``, or a tree of
+            these: dicts, lists, tuples, named tuples, and all that JAX knows as a tree. Plain
+            values in it are saved too. An optimizer of Keras must be built (``optimizer.build``).
+        replicas: The ranks that hold the same values, this rank included: ``range(world_size)`` in
+            data-parallel training. They share the writing, and a save in which their values differ
+            fails. Without it each rank writes all.
+
+    Raises:
+        ConfigError: Two names of a container are the same text.
+    """
+    made = Arrays(value, replicas)
+    _mapped("", value, lambda _path, _leaf: None)
+    return made
+
+
+# -- trees -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A container: its items by name, and how one is made of other items in the same order."""
+
+    items: dict[str, Any]
+    make: Callable[[list[Any]], Any]
+
+
+def _node(value: Any) -> _Node | None:
+    """Return ``value`` as a container, or None if it is a leaf."""
+    if _is_leaf(value):
+        return None
+    if (variables := getattr(value, "variables", None)) is not None and not callable(variables):
+        return _Node(_unique(variables), lambda _: value)  # its variables are filled in place
+    if type(value) in (dict, OrderedDict):
+        make = type(value)
+        return _Node(
+            _named(value.keys(), value.values()),
+            lambda made: make(zip(value.keys(), made, strict=True)),
+        )
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        kind = cast(Any, type(value))
+        return _Node(_named(kind._fields, value), lambda made: kind(*made))
+    if type(value) in (list, tuple):
+        return _Node(_named(range(len(value)), value), type(value))
+    return _jax_node(value)
+
+
+def _jax_node(value: Any) -> _Node | None:
+    """Return a tree of a class that JAX knows; one level of it."""
+    if "jax" not in sys.modules:
+        return None
+    tree = _jax().tree_util
+    found, kind = tree.tree_flatten_with_path(value, is_leaf=lambda item: item is not value)
+    if len(found) == 1 and found[0][1] is value:
+        return None
+    keys = [tree.keystr(path, simple=True) for path, _ in found]
+    return _Node(
+        _named(keys, [item for _, item in found]), lambda made: tree.tree_unflatten(kind, made)
+    )
+
+
+def _is_container(value: Any) -> bool:
+    return _node(value) is not None
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or _is_variable(value) or _is_array(value)
+
+
+def _named(names: Iterable[object], items: Iterable[Any]) -> dict[str, Any]:
+    pairs = list(zip(map(str, names), items, strict=True))
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = sorted({name for name, _ in pairs if sum(name == n for n, _ in pairs) > 1})
+        raise ConfigError(
+            f"state_of: several keys of a dict are {repeated[0]!r} as text: rename one of them"
+        )
+    return found
+
+
+def _unique(variables: Iterable[Any]) -> dict[str, Any]:
+    """Variables by path or name; from the second of a name on with its number."""
+    found: dict[str, Any] = {}
+    for variable in variables:
+        name = str(getattr(variable, "path", None) or getattr(variable, "name", "") or "variable")
+        name, number, base = name.removesuffix(":0"), 1, name.removesuffix(":0")
+        while name in found:
+            name, number = f"{base}_{number}", number + 1
+        found[name] = variable
+    return found
+
+
+def _mapped(path: str, value: Any, show: Callable[[str, Any], Any]) -> Any:
+    """Return dicts in the place of containers, and what ``show`` returns in that of leaves."""
+    if (node := _node(value)) is None:
+        return show(path, value)
+    return {name: _mapped(f"{path}/{name}", item, show) for name, item in node.items.items()}
+
+
+def _rebuilt(value: Any, state: Any) -> Any:
+    if (node := _node(value)) is not None:
+        return node.make([_rebuilt(item, state[name]) for name, item in node.items.items()])
+    if isinstance(state, LocalShards):
+        (state,) = state.tensors
+    return _taken(value, state) if isinstance(state, torch.Tensor) else state
+
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+
+def _is_variable(value: Any) -> bool:
+    return callable(getattr(value, "assign", None)) and hasattr(value, "value")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _content(leaf: Any) -> Any:
+    """Return the array that a variable holds now: it does not change when the variable does."""
+    while _is_variable(leaf):
+        leaf = leaf.value() if callable(leaf.value) else leaf.value
+    return leaf
+
+
+def _is_key(array: Any) -> bool:
+    """Return True for a key of JAX's random numbers that is no array of integers."""
+    if _library(array) != "jax":
+        return False
+    dtypes = _jax().dtypes
+    return bool(dtypes.issubdtype(array.dtype, dtypes.prng_key))
+
+
+def _read(path: str, leaf: Any) -> Any:
+    """Return a tensor over the memory of an array; other leaves as they are."""
+    array = _content(leaf)
+    if not _is_array(array) or isinstance(array, torch.Tensor | np.generic):
+        return array
+    if isinstance(array, np.ndarray):
+        return _of_numpy(path, array)
+    if _library(array) not in ("jax", "tensorflow"):
+        raise _unsupported(path, array, "put it into the state as a NumPy array or a torch tensor")
+    if _is_key(array):
+        array = _jax().random.key_data(array)
+    if not getattr(array, "is_fully_addressable", True):
+        way = "put ckpt.LocalShards of its addressable_shards into the state"
+        raise _unsupported(path, array, way)
+    _dtype(path, array)  # TensorFlow ends the process when a tensor of strings is exported
+    if hasattr(array, "block_until_ready"):
+        array.block_until_ready()
+    try:
+        return from_dlpack(array)
+    except (RuntimeError, BufferError, TypeError, ValueError):  # torch lacks the device
+        return _of_numpy(path, np.asarray(array))
+
+
+def _of_numpy(path: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise _unsupported(path, array, "save its data and its mask as arrays of their own")
+    dtype = _dtype(path, array)
+    plain = array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    plain = plain if plain.flags.writeable else plain.copy()
+    # torch takes no dtype from outside of NumPy, such as bfloat16
+    raw = torch.from_numpy(plain.reshape(-1).view(np.uint8))
+    return raw.view(dtype).reshape(array.shape)
+
+
+def _dtype(path: str, array: Any) -> torch.dtype:
+    """Return torch's dtype for the elements of an array."""
+    dtype = _numpy_dtype(array)
+    if dtype is None or dtype.name not in DTYPES or not dtype.isnative:
+        raise _unsupported(path, array, "convert it to a numeric dtype of this machine")
+    return cast(torch.dtype, getattr(torch, dtype.name))
+
+
+def _numpy_dtype(array: Any) -> np.dtype[Any] | None:
+    try:
+        dtype: np.dtype[Any] = np.dtype(getattr(array.dtype, "as_numpy_dtype", array.dtype))
+    except TypeError:
+        return None
+    return dtype
+
+
+def _library(array: Any) -> str:
+    """Return the package that an array is of."""
+    found = type(array).__module__.partition(".")[0]
+    return "jax" if found == "jaxlib" else found
+
+
+def _jax() -> Any:
+    return sys.modules["jax"]
+
+
+def _unsupported(path: str, array: Any, way: str) -> UnsupportedValue:
+    kind = f"{type(array).__module__}.{type(array).__qualname__} of dtype {array.dtype}"
+    return UnsupportedValue(path.lstrip("/"), kind, way)
+
+
+def _target(path: str, leaf: Any) -> Any:
+    """Return what a restore fills for a leaf, with the present values."""
+    shown = _read(path, leaf)
+    in_place = isinstance(_content(leaf), torch.Tensor) or (
+        isinstance(leaf, np.ndarray) and leaf.flags.writeable and leaf.flags.c_contiguous
+    )
+    return shown.clone() if isinstance(shown, torch.Tensor) and not in_place else shown
+
+
+def _taken(leaf: Any, filled: torch.Tensor) -> Any:
+    """Return ``leaf`` with the values of ``filled``: itself if it can be filled."""
+    array = _content(leaf)
+    if isinstance(array, torch.Tensor):
+        return leaf
+    if _library(array) == "jax" and not _is_variable(leaf):
+        return _new_jax(array, filled)
+    values = _to_numpy(filled, _numpy_dtype(array))
+    if _is_variable(leaf):
+        leaf.assign(values)
+    elif not isinstance(leaf, np.ndarray):
+        return cast(Any, sys.modules["tensorflow"]).constant(values)
+    elif not leaf.flags.writeable:
+        return values
+    elif not leaf.flags.c_contiguous:
+        leaf[...] = values
+    return leaf
+
+
+def _new_jax(array: Any, filled: torch.Tensor) -> Any:
+    """Return a JAX array like ``array``, on its devices."""
+    jax = _jax()
+    if _is_key(array):
+        data = jax.numpy.asarray(filled.numpy())
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    values = jax.device_put(_to_numpy(filled, _numpy_dtype(array)), array.sharding)
+    return array.at[...].set(values) if array.weak_type else values
+
+
+def _to_numpy(tensor: torch.Tensor, dtype: np.dtype[Any] | None) -> np.ndarray[Any, Any]:
+    """Return the memory of ``tensor`` as an array of ``dtype``, which NumPy itself may not know."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return cast("np.ndarray[Any, Any]", raw.view(cast(Any, dtype)).reshape(tensor.shape))
