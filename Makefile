@@ -8,6 +8,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Two workers, one file after the other in the order of tests/conftest.py.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 INTEGRATIONS_STAMP := $(VENV)/.integrations-installed
@@ -31,13 +33,13 @@ demo-tiers: $(STAMP) ## one training, three tiers (memory, disk, S3), killed and
 	$(BIN)/python examples/demo_tiers.py $(ARGS)
 
 test: $(STAMP) ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-fast: $(STAMP) ## the tests that take seconds
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow" $(ARGS)
 
 integrations: $(INTEGRATIONS_STAMP) ## the tests of the frameworks, with the real packages (installs them: 2 GB)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -rs tests/integrations tests/launch/test_kubernetes.py $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -rs tests/integrations tests/launch/test_kubernetes.py $(ARGS)
 
 torture: $(STAMP) ## minutes of kills and faults, hundreds at random moments
 	$(BIN)/python -m pytest -m torture --tally bench/results/reliability.json -o faulthandler_timeout=1800 $(ARGS)

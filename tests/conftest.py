@@ -16,13 +16,23 @@ __all__ = ["fake_gcs", "moto_server", "rclone_s3"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is marked ``torture`` runs only when it is asked for."""
+    """What is marked ``torture`` runs only when it is asked for. Files with long tests come first.
+
+    The files are handed to the workers of xdist in this order, so that no worker waits at the end
+    for a long file of another.
+    """
     if "torture" not in config.option.markexpr:
         kept = [item for item in items if not item.get_closest_marker("torture")]
         config.hook.pytest_deselected(
             items=[item for item in items if item.get_closest_marker("torture")]
         )
         items[:] = kept
+    long = {
+        item.path
+        for item in items
+        if item.get_closest_marker("distributed") or item.get_closest_marker("slow")
+    }
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
