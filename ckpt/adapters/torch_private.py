@@ -13,6 +13,7 @@ save reads of thousands of tensors (``Tensor._version``, ``DTensor._local_tensor
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from importlib import import_module
@@ -180,6 +181,18 @@ def may_be_gathering(group: Any) -> bool:
 def has_frozen_graphs() -> bool:
     """Return True if inductor may have frozen parameters into a graph of this process."""
     return "torch._inductor.freezing" in sys.modules  # imported to freeze the first graph
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def without_step_hooks(optimizer: Optimizer) -> Any:
+    """Return another object with the attributes of ``optimizer`` and without its step hooks."""
+    made: Any = object.__new__(type(optimizer))
+    vars(made).update(vars(optimizer))
+    made._optimizer_step_pre_hooks = OrderedDict[int, Any]()
+    made._optimizer_step_post_hooks = OrderedDict[int, Any]()
+    return made
 
 
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------

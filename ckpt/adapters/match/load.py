@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.adapters.match.fill import fill
 from ckpt.adapters.match.load_optimizer import match_optimizer
 from ckpt.adapters.match.matching import Matched, Matching
 from ckpt.adapters.match.saved import ABSENT, Saved, holds_tensors, is_mapping, kind, tag
@@ -39,7 +40,7 @@ from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
 
-_LIVE: Final = ("module", "optimizer", "object", "per_rank")
+_LIVE: Final = ("module", "optimizer", "object", "per_rank", "subclass")
 
 
 def match(
@@ -213,9 +214,8 @@ class _Match:
             target = None  # such as a queue of samples: a new tensor takes its place
         match target:
             case torch.Tensor() | LocalShards():
-                self._all.expect(node, path, "tensor", "array")
                 held = as_source(target) if isinstance(target, torch.Tensor) else target
-                self._all.want(path, source, held, node["n"])
+                fill(self._all, path, source, held, node)
             case np.ndarray():
                 self._array(target, node, path, source, put)
             case PerRank():
@@ -333,11 +333,9 @@ def _match_module(match: Matching, module: nn.Module, node: Node, path: str, sou
         ):  # extra state: whatever it was
             match.claim(name, there)
             extra[entry.key] = match.values.order(found, name)
-        elif tag(found) not in ("tensor", "array"):
-            raise KindMismatch(name, kind(found), "tensor")
         else:
             match.claim(name, there)
-            match.want(name, there, Part(name, entry.piece).all_of(entry.value), found["n"])
+            fill(match, name, there, Part(name, entry.piece).all_of(entry.value), found)
     if extra:
         match.actions.append(partial(_load_extra, module, extra))
 

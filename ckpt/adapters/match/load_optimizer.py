@@ -15,10 +15,13 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from ckpt.adapters.match.fill import fill
 from ckpt.adapters.match.matching import Matching
 from ckpt.adapters.match.materialise import is_meta
-from ckpt.adapters.match.saved import ABSENT, SavedParameter
+from ckpt.adapters.match.own_step import state_of_step
+from ckpt.adapters.match.saved import ABSENT, SavedParameter, tag
 from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.tensors.wrapped import is_wrapper
 from ckpt.adapters.tensors.zero import keeper_of
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import (
@@ -96,6 +99,7 @@ class _Loader:
         self._match, self._optimizer, self._path = match, optimizer, path
         self._keeper = keeper_of(path, optimizer)
         self._fresh: dict[int, dict[Any, Any]] = defaultdict(dict)
+        self._stepped: dict[int, Mapping[Any, Any]] = {}
         self._all = list(self._look(source))
         settings = match.takes(f"{path}/param_groups")
         self.found = [
@@ -219,6 +223,8 @@ class _Loader:
             key = keys.get(part, unescape(part))
             if (known := fresh.get(key)) is not None and each.part.of(each.name, known) is known:
                 continue  # one step counter for all parts
+            if is_wrapper(current.get(key)):
+                fill(match, f"{each.name}/{part}", source, current[key], match.saved.node(source))
             held = self._held(
                 each, key, fresh.get(key, current.get(key)), match.saved.tensors[source]
             )
@@ -226,7 +232,12 @@ class _Loader:
             match.want(f"{each.name}/{part}", source, each.part.of(each.name, held))
         for source, node in saved.values.items():
             part = source[start:]
-            makers[keys.get(part, unescape(part))] = match.values.order(node)
+            key = keys.get(part, unescape(part))
+            if tag(node) == "subclass":
+                fresh[key] = self._wrapper(each, key, fresh.get(key, current.get(key)))
+                fill(match, f"{each.name}/{part}", source, fresh[key], node)
+            else:
+                makers[key] = match.values.order(node)
 
         def apply() -> None:
             fresh.update({key: made() for key, made in makers.items()})
@@ -250,6 +261,25 @@ class _Loader:
                 parameter, key, getattr(torch, saved.dtype), saved.shape
             )
         return new_state(parameter, each.group, key, saved, each.part.piece)
+
+    def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
+        """The tensor that is there, or else the one that the optimizer's own step makes: what is
+        inside of a wrapper cannot be put into anything else.
+        """
+        if isinstance(held, torch.Tensor):
+            return held
+        name = state_name(self._path, each.part.path, key)
+        if (made := self._stepped.get(id(each.parameter))) is None:
+            parameter = self._match.real.like(each.name, each.parameter)
+            made = state_of_step(name, self._optimizer, each.group, parameter)
+            self._stepped[id(each.parameter)] = made
+        if not isinstance(found := made.get(key), torch.Tensor):
+            raise RestoreError(
+                f"{name!r} is in the checkpoint, and a first step of "
+                f"{type(self._optimizer).__qualname__} does not make it: take one optimizer step "
+                "before restoring"
+            )
+        return found
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
         """The saved one; where it may be converted that of what is there, or of the parameter if

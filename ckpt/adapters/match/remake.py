@@ -34,7 +34,7 @@ class Remaker:
         return lambda: decode(node, self.make)
 
     def _order(self, path: str, tag: str, node: Mapping[str, Node]) -> object:
-        if tag in ("module", "optimizer", "per_rank"):
+        if tag in ("module", "optimizer", "per_rank", "subclass"):
             raise KindMismatch(path, f"container with a {tag}", "plain value")
         if tag in ("tensor", "array") and node["n"] not in self._made:
             name = node["n"]

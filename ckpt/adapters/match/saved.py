@@ -208,6 +208,8 @@ def tag(node: Node) -> Any:
 
 def kind(node: Node) -> str:
     """Return the kind of a node, for messages."""
+    if tag(node) == "subclass":
+        return str(node["class"])
     if isinstance(node, dict):
         return str(node.get("$", "dict"))
     return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)

@@ -103,6 +103,8 @@ class StateTree:
                 return self._tensor(node["n"])
             case "array":
                 return self._tensor(node["n"], was="a NumPy array")
+            case "subclass":
+                return self._subclass(node, path)
             case "module":
                 return self._module(node, path)
             case "optimizer":
@@ -133,6 +135,14 @@ class StateTree:
         if was:
             self.notes.changed.append((name, f"{was}: a tensor now"))
         return self._make(name)
+
+    def _subclass(self, node: Mapping[str, Node], path: str) -> Any:
+        inner = {key: self._node(item, join(path, key)) for key, item in node["inner"].items()}
+        found = self._mapping(inner, path)
+        if found is not _LEFT:
+            was = f"a {node['class']}: a dict of the tensors inside of it now"
+            self.notes.changed.append((path, was))
+        return found
 
     def _plain(self, value: Any, path: str) -> Any:
         if not chosen(path, self._globs):

@@ -40,10 +40,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are
     read and written.
     """
-    return held if is_plain(held := _held(tensor)) else plain_alias(held)
+    return held if is_plain(held := held_in(tensor)) else plain_alias(held)
 
 
-def _held(tensor: torch.Tensor) -> torch.Tensor:
+def held_in(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that this rank holds, of whatever class."""
     if is_plain(tensor):
         return tensor
     return waited(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
@@ -88,7 +89,7 @@ class Form(NamedTuple):
 def form_of(source: Source) -> Form:
     """The form that ``source`` has now."""
     parts = _parts(source)
-    signature = tuple(_format(_held(part)) for part in parts)
+    signature = tuple(_format(held_in(part)) for part in parts)
     wrapper: torch.Tensor | None = None
     if isinstance(source, LocalShards):
         signature += (source.dtype, source.shape, source.boxes, source.replicas)
@@ -139,11 +140,7 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             (Box.whole(tensor.shape),),
             replicas if len(replicas) > 1 else (),
         )
-    boxes = (
-        tuple(cut_boxes(tensor.shape, _cuts(name, tensor)))
-        if tensor.device_mesh.get_coordinate()
-        else ()
-    )
+    boxes = boxes_of(name, tensor)
     memory = local(tensor)
     if memory.dtype != tensor.dtype:
         raise UnsupportedValue(
@@ -161,6 +158,17 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
             "make it with distribute_tensor(), or give LocalShards in its place",
         )
     return Leaf(name, dtype, tuple(tensor.shape), boxes, replicas_of(tensor, replicas))
+
+
+def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:
+    """The boxes of a DTensor that this rank holds.
+
+    Raises:
+        UnsupportedValue: A placement without boxes, such as a partial one.
+    """
+    if not tensor.device_mesh.get_coordinate():
+        return ()
+    return tuple(cut_boxes(tensor.shape, _cuts(name, tensor)))
 
 
 def check_initialized(name: str, tensor: Source) -> None:
@@ -199,7 +207,7 @@ def check(name: str, tensor: torch.Tensor) -> str:
     if is_plain(tensor):  # most tensors are: only their storage can be missing
         check_storage(name, tensor)
         return dtype_name(name, tensor.dtype)
-    held, memory = _held(tensor), local(tensor)
+    held, memory = held_in(tensor), local(tensor)
     if memory.is_meta:
         raise UnsupportedValue(name, f"{type(held).__name__} without data", "materialise it first")
     if hasattr(held, "__tensor_flatten__") or not (is_plain(held) or has_storage(memory)):

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from ckpt.adapters.tensors.layout import PLAIN, check_initialized
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
 from ckpt.adapters.tensors.per_rank import PerRank
 from ckpt.adapters.tensors.sharded import as_source
-from ckpt.adapters.tensors.zero import keeper_of
+from ckpt.adapters.tensors.wrapped import apart, is_wrapper, kind_of
+from ckpt.adapters.tensors.zero import Keeper, keeper_of
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.memory import Memory, OptimizerItems, Structure
@@ -47,11 +49,16 @@ from ckpt.adapters.walk.objects import (
 )
 from ckpt.adapters.walk.segments import At, Held, Segment, Table, place_of, same_view
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
+from ckpt.adapters.walk.wrappers import Wrappers, name_in_module, name_in_optimizer
 from ckpt.errors import UnsupportedValue
 from ckpt.model.patterns import WHOLE, Patterns
 from ckpt.model.values import Node, encode, join
 
 _log = logging.getLogger("ckpt")
+_MADE_ANEW: Final = (
+    "let its class inherit from torch.distributed.checkpoint.stateful.Stateful, or put them into "
+    "the state itself"
+)
 
 
 @dataclass(slots=True)
@@ -212,15 +219,10 @@ class _Walk:
         """The hook of ``encode`` for what is not plain."""
         match value:
             case torch.Tensor():
-                return {"$": "tensor", "n": self._tensor(path, as_source(value))}
+                return self._tensor_node(path, value)
             case LocalShards():
                 if self._made_anew:
-                    way = (
-                        "let its class inherit from "
-                        "torch.distributed.checkpoint.stateful.Stateful, or put them into the "
-                        "state itself"
-                    )
-                    raise UnsupportedValue(path, "LocalShards in a state_dict()", way)
+                    raise UnsupportedValue(path, "LocalShards in a state_dict()", _MADE_ANEW)
                 return {"$": "tensor", "n": self._tensor(path, value)}
             case dict() if type(value) is dict:  # no subclass: those are not plain
                 return self._table(value, path)
@@ -244,13 +246,28 @@ class _Walk:
             with asked(path, value):
                 kept = value.state_dict()  # type: ignore[attr-defined]
             before, self._made_anew = self._made_anew, not declares_state(value)
+            hook = self.made if self._made_anew else self.other
             try:
-                return {"$": "object", "v": encode(kept, path, self.other)}
+                return {"$": "object", "v": encode(kept, path, hook)}
             finally:
                 self._made_anew = before
         raise UnsupportedValue(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
+    def made(self, value: object, path: str) -> Node:
+        """The hook of ``encode`` for values that a restore makes: it cannot make a wrapper."""
+        if is_wrapper(value):
+            kind = f"{kind_of(value)} that a restore would have to make"
+            raise UnsupportedValue(path, kind, _MADE_ANEW)
+        return self.other(value, path)
+
     # -- tensors alone -----------------------------------------------------------------------------
+
+    def _tensor_node(self, path: str, tensor: torch.Tensor) -> Node:
+        if not is_wrapper(tensor):
+            return {"$": "tensor", "n": self._tensor(path, as_source(tensor))}
+        taken = apart(path, tensor)
+        inner = {f"{path}/{part}": inside.source for part, inside in taken.sources.items()}
+        return taken.layer.node(path, lambda name: self._tensor(name, inner[name]))
 
     def _tensor(self, name: str, tensor: Source) -> str:
         """Register a tensor that belongs to no module or optimizer; returns the name its bytes
@@ -437,24 +454,28 @@ class _Walk:
                 path, "module in a state_dict()", "give its own state_dict() there"
             )
         values = {
-            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.other)
+            entry.fqn: encode(entry.value, f"{path}/{entry.fqn}", self.made)
             for entry in items.others
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
+        wrappers = Wrappers(items.tensors, partial(name_in_module, path, items, self._choice))
+        values |= {name[len(path) + 1 :]: node for name, node in wrappers.nodes.items()}
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
         def named() -> Iterator[Held]:
             made: dict[tuple[int, object], Source] = {}  # what is tied shall be one object
-            for entry, tensor, is_late in zip(items.held, items.tensors, late, strict=True):
+            rows = zip(items.held, items.tensors, late, strict=True)
+            for index, (entry, tensor, is_late) in enumerate(rows):
                 name = f"{path}/{entry.fqn}"
                 if not self._choice.takes(name):
                     continue
                 source = made.setdefault(
                     (id(tensor), entry.piece), Part(name, entry.piece).all_of(tensor)
                 )
-                yield Held(name, source, is_late, entry.replicas, entry.left)
+                item = Held(name, source, is_late, entry.replicas, entry.left)
+                yield from wrappers.held(index, item)
 
-        self._segment(path, (items, self._choice, *late), items.tensors, named)
+        self._segment(path, (items, self._choice, *late, *wrappers.key), wrappers.tensors, named)
         left = {"left": dict.fromkeys(items.left, True)} if items.left else {}
         return {"$": "module", "values": values, **left}
 
@@ -465,25 +486,38 @@ class _Walk:
             )
         check_optimizer(path, optimizer, self._optimizers.all)
         self._tell(optimizer)
-        late = self._optimizers.holds(optimizer)
         keeper = keeper_of(path, optimizer)
         now = Structure(optimizer.param_groups, keeper.state)
-        items = self._memory.optimizers.get(path)
-        if (
-            items is None
-            or not items.is_of(keeper, self._parameters, now, self._choice)
-            or not self._take_again(path, (late, items), items.tensors)
-        ):  # also when a tensor has another shape, which may belong to another part of a parameter
-            items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
-            self._memory.optimizers[path] = items
-            candidates = self._named(path, items, late, is_partial=keeper.own is not None)
-            self._take(path, self._build((late, items), items.tensors, candidates))
-        state = {name: encode(now.values[index], name, self.other) for index, name in items.others}
+        items, wrappers = self._state_of(path, optimizer, keeper, now)
+        state = wrappers.nodes | {
+            name: encode(now.values[index], name, self.made) for index, name in items.others
+        }
         groups = self._groups(optimizer, items.names, path)
         node: Node = {"$": "optimizer", "groups": groups, "state": state}
         if isinstance(optimizer, OptimizerStandIn):
-            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.other)
+            node["extra"] = encode(optimizer.extra(), f"{path}/extra", self.made)
         return node
+
+    def _state_of(
+        self, path: str, optimizer: Optimizer, keeper: Keeper, now: Structure
+    ) -> tuple[OptimizerItems, Wrappers]:
+        """Register the tensors of an optimizer's state."""
+        late = self._optimizers.holds(optimizer)
+        known = self._memory.optimizers.get(path)
+        if known is not None and known.is_of(keeper, self._parameters, now, self._choice):
+            wrappers = Wrappers(known.tensors, partial(name_in_optimizer, path, known))
+            if self._take_again(path, (late, known, *wrappers.key), wrappers.tensors):
+                return known, wrappers
+        # also when a tensor has another shape, which may belong to another part of a parameter
+        items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
+        self._memory.optimizers[path] = items
+        wrappers = Wrappers(items.tensors, partial(name_in_optimizer, path, items))
+        named = self._named(path, items, late, is_partial=keeper.own is not None)
+        candidates = (
+            each for index, item in enumerate(named) for each in wrappers.held(index, item)
+        )
+        self._take(path, self._build((late, items, *wrappers.key), wrappers.tensors, candidates))
+        return items, wrappers
 
     def _named(
         self, path: str, items: OptimizerItems, late: bool, *, is_partial: bool
@@ -516,7 +550,7 @@ class _Walk:
                 "values": encode(
                     {key: value for key, value in group.items() if key != "params"},
                     f"{path}/param_groups/{index}",
-                    self.other,
+                    self.made,
                 ),
             }
             for index, (group, group_names) in enumerate(

@@ -122,7 +122,7 @@ class Prepared:
             parts = form.memories(leaf.boxes)
             for memory in parts:  # a plan that is kept vouches for shapes, not for memory
                 check_storage(held.name, memory)
-            is_late = overlap and held.late and all(map(_may_be_late, parts))
+            is_late = overlap and held.late and all(map(_may_be_late, (*parts, *held.watched)))
             for item, piece, region in self.by_leaf[first + offset]:
                 memory = parts[piece]
                 source = copyable(memory, leaf.dtype)
@@ -132,8 +132,9 @@ class Prepared:
                     Copy(held.name, source, view, memory, end, cut, address)
                     for view, end, cut in image.targets(item, flat=source.is_contiguous())
                 )
-            if is_late and form.wrapper is not None:
-                wrappers.append((held.name, form.wrapper))
+            if is_late:
+                own = () if form.wrapper is None else (form.wrapper,)
+                wrappers += [(held.name, each) for each in (*own, *held.watched)]
             if len(leaf.replicas) > 1 and leaf.nbytes:
                 boxes = ";".join(f"{box.offsets}{box.shape}" for box in leaf.boxes)
                 checks.append(Check(leaf.name, boxes, tuple(parts), is_late))

@@ -32,6 +32,7 @@ class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs fou
         replicas: Ranks that hold the same, if it is a plain tensor and they are known.
         left: Whether this rank leaves the saving of it to another of ``replicas``, which may hold
             something else.
+        watched: The wrappers that it is inside of, which have version counters of their own.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Held(NamedTuple):  # made thousands of times: a frozen dataclass costs fou
     late: bool
     replicas: tuple[int, ...]
     left: bool = False
+    watched: tuple[torch.Tensor, ...] = ()
 
 
 At = dict[int, list[tuple[torch.Tensor, str]]]

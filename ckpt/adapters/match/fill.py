@@ -1,0 +1,71 @@
+"""A tensor of the state, matched with the node that a checkpoint has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+import torch
+
+from ckpt.adapters.match.matching import Matching
+from ckpt.adapters.match.saved import kind, tag
+from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.tensors.wrapped import Layer, apart, is_wrapper
+from ckpt.errors import DtypeMismatch, KindMismatch, ManifestCorrupt
+from ckpt.model.values import Node, join
+
+_LONG: Final = 200
+_encoder: Final = msgspec.json.Encoder(order="sorted")
+
+
+def fill(match: Matching, name: str, source: str, target: Source, node: Node) -> None:
+    """Want the bytes of ``node`` in ``target``. Of a wrapper, want those of each tensor inside.
+
+    Raises:
+        KindMismatch: One is a wrapper and the other is not, or they differ in their class, their
+            metadata or the tensors inside.
+        ShapeMismatch, DtypeMismatch, RestoreError: See ``Matching.want``.
+        UnsupportedValue: A wrapper that cannot be filled.
+    """
+    if not (isinstance(target, torch.Tensor) and is_wrapper(target)):
+        match.expect(node, name, "tensor", "array")
+        match.want(name, source, target, node["n"])
+        return
+    taken = apart(name, target)
+    for path, stored in _stored(name, "", taken.layer, node):
+        held = taken.sources[path].source
+        saved = match.saved.tensors.get(stored)
+        if saved is None:
+            raise ManifestCorrupt(
+                "tree", f"it names the tensor {stored[:80]!r}, which is not there"
+            )
+        if f"torch.{saved.dtype}" != str(held.dtype):  # codes mean nothing in another dtype
+            here = str(held.dtype).removeprefix("torch.")
+            way = "build the target with the class and the settings that were saved"
+            raise DtypeMismatch(f"{name}/{path}", saved.dtype, here, stored, way)
+        match.want(f"{name}/{path}", f"{source}/{path}", held, stored)
+
+
+def _stored(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[str, str]]:
+    """The path of each innermost tensor of the wrapper, and the name of its bytes."""
+    if tag(node) != "subclass":
+        raise KindMismatch(name, kind(node), layer.kind)
+    if node["class"] != layer.kind:
+        raise KindMismatch(name, kind(node), layer.kind)
+    if node["inner"].keys() != layer.inner.keys():
+        raise KindMismatch(
+            name, *(f"{layer.kind} of {', '.join(each)}" for each in (node["inner"], layer.inner))
+        )
+    saved, here = (_encoder.encode(each).decode() for each in (node["v"], layer.values))
+    if saved != here:
+        raise KindMismatch(name, *(f"{layer.kind} with {each[:_LONG]}" for each in (saved, here)))
+    for attribute, part in layer.inner.items():
+        inside = join(path, attribute)
+        if isinstance(part, Layer):
+            yield from _stored(join(name, attribute), inside, part, node["inner"][attribute])
+        else:
+            found = node["inner"][attribute]
+            if tag(found) != "tensor":
+                raise KindMismatch(join(name, attribute), kind(found), "tensor")
+            yield inside, found["n"]

@@ -1,0 +1,311 @@
+"""Tensors whose elements are in other tensors, taken apart as their class says.
+
+Quantised weights and optimizer state, jagged and two-tensor wrappers are subclasses of
+``torch.Tensor`` without memory of their own. ``__tensor_flatten__`` gives the names of the tensors
+inside and the metadata. The inner tensors are saved and filled in place; the metadata is compared.
+No class is ever made from what a checkpoint says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckpt.adapters.tensors.layout import PLAIN, boxes_of, held_in, mesh_ranks, replicas_of
+from ckpt.adapters.tensors.local_shards import LocalShards, Source
+from ckpt.adapters.torch_private import plain_alias
+from ckpt.errors import UnsupportedValue
+from ckpt.model.values import Node, encode, join
+
+_PRIMES: Final = (2, 3, 5, 7, 11, 13)
+
+
+def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True for a tensor whose elements are in other tensors, and for a DTensor of one."""
+    if type(value) in PLAIN or not isinstance(value, torch.Tensor):
+        return False
+    return _flattens(type(held_in(value)))
+
+
+def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
+    """The indices of the wrappers among ``tensors``, of which there may be thousands."""
+    kinds = set[type](map(type, tensors))
+    if PLAIN.issuperset(kinds):
+        return
+    kinds.update(type(each._local_tensor) for each in tensors if isinstance(each, DTensor))
+    if any(_flattens(kind) for kind in kinds if kind is not DTensor):
+        yield from (index for index, each in enumerate(tensors) if is_wrapper(each))
+
+
+def _flattens(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return the qualified name of a wrapper's class."""
+    return _qualified(type(held_in(tensor)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """One wrapper: the tensors inside of it, some of which may be wrappers too.
+
+    Attributes:
+        kind: The qualified name of the class.
+        values: The metadata, as it is compared and saved.
+        inner: The tensors inside, by the names of their attributes.
+        alias: A plain tensor with the version counter of the wrapper, which operations on the
+            wrapper move, and not always those of the tensors inside.
+    """
+
+    kind: str
+    values: Node
+    inner: Mapping[str, torch.Tensor | Layer]
+    alias: torch.Tensor
+
+    def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+        """The innermost tensors, by their paths in the wrapper."""
+        for name, part in self.inner.items():
+            if isinstance(part, Layer):
+                yield from part.leaves(join(path, name))
+            else:
+                yield join(path, name), part
+
+    def aliases(self) -> Iterator[torch.Tensor]:
+        """The aliases of this wrapper and of those inside."""
+        yield self.alias
+        for part in self.inner.values():
+            if isinstance(part, Layer):
+                yield from part.aliases()
+
+    def node(self, name: str, stored: Callable[[str], str]) -> Node:
+        """Return the node of the tree for the wrapper ``name``.
+
+        ``stored``: from the name of an innermost tensor to that of its bytes.
+        """
+        inner = {
+            attribute: part.node(join(name, attribute), stored)
+            if isinstance(part, Layer)
+            else {"$": "tensor", "n": stored(join(name, attribute))}
+            for attribute, part in self.inner.items()
+        }
+        return {"$": "subclass", "class": self.kind, "inner": inner, "v": self.values}
+
+
+class Inside(NamedTuple):
+    """An innermost tensor of a wrapper, as a source of its own.
+
+    ``replicas``: ranks known to hold the same, if that follows from the wrapper.
+    """
+
+    source: Source
+    replicas: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """A wrapper, taken apart.
+
+    Attributes:
+        layer: What it consists of on this rank.
+        sources: The innermost tensors by their paths in the wrapper.
+        watched: Tensors with version counters besides those of the innermost tensors.
+        key: Differs if the sources differ though the innermost tensors are the same.
+    """
+
+    layer: Layer
+    sources: Mapping[str, Inside]
+    watched: tuple[torch.Tensor, ...]
+    key: Hashable
+
+
+def apart(name: str, tensor: torch.Tensor) -> Apart:
+    """Take a wrapper apart.
+
+    Raises:
+        UnsupportedValue: It has memory of its own or metadata that is not plain, or it is a DTensor
+            whose inner tensors are not cut as it is.
+    """
+    held = held_in(tensor)
+    if not isinstance(tensor, DTensor):
+        layer = _layer(name, held, _as_it_is)
+        found = {path: Inside(leaf) for path, leaf in layer.leaves()}
+        return Apart(layer, found, tuple(layer.aliases()), (layer.kind, tuple(found)))
+    here, whole = tuple(held.shape), tuple(tensor.shape)
+    layer = _layer(name, held, lambda size: whole if size == here else size)
+    found = _sharded(name, tensor, layer)
+    spec = tensor._spec
+    key = (layer.kind, tuple(found), spec.mesh, spec.placements, spec.tensor_meta)
+    return Apart(layer, found, (tensor, *layer.aliases()), key)
+
+
+# -- one layer -------------------------------------------------------------------------------------
+
+_Resize = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def _as_it_is(size: tuple[Any, ...]) -> tuple[Any, ...]:
+    return size
+
+
+def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
+    """``resize``: from a size in the metadata to that of the whole tensor, if it is the size of
+    this rank's part.
+    """
+    kind = _qualified(type(held))
+    if held.is_meta:
+        raise UnsupportedValue(name, f"{kind} on the meta device", "materialise it first")
+    alias = plain_alias(held)
+    if _has_memory(alias):
+        raise UnsupportedValue(
+            name,
+            f"{kind}, a tensor with memory of its own and with tensors inside of it",
+            "save its parts under names of their own",
+        )
+    try:
+        attributes, metadata = held.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {str(attribute): getattr(held, attribute) for attribute in attributes}
+    except Exception as error:
+        raise UnsupportedValue(
+            name, f"{kind} whose __tensor_flatten__() raises {type(error).__name__}", f"{error}"
+        ) from error
+    inner: dict[str, torch.Tensor | Layer] = {}
+    for attribute, part in parts.items():
+        if not isinstance(part, torch.Tensor) or part is held:
+            raise UnsupportedValue(
+                name,
+                f"{kind} whose __tensor_flatten__() names {attribute!r}, which is no tensor inside "
+                "of it",
+                "correct the class",
+            )
+        wraps = is_wrapper(part) and not isinstance(part, DTensor)
+        inner[attribute] = _layer(join(name, attribute), part, _as_it_is) if wraps else part
+    try:
+        values = _values(metadata, f"the metadata of {name}", resize)
+    except RecursionError:
+        raise UnsupportedValue(name, f"{kind} with metadata nested too deeply") from None
+    return Layer(kind, values, inner, alias)
+
+
+def _has_memory(alias: torch.Tensor) -> bool:
+    try:
+        return alias.data_ptr() != 0
+    except RuntimeError:  # of symbolic sizes, as a jagged tensor has them
+        return False
+
+
+def _values(value: Any, path: str, resize: _Resize) -> Node:
+    """The metadata as plain values, of which it is enough that they can be compared.
+
+    Devices are left out, since a restore leaves a tensor on its device.
+    """
+
+    def inside(items: Mapping[str, Any]) -> Node:
+        return {key: _values(item, f"{path}/{key}", resize) for key, item in items.items()}
+
+    match value:
+        case torch.device():
+            return None
+        case Enum():
+            return {"class": _qualified(type(value)), "member": value.name}
+        case tuple() if (names := getattr(value, "_fields", None)) is not None:
+            named = dict(zip(names, value, strict=True))
+            return {"class": _qualified(type(value)), "fields": inside(named)}
+        case list() | tuple():
+            items = resize(tuple(value))
+            return [_values(item, f"{path}/{i}", resize) for i, item in enumerate(items)]
+        case dict() if all(type(key) is str and not key.startswith("$") for key in value):
+            return inside(value)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            named = {field.name: getattr(value, field.name) for field in fields(value)}
+            return {"class": _qualified(type(value)), "fields": inside(named)}
+        case _:
+            return encode(value, path, _plain)
+
+
+def _plain(value: object, path: str) -> Node:
+    """The hook of ``encode`` for what is neither a number, text nor bytes."""
+    if isinstance(value, torch.dtype):
+        return {"$": "dtype", "v": str(value).removeprefix("torch.")}
+    raise UnsupportedValue(
+        path,
+        _qualified(type(value)),
+        "save what the wrapper holds as tensors and plain values of their own",
+    )
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+# -- sharded ---------------------------------------------------------------------------------------
+
+
+def _sharded(name: str, tensor: DTensor, layer: Layer) -> dict[str, Inside]:
+    """The innermost tensors of this rank's part of a DTensor, as parts of larger tensors.
+
+    A DTensor that is not cut has them whole. One that is cut by rows has each inner tensor cut by
+    rows too, or whole: whichever the class itself makes of it in ``part[:n]``.
+    """
+    held, boxes = held_in(tensor), boxes_of(name, tensor)
+    leaves = dict(layer.leaves())
+    replicas = replicas_of(tensor)
+    if len(boxes) == 1 and boxes[0].shape == tuple(tensor.shape):
+        return {path: Inside(leaf, replicas) for path, leaf in leaves.items()}
+    if (
+        len(boxes) != 1
+        or boxes[0].shape != tuple(held.shape)
+        or boxes[0].shape[1:] != tuple(tensor.shape)[1:]
+    ):
+        raise _refused(name, layer.kind, "which is not cut by rows into one part for each rank")
+    start, rows, whole = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
+    cut = _cut_by_rows(name, held, layer, rows)
+    found: dict[str, Inside] = {}
+    for path, leaf in leaves.items():
+        if path not in cut:
+            found[path] = Inside(leaf, mesh_ranks(tensor))
+            continue
+        at, length = leaf.shape[0] * start, leaf.shape[0] * whole
+        if at % rows or length % rows:
+            raise _refused(name, layer.kind, f"whose {path} is not cut in proportion to its rows")
+        box = ((at // rows, *[0] * (leaf.ndim - 1)), leaf)
+        shape = (length // rows, *leaf.shape[1:])
+        found[path] = Inside(LocalShards(shape, [box], replicas, dtype=leaf.dtype))
+    return found
+
+
+def _cut_by_rows(name: str, held: torch.Tensor, layer: Layer, rows: int) -> set[str]:
+    """Return the paths of the innermost tensors that are cut when the class cuts its rows.
+
+    A class whose blocks are larger than a row cuts at the boundaries of blocks only.
+    """
+    leaves = dict(layer.leaves())
+    for parts in (*(prime for prime in _PRIMES if prime < rows), rows):
+        if parts < 2 or rows % parts:
+            continue
+        with suppress(Exception), torch.no_grad():  # code of the user's
+            piece = torch.ops.aten.slice.Tensor(held, 0, 0, rows // parts)
+            shapes = {
+                path: tuple(leaf.shape) for path, leaf in _layer(name, piece, _as_it_is).leaves()
+            }
+            cut = {path for path in leaves if shapes[path] != tuple(leaves[path].shape)}
+            if cut and all(
+                (shapes[path][0] * parts, *shapes[path][1:]) == tuple(leaves[path].shape)
+                for path in cut
+            ):
+                return cut
+    raise _refused(name, layer.kind, "which does not show by slices how it is cut")
+
+
+def _refused(name: str, kind: str, why: str) -> UnsupportedValue:
+    return UnsupportedValue(
+        name,
+        f"DTensor of {kind}, {why}",
+        "save the tensors inside of it as DTensors of their own, or dequantise it first",
+    )

@@ -1,0 +1,97 @@
+"""The wrappers among the tensors of a module or optimizer, compared by what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+
+import torch
+
+from ckpt.adapters.tensors.local_shards import Source
+from ckpt.adapters.tensors.wrapped import Apart, apart, kind_of, wrappers_in
+from ckpt.adapters.walk.choice import Choice
+from ckpt.adapters.walk.items import AnyPiece, ModuleItems
+from ckpt.adapters.walk.memory import OptimizerItems
+from ckpt.adapters.walk.modules import state_name
+from ckpt.adapters.walk.segments import Held
+from ckpt.errors import UnsupportedValue
+from ckpt.model.values import Node
+
+Named = tuple[str, AnyPiece | None]
+"""A name, and the piece that the tensor is no more than."""
+NameOf = Callable[[int], Named | None]
+"""From the index of a tensor to its name; None if it is not saved."""
+
+
+def name_in_module(path: str, items: ModuleItems, choice: Choice, index: int) -> Named | None:
+    """``NameOf`` for the tensors of ``items``, as far as ``choice`` takes them."""
+    entry = items.held[index]
+    name = f"{path}/{entry.fqn}"
+    return (name, entry.piece) if choice.takes(name) else None
+
+
+def name_in_optimizer(path: str, items: OptimizerItems, index: int) -> Named:
+    """``NameOf`` for the tensors of ``items``."""
+    part, key, _ = items.owners[index]
+    return state_name(path, part.path, key), part.piece
+
+
+class Wrappers:
+    """Those among ``tensors``, taken apart, each once.
+
+    Attributes:
+        tensors: ``tensors``, with the innermost tensors in the place of each wrapper.
+        key: Differs if the wrappers are other ones though their innermost tensors are the same.
+        nodes: The name of each wrapper, and its node.
+
+    Raises:
+        UnsupportedValue: One that cannot be saved, with its name.
+    """
+
+    def __init__(self, tensors: Sequence[Source], name_of: NameOf) -> None:
+        self._found: dict[int, Apart] = {}
+        self.tensors, self.key = tensors, tuple[Hashable, ...]()
+        self.nodes: dict[str, Node] = {}
+        indices = list(wrappers_in(tensors))
+        if not indices:
+            return
+        known: dict[int, Apart] = {}
+        for index in indices:
+            tensor, named = tensors[index], name_of(index)
+            if named is None or not isinstance(tensor, torch.Tensor):
+                continue
+            name, piece = named
+            if piece is not None:
+                raise UnsupportedValue(
+                    name,
+                    f"{kind_of(tensor)} in a part of a parameter",
+                    "use fully_shard() (FSDP2), or save it as plain tensors",
+                )
+            if id(tensor) not in known:
+                known[id(tensor)] = apart(name, tensor)
+            taken = self._found[index] = known[id(tensor)]
+            self.nodes[name] = taken.layer.node(name, str)
+        left = set(indices) - self._found.keys()
+        self.tensors = [
+            each
+            for index, tensor in enumerate(tensors)
+            if index not in left
+            for each in self._innermost(index, tensor)
+        ]
+        self.key = tuple((index, taken.key) for index, taken in self._found.items())
+
+    def _innermost(self, index: int, tensor: Source) -> list[Source]:
+        taken = self._found.get(index)
+        return [tensor] if taken is None else [leaf for _, leaf in taken.layer.leaves()]
+
+    def held(self, index: int, item: Held) -> Iterator[Held]:
+        """Yield ``item``, which has the tensor at ``index``, or what is inside of it."""
+        if (taken := self._found.get(index)) is None:
+            yield item
+            return
+        for path, inside in taken.sources.items():
+            yield item._replace(
+                name=f"{item.name}/{path}",
+                tensor=inside.source,
+                replicas=inside.replicas or item.replicas,
+                watched=taken.watched,
+            )

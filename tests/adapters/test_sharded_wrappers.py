@@ -1,0 +1,164 @@
+"""DTensors whose local tensor is a wrapper: saved and filled as parts of larger inner tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.prepare import PlanCache
+from ckpt.errors import KindMismatch, ReplicasDiverged, UnsupportedValue
+from tests.adapters.ranks import mesh_of, rank_of
+from tests.adapters.saving import bits
+from tests.adapters.worlds import restore, save_ranks
+from tests.adapters.wrapping import Blocks
+
+State = dict[str, Any]
+WHOLE = torch.randn(16, 6, generator=torch.Generator().manual_seed(3))
+
+
+def cut(values: torch.Tensor, rank: int, world_size: int) -> State:
+    """The part of ``values`` that FSDP2 gives to a rank, in blocks."""
+    part = values.chunk(world_size)[rank]
+    held = DTensor.from_local(
+        Blocks.of(part),
+        mesh_of([world_size]),
+        [Shard(0)],
+        run_check=False,
+        shape=values.shape,
+        stride=values.stride(),
+    )
+    return {"w": held}
+
+
+def insides(value: Any) -> dict[str, bytes]:
+    value = value._local_tensor if isinstance(value, DTensor) else value
+    return {name: bits(getattr(value, name)) for name in ("codes", "scale", "table")}
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_blocks_are_resharded_by_rows(before: int, after: int) -> None:
+    images, manifest = save_ranks(before, lambda rank: cut(WHOLE, rank, before))
+    assert {each.name: each.shape for each in manifest.tensors} == {
+        "w/codes": (16, 6), "w/scale": (24,), "w/table": (4,)
+    }  # fmt: skip
+    for rank in range(after):
+        with rank_of(rank, after):
+            target = cut(torch.zeros(16, 6), rank, after)
+            restore(target, images, manifest, rank, after)
+            assert insides(target["w"]) == insides(cut(WHOLE, rank, after)["w"])
+
+
+def test_a_sharded_wrapper_is_restored_into_a_whole_one_and_back() -> None:
+    images, manifest = save_ranks(2, lambda rank: cut(WHOLE, rank, 2))
+    target = {"w": Blocks.zeros((16, 6))}
+    with rank_of(0, 1):
+        restore(target, images, manifest, 0, 1)
+    assert insides(target["w"]) == insides(Blocks.of(WHOLE))
+    images, manifest = save_ranks(1, lambda _: {"w": Blocks.of(WHOLE)})
+    for rank in range(2):
+        with rank_of(rank, 2):
+            part = cut(torch.zeros(16, 6), rank, 2)
+            restore(part, images, manifest, rank, 2)
+            assert insides(part["w"]) == insides(cut(WHOLE, rank, 2)["w"])
+
+
+def test_replicated_wrappers_are_saved_once() -> None:
+    def state(_: int) -> State:
+        held = DTensor.from_local(Blocks.of(WHOLE), mesh_of([2]), [Replicate()], run_check=False)
+        return {"w": held}
+
+    images, manifest = save_ranks(2, state)
+    assert {each.name: each.shape for each in manifest.tensors} == {
+        "w/codes": (16, 6), "w/scale": (24,), "w/table": (4,)
+    }  # fmt: skip
+    target = {"w": Blocks.zeros((16, 6))}
+    with rank_of(0, 1):
+        restore(target, images, manifest, 0, 1)
+    assert insides(target["w"]) == insides(Blocks.of(WHOLE))
+
+
+def test_copies_and_parts_on_a_mesh_of_two_dimensions() -> None:
+    def state(rank: int) -> State:
+        part = WHOLE.chunk(2)[rank % 2]
+        mesh = mesh_of([2, 2])
+        held = DTensor.from_local(Blocks.of(part), mesh, [Replicate(), Shard(0)], run_check=False)
+        return {"w": held}
+
+    images, manifest = save_ranks(4, state)
+    target = {"w": Blocks.zeros((16, 6))}
+    with rank_of(0, 1):
+        restore(target, images, manifest, 0, 1)
+    assert insides(target["w"]) == insides(Blocks.of(WHOLE))
+
+
+def test_what_is_whole_on_each_rank_must_be_equal() -> None:
+    def state(rank: int) -> State:
+        found = cut(WHOLE, rank, 2)
+        found["w"]._local_tensor.table.fill_(float(rank))
+        return found
+
+    with pytest.raises(ReplicasDiverged, match="w/table"):
+        save_ranks(2, state)
+
+
+def test_blocks_that_do_not_divide_a_shard_are_refused_by_name() -> None:
+    """Two rows have three blocks, so the class cannot cut one row off."""
+    images, manifest = save_ranks(2, lambda rank: cut(WHOLE, rank, 2))
+    with rank_of(0, 8):
+        target = cut(WHOLE, 0, 8)
+        with pytest.raises(UnsupportedValue, match="does not show by slices") as refused:
+            restore(target, images, manifest, 0, 8)
+    assert refused.value.name == "w"
+
+
+def prepared(held: torch.Tensor, placements: Any, ranks: int = 2) -> None:
+    with rank_of(0, ranks):
+        tensor = DTensor.from_local(held, mesh_of([ranks]), placements, run_check=False)
+        PlanCache(0, 64).prepare(collect({"w": tensor}, rank=0))
+
+
+class Scaled(TwoTensor):
+    """One that has no slices."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            raise NotImplementedError(f"{func}")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("held", "placements", "text"),
+    [
+        (Blocks.of(WHOLE), [Shard(1)], "is not cut by rows"),
+        (Scaled(torch.ones(4, 3), torch.ones(4, 3)), [Shard(0)], "does not show by slices"),
+        (Blocks.of(torch.ones(1, 8)), [Shard(0)], "does not show by slices"),
+    ],
+)
+def test_one_that_cannot_be_resharded_is_refused_by_name(
+    held: torch.Tensor, placements: Any, text: str
+) -> None:
+    with pytest.raises(UnsupportedValue, match=text) as refused:
+        prepared(held, placements)
+    assert refused.value.name == "w"
+
+
+def test_two_tensors_are_both_cut() -> None:
+    def state(rank: int) -> State:
+        part = TwoTensor(torch.full((2, 3), float(rank)), torch.full((2, 3), 10.0 + rank))
+        return {"w": DTensor.from_local(part, mesh_of([2]), [Shard(0)], run_check=False)}
+
+    _, manifest = save_ranks(2, state)
+    assert {each.name: each.shape for each in manifest.tensors} == {"w/a": (4, 3), "w/b": (4, 3)}
+
+
+def test_another_class_on_another_number_of_ranks_is_an_error() -> None:
+    images, manifest = save_ranks(2, lambda rank: cut(WHOLE, rank, 2))
+    with rank_of(0, 1), pytest.raises(KindMismatch):
+        restore({"w": torch.zeros(16, 6)}, images, manifest, 0, 1)
