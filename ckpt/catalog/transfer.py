@@ -195,6 +195,7 @@ def fetch_step(
     on_progress: OnProgress | None = None,
     on_repair: OnRepair = lambda _: None,
     codec: str | None = None,
+    confirm: Callable[[], object] = lambda: None,
 ) -> FetchReport:
     """Make a committed step of the first of ``sources`` one of the store of ``folder``.
 
@@ -208,6 +209,8 @@ def fetch_step(
         folder: The step at the destination.
         on_repair: Told when another store is asked.
         codec: That of the destination. None: files are copied as they lie at the source.
+        confirm: Called right before the manifest is put. It raises if the step must not become a
+            checkpoint there any more.
 
     Raises:
         ChecksumMismatch, ManifestCorrupt, FormatUnsupported: All sources are damaged. Any
@@ -241,7 +244,7 @@ def fetch_step(
         files = {copy.stored.rank: copy.stored for copy in copies} | kept
         manifest = _put_fragments(folder, recoding, files)
         packed = pack(manifest)
-    commit_copy(folder, packed, look=partial(_look, folder, manifest))
+    commit_copy(folder, packed, look=partial(_look, folder, manifest, confirm))
     if old is not None:
         _clear_unnamed(folder, manifest)
     copied = sum(copy.stored.size for copy in copies)
@@ -344,13 +347,14 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
     release_marker(destination, ref)
 
 
-def _look(folder: StepFolder, manifest: Manifest) -> None:
+def _look(folder: StepFolder, manifest: Manifest, confirm: Callable[[], object]) -> None:
     """Raises ``StorageError`` if a file or a fragment is not there as it should be."""
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise StorageError(
             faults[0].key, f"{faults[0].what} on {folder.backend.url}: somebody has cleared it away"
         )
     folder.require_fragments(manifest)
+    confirm()
 
 
 def _make_way(folder: StepFolder, packed: bytes) -> bool:

@@ -14,13 +14,9 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from ckpt.catalog.index import attempts, is_committed
-from ckpt.catalog.transfer import fetch_step
-from ckpt.catalog.verify import StepFolder
-from ckpt.codec.registry import NO_CODEC
+from ckpt.catalog.index import attempts
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
@@ -28,33 +24,12 @@ from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import job_of
-from ckpt.retention.evictor import Evictor
-from ckpt.retention.guard import StepGuard
 from ckpt.retention.inventory import Inventory, StoredStep
-from ckpt.retention.policy import Retention, reasons
+from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
 from ckpt.save.tier_writer import TierWriter
-from ckpt.storage.api import StorageBackend
-from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class _CopyGuard(StepGuard):
-    """The guard of a farther tier while ``ref`` is copied there: newer steps stay, and the near
-    tier has the rest.
-    """
-
-    far: StorageBackend
-    near: StorageBackend
-    ref: StepRef
-
-    def waiting(self) -> frozenset[StepRef]:
-        return frozenset(other for other in attempts(self.far) if other > self.ref)
-
-    def is_elsewhere(self, ref: StepRef) -> bool:
-        return is_committed(self.near, ref)
 
 
 class Backfill:
@@ -128,8 +103,12 @@ class Backfill:
     def _go(self, writer: TierWriter, line: Sequence[StoredStep]) -> None:
         """Copy those of ``line`` that the tier of ``writer`` lacks."""
         near, far = self._near.url, writer.url
+        others = [other.tier.backend for other in self._far if other is not writer]
+        copier = StepCopier(
+            writer.tier, writer.root, [self._near.tier.backend, *others], self._retry
+        )
         try:
-            going = self._retry.call(partial(self._missing, writer.tier, line))
+            going = self._retry.call(partial(copier.lacking, line, self._config.backlog))
             if going:
                 steps = ", ".join(str(held.ref.step) for held in going)
                 _log.info(
@@ -146,59 +125,27 @@ class Backfill:
             return
         for held in going:
             self._steps.wait_idle(far, self._hurry)
-            self._take(writer, held)
+            self._take(copier, held)
+            writer.prune_later()
 
-    def _missing(self, far: OpenTier, line: Sequence[StoredStep]) -> list[StoredStep]:
-        """Return the steps of ``line`` that ``far`` lacks and would keep, newest first."""
-        rule = Retention.of(far.tier)
-        lacking = [
-            held
-            for held in line
-            if far.takes(held.ref.step) and not is_committed(far.backend, held.ref)
-        ]
-        if not rule.keeps_all and lacking:
-            metrics = {
-                held.ref: held.metrics
-                for held in Inventory(far.backend).look()
-                if held.state == "whole"
-            }
-            metrics |= {held.ref: held.metrics for held in lacking}
-            why = reasons(metrics, rule, metrics)
-            lacking = [held for held in lacking if why[held.ref]]
-        return sorted(lacking, key=lambda held: held.ref, reverse=True)[: self._config.backlog]
-
-    def _take(self, writer: TierWriter, held: StoredStep) -> None:
+    def _take(self, copier: StepCopier, held: StoredStep) -> None:
         """Copy one step. A failure is logged and costs no other step."""
-        near, far, began = self._near.tier.backend, writer.tier, time.perf_counter()
+        config, began = self._config, time.perf_counter()
         try:
-            writer.root.bring(held.ref)
-            evictor = Evictor(far, writer.root, _CopyGuard(far.backend, near, held.ref))
-            # else its size comes with the encoding
-            known = far.tier.codec == NO_CODEC or held.is_encoded
-            if far.tier.capacity is not None:
-                raw = far.tier.codec == NO_CODEC and held.is_encoded
-                nbytes = held.staged_bytes if raw else held.nbytes
-                evictor.make_room(held.ref, nbytes, restored=None, stored=known)
-            others = [other.tier.backend for other in self._far if other is not writer]
-            config = self._config
             with Workers("backfill", config.threads, nice=config.nice, cpus=config.cpus) as workers:
-                folder = StepFolder(far.backend, held.ref, workers, self._retry)
-                report = fetch_step([near, *others], folder, codec=far.tier.codec)
-            if far.tier.capacity is not None and not known:
-                evictor.settle(held.ref, restored=None)
+                report = copier.copy(held, workers)
         except CkptError as error:
             _log.warning(
                 "ckpt: step %d of the job before is not taken to %s: %s",
                 held.ref.step,
-                far.url,
+                copier.tier.url,
                 error,
             )
             return
         _log.info(
             "ckpt: step %d of the job before is on %s now: %s in %.2f s",
             held.ref.step,
-            far.url,
+            copier.tier.url,
             size(report.copied_bytes),
             time.perf_counter() - began,
         )
-        writer.prune_later()

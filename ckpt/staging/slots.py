@@ -11,24 +11,19 @@ next pool is built.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
-import stat
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Protocol
 
 from ckpt.errors import HostMemoryExhausted
+from ckpt.staging import slot_files
 from ckpt.staging.budget import Budget, Room, decide, measure
 from ckpt.staging.slot import NotWanted, Slot, SlotLost, capacity_of
 
-# Shared memory is the point; files are 0600 and their names hold our pid.
-_SHM: Final = "/dev/shm"  # noqa: S108
-_PREFIX: Final = "ckpt-slot"
 _log = logging.getLogger("ckpt")
 
 
@@ -93,7 +88,7 @@ class SlotPool:
         """
         self._changed = threading.Condition()
         self._serials = itertools.count(1)
-        _remove_orphans()
+        slot_files.remove_orphans()
 
     @property
     def made(self) -> list[Slot]:
@@ -201,8 +196,8 @@ class SlotPool:
         return True
 
     def _room(self) -> Room:
-        held = _held_by_siblings() if self._ranks > 1 else 0
-        return measure(_SHM, ranks=self._ranks, limit=self._limit, held=held)
+        held = slot_files.held_by_siblings() if self._ranks > 1 else 0
+        return measure(slot_files.SHM, ranks=self._ranks, limit=self._limit, held=held)
 
     def _renew(self, slot: Slot, nbytes: int) -> Slot:
         """``slot``, ready to be filled; or another in its place, if its file or what was cut off it
@@ -277,9 +272,8 @@ class SlotPool:
 
     def _new(self, nbytes: int) -> Slot:
         if self._budget is None or self._budget.shared:
-            process = f"{os.getpid()}-{_started(os.getpid())}"
-            name = f"{process}-{next(self._serials)}-{_namespace()}.{time.monotonic_ns():x}"
-            path = f"{_SHM}/{_PREFIX}-{name}"
+            name = f"{next(self._serials)}-{slot_files.namespace()}.{time.monotonic_ns():x}"
+            path = f"{slot_files.SHM}/{slot_files.own_prefix()}-{name}"
             try:
                 return Slot(nbytes, path, self._is_open)
             except OSError as error:  # filled up since it was measured
@@ -289,11 +283,11 @@ class SlotPool:
                     "lost with the process",
                     os.strerror(error.errno or 0),
                     nbytes >> 20,
-                    _SHM,
+                    slot_files.SHM,
                 )
                 self._displaced = True
         # what took the place may have taken this too
-        if nbytes > (left := measure(_SHM, ranks=1).memory):
+        if nbytes > (left := measure(slot_files.SHM, ranks=1).memory):
             raise HostMemoryExhausted(
                 nbytes, f"{left >> 20} MiB are left since the budget was made"
             )
@@ -319,77 +313,3 @@ class SlotPool:
                 self._contents.evict(slot.path)
         finally:
             slot.close()
-
-
-def _remove_orphans() -> None:
-    for name, pid, started in _slot_files():
-        if _started(pid) != started:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{_SHM}/{name}")
-
-
-def _slot_files() -> Iterator[tuple[str, int, int]]:
-    """Slots of this user: name, process, and its start.
-
-    What another user calls so is none of ours.
-    """
-    try:
-        with os.scandir(_SHM) as entries:
-            found = list(entries)
-    except OSError:
-        return
-    for entry in found:
-        name, parts = entry.name, entry.name.split("-")
-        ours = (
-            name.startswith(f"{_PREFIX}-")
-            and len(parts) == 6
-            and parts[2].isdigit()
-            and parts[3].isdigit()
-        )
-        if ours and ("." not in parts[5] or parts[5].partition(".")[0] == _namespace()):
-            with contextlib.suppress(OSError):  # removed since
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-                    yield name, int(parts[2]), int(parts[3])
-
-
-def _namespace() -> str:
-    """The process namespace: containers may share /dev/shm, but not the meaning of a pid."""
-    try:
-        return f"{os.stat('/proc/self/ns/pid').st_ino:x}"
-    except OSError:
-        return "0"
-
-
-def _held_by_siblings() -> int:
-    """Bytes in slots of the other ranks of this node: of living processes that the same launcher
-    has started.
-    """
-    held = 0
-    for name, pid, started in _slot_files():
-        if pid != os.getpid() and _started(pid) == started and _parent(pid) == os.getppid():
-            with contextlib.suppress(OSError):
-                held += os.stat(f"{_SHM}/{name}").st_size
-    return held
-
-
-def _started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; -1 if there is none."""
-    fields = _stat(pid)
-    return -1 if not fields or fields[0] in "ZX" else int(fields[19])
-
-
-def _parent(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else -1
-
-
-def _stat(pid: int) -> list[str]:
-    """Return what /proc says of a process from its state on; nothing if there is no such
-    process.
-    """
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from ckpt.errors import HostMemoryExhausted, StorageError
+from ckpt.staging import slot_files
 from ckpt.staging import slots as slots_module
 from ckpt.staging.slots import NoContents, SlotPool
 
@@ -29,7 +30,7 @@ def shm(monkeypatch):
     seen and none of ours are seen there.
     """
     folder = Path(tempfile.mkdtemp(prefix="ckpt-test-", dir="/dev/shm"))
-    monkeypatch.setattr(slots_module, "_SHM", str(folder))
+    monkeypatch.setattr(slot_files, "SHM", str(folder))
     yield folder
     shutil.rmtree(folder)
 
@@ -49,9 +50,7 @@ def pools(shm):
 
 def own_files() -> set[str]:
     return {
-        name
-        for name in os.listdir(slots_module._SHM)
-        if name.startswith(f"ckpt-slot-{os.getpid()}-")
+        name for name in os.listdir(slot_files.SHM) if name.startswith(f"ckpt-slot-{os.getpid()}-")
     }
 
 
@@ -156,12 +155,12 @@ def test_two_hundred_saves_leave_memory_files_and_descriptors_flat(pools):
 def child() -> subprocess.Popen:
     """A process that holds a slot in this test's folder, and has said where it is."""
     script = (
-        "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; "
+        "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
         "s = slots.SlotPool(1).acquire(1 << 20, wait=False); print(s.path, flush=True); "
         "sys.stdin.read()"
     )
     return subprocess.Popen(
-        [sys.executable, "-c", script, slots_module._SHM],
+        [sys.executable, "-c", script, slot_files.SHM],
         cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -189,23 +188,23 @@ def test_what_the_other_ranks_of_a_launcher_hold_is_known(pools):
     among theirs.
     """
     script = (
-        "from ckpt.staging import slots; import sys; slots._SHM = sys.argv[1]; "
-        "print(slots._held_by_siblings())"
+        "from ckpt.staging import slot_files, slots; import sys; slot_files.SHM = sys.argv[1]; "
+        "print(slot_files.held_by_siblings())"
     )
     take(pools(1), 32 * MIB)
     with child() as rank:
         rank.stdout.readline()
         other = subprocess.run(
-            [sys.executable, "-c", script, slots_module._SHM],
+            [sys.executable, "-c", script, slot_files.SHM],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
-        held = slots_module._held_by_siblings()
+        held = slot_files.held_by_siblings()
     assert 1 * MIB <= int(other.stdout) <= 2 * MIB
     assert held == 0
 
 
 def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
-    stale = f"{slots_module._SHM}/ckpt-slot-{os.getpid()}-1-1-abc"  # our pid, but another start
+    stale = f"{slot_files.SHM}/ckpt-slot-{os.getpid()}-1-1-abc"  # our pid, but another start
     Path(stale).touch()
     pools(1)
     assert not os.path.exists(stale)
@@ -222,7 +221,7 @@ def test_an_orphan_whose_pid_was_given_to_another_process_is_removed(pools):
     ],
 )
 def test_files_that_are_not_ours_are_left_alone(pools, name):
-    foreign = Path(slots_module._SHM, name)
+    foreign = Path(slot_files.SHM, name)
     foreign.touch()
     pools(1)
     assert foreign.exists()
@@ -231,7 +230,7 @@ def test_files_that_are_not_ours_are_left_alone(pools, name):
 def test_without_shared_memory_a_slot_is_anonymous_and_that_is_said(
     pools, monkeypatch, tmp_path, caplog
 ):
-    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     with caplog.at_level(logging.WARNING, logger="ckpt"):
         slot = take(pools(1), MIB)
     assert not slot.shared
@@ -258,7 +257,7 @@ def tiny_shm(tmp_path):
 def test_a_full_shared_memory_is_met_before_the_first_byte_and_leaves_no_file(
     pools, monkeypatch, tiny_shm
 ):
-    monkeypatch.setattr(slots_module, "_SHM", str(tiny_shm))
+    monkeypatch.setattr(slot_files, "SHM", str(tiny_shm))
     pool = pools(2)
     slot = take(pool, 16 * MIB)
     slot.tensor.fill_(1)  # would be a SIGBUS if the pages were not there
@@ -348,7 +347,7 @@ def test_memory_that_went_with_the_shared_memory_is_not_taken_twice(pools, monke
     """The room for two was there when it was measured; then somebody took it, and anonymous
     memory would be an OOM kill.
     """
-    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(2)
     first = take(pool, MIB)
     real = slots_module.measure
@@ -377,7 +376,7 @@ def test_memory_that_the_slots_have_taken_is_no_error_when_the_budget_is_thought
     """It is after the first commit: the others would never hear of it, and farther tiers never
     get it.
     """
-    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(1)
     slot = take(pool, MIB)
     real = slots_module.measure
@@ -391,7 +390,7 @@ def test_memory_that_the_slots_have_taken_is_no_error_when_the_budget_is_thought
 
 def test_shared_memory_that_was_freed_is_taken_instead_of_anonymous(pools, monkeypatch, tmp_path):
     with monkeypatch.context() as full:
-        full.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+        full.setattr(slot_files, "SHM", str(tmp_path / "missing"))
         pool = pools(1)
         slot = take(pool, MIB)
     pool.release(slot)
@@ -453,7 +452,7 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
     """It was cut when a store in memory took the image in it, and another process has taken what
     was cut off.
     """
-    monkeypatch.setattr(slots_module, "_SHM", str(tiny_shm))
+    monkeypatch.setattr(slot_files, "SHM", str(tiny_shm))
     pool = pools(1)
     slot = take(pool, MIB)
     assert slot.shared
@@ -483,11 +482,11 @@ def test_a_slot_that_cannot_grow_back_is_replaced_by_anonymous_memory_until_ther
 def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(
     pools, monkeypatch, tmp_path, shm
 ):
-    monkeypatch.setattr(slots_module, "_SHM", str(tmp_path / "missing"))
+    monkeypatch.setattr(slot_files, "SHM", str(tmp_path / "missing"))
     pool = pools(2)
     one, two = take(pool, MIB), take(pool, MIB)
     assert not pool.release(one)
-    monkeypatch.setattr(slots_module, "_SHM", str(shm))
+    monkeypatch.setattr(slot_files, "SHM", str(shm))
     assert pool.release(two)
     pool.reserve(MIB)
     assert len(own_files()) == 2
@@ -497,7 +496,7 @@ def test_a_slot_is_made_ahead_again_when_there_is_room_in_shared_memory(
 def mapped() -> int:
     """Slots of this test that are in this process's memory."""
     with open("/proc/self/maps") as file:
-        return sum(f"{slots_module._SHM}/ckpt-slot" in line for line in file)
+        return sum(f"{slot_files.SHM}/ckpt-slot" in line for line in file)
 
 
 def test_a_slot_that_is_let_go_is_not_mapped_any_more(pools):

@@ -1,0 +1,106 @@
+"""Takes committed steps from a nearer tier to a farther one, as the farther tier's rules say.
+
+The backfill does it for the job before, and the agent for a job that has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.transfer import FetchReport, fetch_step
+from ckpt.catalog.verify import OnProgress, StepFolder
+from ckpt.codec.registry import NO_CODEC
+from ckpt.model.keys import StepRef
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.retention.claim import Claim
+from ckpt.retention.evictor import Evictor
+from ckpt.retention.guard import StepGuard
+from ckpt.retention.inventory import Inventory, StoredStep
+from ckpt.retention.policy import Retention, reasons
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.tiers import OpenTier
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyGuard(StepGuard):
+    """The guard of a farther tier while ``ref`` is copied there: newer steps stay, and the near
+    tier has the rest.
+    """
+
+    far: StorageBackend
+    near: StorageBackend
+    ref: StepRef
+
+    def waiting(self) -> frozenset[StepRef]:
+        return frozenset(other for other in attempts(self.far) if other > self.ref)
+
+    def is_elsewhere(self, ref: StepRef) -> bool:
+        return is_committed(self.near, ref)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCopier:
+    """Copies steps to one tier.
+
+    Attributes:
+        tier: The tier that gets the steps.
+        claim: The job's hold on its root.
+        sources: The stores that have the steps, nearest first.
+        retry: How requests are retried.
+        confirm: Called before a manifest is put. It raises if the steps must not become checkpoints
+            there any more.
+    """
+
+    tier: OpenTier
+    claim: Claim
+    sources: Sequence[StorageBackend]
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    confirm: Callable[[], object] = lambda: None
+
+    def lacking(self, line: Sequence[StoredStep], most: int) -> list[StoredStep]:
+        """Return the steps of ``line`` that the tier lacks and would keep, newest first, and no
+        more than ``most``.
+        """
+        rule, far = Retention.of(self.tier.tier), self.tier.backend
+        lacking = [
+            held
+            for held in line
+            if self.tier.takes(held.ref.step) and not is_committed(far, held.ref)
+        ]
+        if not rule.keeps_all and lacking:
+            metrics = {
+                held.ref: held.metrics for held in Inventory(far).look() if held.state == "whole"
+            }
+            metrics |= {held.ref: held.metrics for held in lacking}
+            why = reasons(metrics, rule, metrics)
+            lacking = [held for held in lacking if why[held.ref]]
+        return sorted(lacking, key=lambda held: held.ref, reverse=True)[:most]
+
+    def copy(
+        self, held: StoredStep, workers: Workers, *, on_progress: OnProgress | None = None
+    ) -> FetchReport:
+        """Make ``held`` a checkpoint on the tier.
+
+        Raises:
+            CkptError: It is none there. What was copied stays for the next try.
+        """
+        self.claim.bring(held.ref)
+        far, codec = self.tier, self.tier.tier.codec
+        has_capacity = far.tier.capacity is not None
+        evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.sources[0], held.ref))
+        # else its size comes with the encoding
+        known = codec == NO_CODEC or held.is_encoded
+        if has_capacity:
+            raw = codec == NO_CODEC and held.is_encoded
+            nbytes = held.staged_bytes if raw else held.nbytes
+            evictor.make_room(held.ref, nbytes, restored=None, stored=known)
+        folder = StepFolder(far.backend, held.ref, workers, self.retry)
+        report = fetch_step(
+            self.sources, folder, codec=codec, on_progress=on_progress, confirm=self.confirm
+        )
+        if has_capacity and not known:
+            evictor.settle(held.ref, restored=None)
+        return report
