@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors.text import CleanLog
+from ckpt.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.adapters.joined import join, join_horovod, join_mpi
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ckpt.manager import CheckpointManager
     from ckpt.pending import PendingSave
     from ckpt.restore.report import RestoreReport
-
-__version__ = "0.1.0"
 
 logging.getLogger("ckpt").addFilter(CleanLog())
 

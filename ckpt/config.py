@@ -41,6 +41,9 @@ from ckpt.errors.text import redact
 CONFIG_NAME: Final = "ckpt.toml"
 ROOT_VARIABLE: Final = "CKPT_ROOT"
 DEBUG_VARIABLE: Final = "CKPT_DEBUG"
+AGENT_FOLDER_VARIABLE: Final = "CKPT_AGENT_FOLDER"
+AGENT_IDLE_VARIABLE: Final = "CKPT_AGENT_IDLE_SECONDS"
+AGENT_MEMORY_VARIABLE: Final = "CKPT_AGENT_MEMORY_SECONDS"
 MEMORY: Final = "memory"
 
 OnBusy = Literal["wait", "skip"]
@@ -49,9 +52,11 @@ Overlap = Literal["auto", "off"]
 Mode = Literal["min", "max"]
 Copies = Literal["one", "per_node"]
 CheckMode = Literal["sampled", "full", "off"]
+AgentMode = Literal["off", "auto", "required"]
 Metadata = Mapping[str, Any]  # JSON values
 
 _MIN_CHUNK_BYTES: Final = 16
+_NOT_FOR_AGENT: Final = ("CUDA_", "NVIDIA_", "TORCHELASTIC_", "MASTER_", "LOCAL_", "OMPI_", "PMI")
 _MAX_CHUNK_BYTES: Final = 64 << 20
 _SAVE_KEYS: Final = (
     "on_busy",
@@ -68,6 +73,7 @@ _SAVE_KEYS: Final = (
     "copies",
     "check",
     "exit_seconds",
+    "agent",
 )
 
 
@@ -233,6 +239,9 @@ class SaveConfig:
             that has local tiers ("per_node"), so that these outlive the loss of other nodes.
         exit_seconds: How long ``close`` continues the saves under way while an exception ends the
             process.
+        agent: Whether an agent of this node finishes what the job leaves when it ends or dies.
+            "auto" starts one, and goes on without it if that fails; "required" raises `AgentError`
+            then.
     """
 
     on_busy: OnBusy = "wait"
@@ -249,12 +258,14 @@ class SaveConfig:
     copies: Copies = "one"
     check: CheckMode = "sampled"
     exit_seconds: float = 10.0
+    agent: AgentMode = "off"
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
         one_of("on_error", self.on_error, get_args(OnError))
         one_of("copies", self.copies, get_args(Copies))
         one_of("check", self.check, get_args(CheckMode))
+        one_of("agent", self.agent, get_args(AgentMode))
         one_of("overlap", self.overlap, get_args(Overlap))
         whole("chunk_bytes", self.chunk_bytes, _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES)
         if not is_number(
@@ -300,6 +311,7 @@ class Settings(TypedDict, total=False):
     copies: Copies
     check: CheckMode
     exit_seconds: float
+    agent: AgentMode
 
 
 def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
@@ -436,6 +448,48 @@ def job_address() -> tuple[str, int] | None:
     """Return the host and port at which the launcher says that rank 0 is reached."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     return (host, int(port)) if host and port.isdigit() else None
+
+
+def agent_folder() -> str:
+    """Return the folder of this user's agent. It need not exist.
+
+    The default is the same for all sessions and batch jobs of a user, and is not removed when the
+    user logs out, as ``XDG_RUNTIME_DIR`` is.
+    """
+    # The agent makes it with mode 0700, and refuses a folder of another user.
+    return os.environ.get(AGENT_FOLDER_VARIABLE) or f"/tmp/ckpt-agent-{os.geteuid()}"  # noqa: S108
+
+
+def agent_idle_seconds() -> float:
+    """Return how long an agent without a job waits for one before it ends."""
+    return _seconds(AGENT_IDLE_VARIABLE, 600.0)
+
+
+def agent_memory_seconds() -> float:
+    """Return how long the agent leaves a step in memory once a durable tier has it, so that a
+    trainer that is started again restores from memory.
+    """
+    return _seconds(AGENT_MEMORY_VARIABLE, 300.0)
+
+
+def environment_for_agent() -> dict[str, str]:
+    """Return the environment that the clients of object stores need, without the variables of
+    launchers and devices.
+    """
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_AGENT)
+    }
+
+
+def _seconds(variable: str, default: float) -> float:
+    text = os.environ.get(variable, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"{variable}={shown(text)}: give a number of seconds, such as 600")
+    return value
 
 
 def debug_wanted() -> bool:

@@ -25,6 +25,7 @@ from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
+from ckpt.agent.link import check_detach, register
 from ckpt.catalog.index import committed
 from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config, with_settings
 from ckpt.coordination.api import Coordinator
@@ -80,7 +81,8 @@ class CheckpointManager:
 
     Raises:
         ConfigError: A setting or URL is wrong. Nothing was written.
-        CommitTimeout: There is a local tier, and some rank did not come within 300 s.
+        CommitTimeout: There is a local tier or an agent, and some rank did not come within 300 s.
+        AgentError: ``agent="required"``, and there is no agent.
 
     Thread safety:
         Call all methods from the training thread. A signal handler that interrupts one of them
@@ -104,6 +106,7 @@ class CheckpointManager:
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator)
+            self._agent = register(self._config, self._tiers, self._coordinator)
         self._fence = Fence()
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
@@ -508,7 +511,7 @@ class CheckpointManager:
             )
         self._stop.request(ends)
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, *, detach: bool = False) -> None:
         """Finish every save, and free memory and threads. A second call does nothing.
 
         If it takes more than two seconds, one log line for each tier says what it waits for. While
@@ -518,18 +521,27 @@ class CheckpointManager:
         Args:
             timeout: How many seconds to wait. Saves that are not finished then are given up.
                 Threads that wait for a store end by themselves.
+            detach: Whether to return once the nearest durable tier has the last step. The agent
+                takes the steps farther. All ranks give the same.
 
         Raises:
+            ConfigError: ``detach``, and the manager has ``agent="off"``. It is still open.
+            AgentError: ``detach``, and there is no agent. If the job had none, the manager is still
+                open. Else it is closed, and a nearer tier has the steps.
             StepsMissing: A tier lacks steps that were to go there, and no call has raised that yet.
             CkptError: A save has failed on all tiers, and no call has raised its error yet.
         """
         check_timeout(timeout)
-        self.close_after(ending_error(but=self._earlier), timeout)
+        if detach and not self._closed:
+            check_detach(self._config.agent, self._agent)
+        self.close_after(ending_error(but=self._earlier), timeout, detach=detach)
 
-    def close_after(self, error: BaseException | None, timeout: float | None = None) -> None:
+    def close_after(
+        self, error: BaseException | None, timeout: float | None = None, *, detach: bool = False
+    ) -> None:
         """Close, since ``error`` ends the process or the ``with`` block.
 
-        None: nothing went wrong.
+        None: nothing went wrong. With ``detach``, an agent finishes what farther tiers lack.
         """
         with alone_in(self, "close"):
             # a fork's memory, threads and root are its parent's
@@ -541,7 +553,7 @@ class CheckpointManager:
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
             closer = Workers("close", 3)
             listed = closer.submit(self._listers.close)
-            done = closer.submit(self._finish, reason)
+            done = closer.submit(self._detach if detach else self._finish, reason)
             if in_time := wait_and_log(done, self._ledger.pending, timeout):
                 # else a tier that a restore left out is silent
                 if wait([listed], _LIST_SECONDS).done:
@@ -561,10 +573,26 @@ class CheckpointManager:
                 self._stop.close(error)
             if in_time:
                 done.result()
+                if self._agent is not None and not detach:
+                    self._agent.forget()
             self._ledger.raise_unreported(kept=False)
-            lacking = missing_at_the_end(self._ledger.pending, timeout)
+            left = in_time and detach  # what is not finished is the agent's
+            lacking = None if left else missing_at_the_end(self._ledger.pending, timeout)
             if (error := self._ledger.end_all(lacking)) is not None:
                 raise error
+
+    def _detach(self, reason: str) -> None:
+        """Finish what only this process can, and leave the rest to the agent.
+
+        What is left here then, such as a part of a file on its way to a slow tier, ends on a thread
+        that nothing waits for.
+        """
+        assert self._agent is not None
+        try:
+            self._saver.detach()
+            self._agent.detach()
+        finally:
+            Workers("end", 1).submit(self._finish, reason)
 
     def _finish(self, reason: str) -> None:
         """All of ``close`` that may take long.

@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from ckpt import __version__
+from ckpt.cli.agent import agent
 from ckpt.cli.copy import copy
 from ckpt.cli.diff import diff
 from ckpt.cli.export import export
@@ -54,6 +55,7 @@ Examples:
   ckpt finalize runs/gpt                          finish a save whose job died
   ckpt export runs/gpt gpt.safetensors            for other programs
   ckpt import checkpoint.pt runs/gpt --step 0     from other programs
+  ckpt agent status                               what does this node's agent do?
 
 \b
 Exit codes:
@@ -61,7 +63,8 @@ Exit codes:
   1  unexpected error              6  no host memory for a copy
   2  wrong option or ckpt.toml     7  no such checkpoint
   3  the store failed or refused   8  a value that cannot be saved
-  4  damaged data                130  interrupted
+  4  damaged data                 10  no agent, or it refuses
+                                 130  interrupted
 """
 
 
@@ -134,6 +137,7 @@ COMMANDS: Final = (
     finalize,
     export,
     import_,
+    agent,
 )
 _GROUP: Final = "ckpt.commands"
 

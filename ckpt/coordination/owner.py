@@ -22,6 +22,8 @@ from ckpt.model.keys import OWNER
 from ckpt.storage.api import Rooted, StorageBackend
 
 _LIMIT = 64 << 10
+NO_PROCESS: Final = 0
+"""The process of a job that has closed, and has left its root to the agent."""
 _MOST_ENDED: Final = 64
 """The most ended attempts that an owner remembers."""
 _ended: Final[set[str]] = set()
@@ -58,7 +60,7 @@ class Owner(msgspec.Struct, frozen=True):
             host=socket.gethostname(),
             machine=_machine(),
             pid=pid,
-            started=_started(pid) or 0,
+            started=process_started(pid) or 0,
             run=_run(),
             # Torchrun's word to its workers.
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
@@ -70,13 +72,21 @@ class Owner(msgspec.Struct, frozen=True):
 
         False if it is on another machine: nobody can know.
         """
-        return self.machine == _machine() and _started(self.pid) == self.started
+        return self.machine == _machine() and process_started(self.pid) == self.started
 
     def went_before(self, other: Owner) -> bool:
         """Whether ``other`` is of a later start of the same run: torchrun has ended all of this
         one's processes, on every machine, before it starts the next.
         """
         return self.run == other.run != "" and self.restart < other.restart
+
+    def is_predecessor(self, job: Owner) -> bool:
+        """Whether its processes are known to have ended, and to have begun before those of
+        ``job``.
+        """
+        if self.machine != _machine():
+            return self.went_before(job)
+        return not self.alive and self.machine == job.machine and self.started < job.started
 
     def has_ended(self, other: Owner) -> bool:
         """Whether its processes are known to have ended, to ``other``, which is of this process."""
@@ -145,6 +155,18 @@ def confirm(backend: StorageBackend, me: Owner) -> bool:
     return owner is not None
 
 
+def detach(backend: StorageBackend, me: Owner) -> None:
+    """Leave the root to the agent, if this job still owns it.
+
+    The record names the job, and no process: the next job takes the root as from a dead one.
+    """
+    _ended.add(me.attempt)
+    owner = read_owner(backend)
+    if owner is not None and owner.attempt == me.attempt:
+        detached = msgspec.structs.replace(owner, pid=NO_PROCESS)
+        backend.put(OWNER, [msgspec.json.encode(detached)])
+
+
 def release(backend: StorageBackend, me: Owner) -> None:
     """Give the root back if this job still owns it.
 
@@ -193,7 +215,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _started(pid: int) -> int | None:
+def process_started(pid: int) -> int | None:
     """Return the start time of a process, or None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:

@@ -32,6 +32,7 @@
     │   ├── TierNotShared                   each node has its own, and nobody said so
     │   ├── StepsMissing                    at the end a tier lacks steps that were to go there
     │   ├── TierBehind                      given up on a tier that is too slow; nearer ones have it
+    │   ├── LeftToAgent                     close(detach=True): the agent takes it farther
     │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
@@ -47,12 +48,14 @@
     │   └── OptimizerMismatch               the state of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds a value that is not supported
     ├── ThreadLimit                         no more threads can be started; exit 1
-    └── ManagerClosed              exit 9   the manager was closed
+    ├── ManagerClosed              exit 9   the manager was closed
+    └── AgentError                 exit 10  the node's agent cannot be reached, or refuses
 """
 
 from __future__ import annotations
 
 from ckpt.errors.base import (
+    AgentError,
     CkptError,
     ConfigError,
     ManagerClosed,
@@ -76,6 +79,7 @@ from ckpt.errors.saving import (
     HistoryHidden,
     HostMemoryExhausted,
     JobUnseen,
+    LeftToAgent,
     PeerFailed,
     ReplicasDiverged,
     RootInUse,
@@ -111,6 +115,7 @@ from ckpt.errors.storage import (
 
 __all__ = [
     "AccessDenied",
+    "AgentError",
     "ChecksumMismatch",
     "CkptError",
     "CodecMissing",
@@ -128,6 +133,7 @@ __all__ = [
     "IntegrityError",
     "JobUnseen",
     "KindMismatch",
+    "LeftToAgent",
     "LinkRefused",
     "ManagerClosed",
     "ManifestCorrupt",

@@ -68,6 +68,12 @@ class ManagerClosed(CkptError):
         super().__init__("this CheckpointManager is closed: build a new one")
 
 
+class AgentError(CkptError):
+    """The agent of this node cannot be reached or started, or refuses what it is asked."""
+
+    exit_code = 10
+
+
 class ThreadLimit(CkptError):
     """The system does not let this process start another thread."""
 

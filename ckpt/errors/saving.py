@@ -196,6 +196,14 @@ class TierBehind(CommitError):
         )
 
 
+class LeftToAgent(CommitError):
+    """A step was left to the agent by ``close(detach=True)``. A nearer tier has it."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        super().__init__(f"step {step} was left to the agent: ckpt agent status shows it")
+
+
 class UnsupportedValue(CkptError):
     """The state holds a value that cannot be saved or restored, such as one that needs pickle."""
 

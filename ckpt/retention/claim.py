@@ -15,7 +15,7 @@ import msgspec
 
 from ckpt.catalog.index import committed
 from ckpt.coordination.api import Coordinator
-from ckpt.coordination.owner import Owner, claim, confirm, read_owner, release, succeed
+from ckpt.coordination.owner import Owner, claim, confirm, detach, read_owner, release, succeed
 from ckpt.errors import RootInUse
 from ckpt.model.keys import StepRef, parse_folder
 from ckpt.storage.api import StorageBackend
@@ -96,6 +96,20 @@ class Claim:
         if owner is not None and not others:
             self._ended = frozenset(owner.ended)
 
+    def act_for_ended(self, owner: Owner | None) -> None:
+        """Act for this claim's job after its processes have ended. Nothing is written, so that the
+        next job takes the root as from a dead one.
+
+        Of the checkpoints there, those of the job and of the attempts that are known to have ended
+        may be removed.
+
+        Args:
+            owner: What the root says now: the job itself, or a job before it, or nothing.
+        """
+        self._there = frozenset()
+        self._seen = owner.attempt if owner is not None else self.own
+        self._ended = frozenset(owner.ended if owner is not None else ())
+
     def confirm(self) -> bool:
         """Return whether the root names this job. Asked before each put of a manifest.
 
@@ -113,6 +127,12 @@ class Claim:
         owner = read_owner(self._backend)
         if owner is not None and owner.attempt not in {self.own, self._seen}:
             raise RootInUse(self._backend.url, str(owner), here=owner.here_too)
+
+    def detach(self) -> None:
+        """Leave the root to the agent, if it is still this job's."""
+        if self.claimed:
+            detach(self._backend, self._me)
+            self.claimed = False
 
     def release(self) -> None:
         """Give the root back, if it is still this job's."""

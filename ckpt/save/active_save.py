@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckpt.errors import CkptError, PeerFailed, SaveSkipped, StagingError
+from ckpt.errors import CkptError, LeftToAgent, PeerFailed, SaveSkipped, StagingError
 from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Once, Workers
@@ -137,6 +137,12 @@ class SaveOutcome:
             # another rank did not begin the save, for a reason that it has reported itself
             reasons = "; ".join(f"rank {rank}: {why}" for rank, why in error.failures.items())
             error = SaveSkipped(self.pending.step, reasons)
+        left = LeftToAgent(self.pending.step)
+        if isinstance(error, PeerFailed) and set(error.failures.values()) == {str(left)}:
+            error = left  # another rank has detached, and this one is about to
+        if isinstance(error, LeftToAgent):  # the tier does not miss it
+            self._end(url, error, required=False)
+            return
         if not required:
             self._reports.notices.missed(self.pending.step, url, error)
         with self._lock:

@@ -156,6 +156,11 @@ class JobSteps:
         """``ref`` does not need its image any more. Returns True for the first call only."""
         return self.end_waiting(ref, _IMAGE)
 
+    def wait_images(self) -> None:
+        """Return when no step needs its image any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting.get(_IMAGE))
+
     def begin_waiting(self, ref: StepRef, url: str) -> None:
         """``ref`` waits for the tier ``url``."""
         with self._changed:

@@ -22,7 +22,7 @@ from functools import partial
 from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
-from ckpt.errors import CkptError, SaveSkipped, TensorChanged, ThreadLimit
+from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
 from ckpt.pending import PendingSave
 from ckpt.pipeline.workers import Once, Workers
@@ -146,7 +146,7 @@ class Saver:
                 self._durable[0], self._durable[1:], earlier, self.steps, config
             )
         self._lock = threading.Lock()
-        self._swept = False
+        self._swept, self._left = False, threading.Event()
         self._untaken: int | None = None
         self._copier = Workers("copy", 1)
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
@@ -243,10 +243,7 @@ class Saver:
 
         The slots stay until ``slots.close``, because a caller may hold views of them.
         """
-        self.slots.stop()
-        self._copier.close()
-        self._reserver.close(cancel=True)
-        self._streamer.close()
+        self._finish_images()
         if self._untaken is not None:
             _log.warning(
                 "ckpt: step %d, the last that was to be saved, was not: no tier takes it (every)",
@@ -259,12 +256,43 @@ class Saver:
             self._queue_threads[url].close()
         if self._backfill is not None:
             self._backfill.close()
-        for writer in self._durable[:-1]:  # what it kept for a farther tier need not stay any more
+        for writer in self._durable[
+            : 0 if self._left.is_set() else -1
+        ]:  # what it kept for a farther tier need not stay any more
             writer.prune_later()
-        if self._is_leader:
+        if self._is_leader and not self._left.is_set():
             self._warn_of_steps_in_memory()
         for writer in self._writers:
             writer.close(self.steps.durable_step)
+
+    def detach(self) -> None:
+        """Finish what only this process can, and leave the rest to the agent. ``finish`` follows.
+
+        On return the nearest durable tier has every step that it is to have, and no step needs its
+        image any more. Steps that wait for a farther tier, and lie on a nearer one, are given up
+        here. One that is being written there ends soon, by itself.
+
+        Raises:
+            StorageError: The root of a tier cannot be left to the agent.
+        """
+        self._finish_images()
+        self._left.set()
+        for writer in self._writers:
+            writer.hurry()
+        for queue in self._queues.values():
+            for step in queue.give_up_stored():  # still protected, since the agent reads it
+                self._fail(step.task, LeftToAgent(step.ref.step))
+        self.steps.wait_images()
+        if self._is_leader:
+            for writer in self._writers:
+                writer.detach()
+
+    def _finish_images(self) -> None:
+        """Finish what is served from images by the streaming thread."""
+        self.slots.stop()
+        self._copier.close()
+        self._reserver.close(cancel=True)
+        self._streamer.close()
 
     def _warn_of_steps_in_memory(self) -> None:
         """Log a warning if only memory has the step that this job continued from, or all steps of
@@ -439,7 +467,8 @@ class Saver:
                 try:
                     self._perform(turn.next.task)
                 finally:
-                    self.steps.end_waiting(turn.next.ref, url)
+                    if turn.next.held or not self._left.is_set():  # else the agent reads it
+                        self.steps.end_waiting(turn.next.ref, url)
 
     def _lose(self, url: str, lost: Sequence[tuple[QueuedStep[_Task], CkptError]]) -> None:
         """Steps never get to the tier ``url``, each for its error."""
@@ -453,7 +482,7 @@ class Saver:
                 case _FromImage(writers, save):
                     self._commit(writers, save)
                 case _FromFiles(writer, job, outcome):
-                    writer.commit(job, on_bytes=outcome.written)
+                    writer.commit(job, on_bytes=partial(self._written, job.ref, outcome))
                     outcome.committed(writer.url)
                     self._on_commit(writer, job.ref)
                 case _Abort(writer, aborted):
@@ -461,11 +490,20 @@ class Saver:
         except BaseException as error:  # noqa: BLE001 - it must reach the caller, whatever it is
             self._fail(task, error)
 
+    def _written(self, ref: StepRef, outcome: SaveOutcome, nbytes: int) -> None:
+        """Bytes of a step that a nearer tier has are on a farther one. Ends the copy if it is left
+        to the agent.
+        """
+        outcome.written(nbytes)
+        if self._left.is_set():
+            raise LeftToAgent(ref.step)
+
     def _fail(self, task: _Task, error: BaseException) -> None:
         match task:
             case _FromImage(writers, save):
                 self._miss(writers, save, error)
             case _FromFiles(writer, _, outcome):
-                outcome.failed(writer.url, error, required=writer.tier.required)
+                required = writer.tier.required and not self._left.is_set()
+                outcome.failed(writer.url, error, required=required)
             case _Abort():
                 pass  # the other ranks wait until their time-out

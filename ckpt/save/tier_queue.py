@@ -163,6 +163,15 @@ class TierQueue(Generic[T]):
             self._steps.clear()
             return lost
 
+    def give_up_stored(self) -> list[QueuedStep[T]]:
+        """Remove the steps that a nearer tier has, and return them."""
+        with self._changed:
+            stored = [step for step in self._steps.values() if step is not None and not step.held]
+            for step in stored:
+                del self._steps[step.ref.folder]
+            self._changed.notify_all()
+            return stored
+
     def close(self) -> None:
         """Do not wait for a leader that does not answer. Steps that wait are still taken."""
         with self._changed:

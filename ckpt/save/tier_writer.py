@@ -70,7 +70,8 @@ class TierWriter:
     returned; all other methods from any thread. ``_turn`` guards ``_retry``, ``_known``,
     ``_taken``, ``_unclean`` and ``_files``: a tier may be served from the image and from its queue,
     for different steps. ``stored`` is called by the thread that has just committed, before it
-    commits again. All other fields are set once, or guard themselves.
+    commits again. ``_detached`` is the owner's, who closes. All other fields are set once, or
+    guard themselves.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class TierWriter:
         self._known = Known()
         self._taken: set[int] | None = None
         self._unclean: set[StepRef] = set()
+        self._detached = False
 
     @property
     def url(self) -> str:
@@ -284,6 +286,15 @@ class TierWriter:
         refs = attempts(self._backend)
         return next((ref.step for ref in refs if is_committed(self._backend, ref)), -1)
 
+    def detach(self) -> None:
+        """Leave the root, and the steps that only memory has, to the agent. ``close`` follows.
+
+        Raises:
+            StorageError: The store does not answer.
+        """
+        self._detached = True
+        self._retry.call(self.root.detach)
+
     def close(self, durable_step: int) -> None:
         """Stop the threads and release the root.
 
@@ -298,7 +309,7 @@ class TierWriter:
             if ref.step <= durable_step:
                 with contextlib.suppress(CkptError):
                     self._slots.evict(path)
-            else:
+            elif not self._detached:
                 _log.warning(
                     "ckpt: step %d is in memory only (%s), which it keeps taking: save the last "
                     "step to a durable tier too",

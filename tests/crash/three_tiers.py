@@ -27,6 +27,7 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import committed
 from ckpt.catalog.verify import verify_step
+from ckpt.config import AgentMode
 from ckpt.events import Event, SaveCommitted
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
@@ -56,7 +57,7 @@ def kind(url: str) -> str:
     return "memory" if url.startswith("shm:") else Path(url).name
 
 
-def trainer(root: Path, log: Path, numbers: int, last: int) -> None:
+def trainer(root: Path, log: Path, numbers: int, last: int, agent: AgentMode = "off") -> None:
     """Train and save from where it stands up to ``last``.
 
     What is told to be committed is noted in a file that outlives us.
@@ -70,7 +71,8 @@ def trainer(root: Path, log: Path, numbers: int, last: int) -> None:
         if isinstance(event, SaveCommitted):
             os.write(descriptor, f"{kind(event.tier)} {event.step}\n".encode())
 
-    with CheckpointManager(tiers(root), chunk_bytes=CHUNK_BYTES, observers=[note]) as manager:
+    how = {"chunk_bytes": CHUNK_BYTES, "agent": agent}
+    with CheckpointManager(tiers(root), observers=[note], **how) as manager:
         manager.restore(state)
         for step in range(state["step"] + 1, last):
             for key, value in content(step, numbers).items():

@@ -1,0 +1,206 @@
+"""Reach the agent of this user, start it if there is none, and replace one of another version."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from ckpt.agent.messages import (
+    VERSION,
+    AgentStatus,
+    Answer,
+    AskStatus,
+    Refused,
+    Request,
+    Stop,
+    Welcome,
+    receive,
+    send,
+)
+from ckpt.agent.place import Place, check_peer
+from ckpt.config import AGENT_FOLDER_VARIABLE, environment_for_agent
+from ckpt.errors import AgentError
+
+_ANSWER_SECONDS: Final = 10.0
+_START_SECONDS: Final = 20.0
+_PAUSE_SECONDS: Final = 0.05
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+_PARENT: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""The folder that ckpt is imported from."""
+
+
+class Connection:
+    """A connection to an agent. One request is under way at a time.
+
+    Attributes:
+        welcome: The version and the process of the agent.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Raises ``AgentError`` if the other end is another user's, or is no agent."""
+        self._socket = connected
+        connected.settimeout(_ANSWER_SECONDS)
+        check_peer(connected, "the agent's socket")
+        try:
+            self.welcome = msgspec.msgpack.decode(receive(connected), type=Welcome)
+        except msgspec.MsgspecError:
+            raise AgentError("the agent's socket is served by another program") from None
+
+    def ask(self, request: Request) -> Answer:
+        """Return the agent's answer.
+
+        Raises:
+            AgentError: The agent refuses, or does not answer.
+        """
+        try:
+            send(self._socket, request)
+            answer = _ANSWERS.decode(receive(self._socket))
+        except (OSError, EOFError) as error:
+            raise AgentError(f"the agent does not answer: {error!r}") from None
+        except msgspec.MsgspecError as error:
+            raise AgentError(f"the agent's answer cannot be read: {error}") from None
+        if isinstance(answer, Refused):
+            raise AgentError(f"the agent refuses: {answer.reason}")
+        return answer
+
+    def wait_ended(self, timeout: float | None) -> bool:
+        """Return whether the agent has ended, or has closed the connection, in time."""
+        self._socket.settimeout(timeout)
+        try:
+            return not self._socket.recv(1)
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+
+    def interrupt(self) -> None:
+        """Let ``wait_ended`` return in another thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def connect(place: Place) -> Connection | None:
+    """Return a connection to the agent, or None if no agent listens.
+
+    Raises:
+        AgentError: The socket is another user's, or something else is wrong with it.
+    """
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.settimeout(_ANSWER_SECONDS)
+    try:
+        connected.connect(place.socket)
+        return Connection(connected)
+    except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, EOFError):
+        connected.close()  # none listens, or it is just ending
+        return None
+    except OSError as error:
+        connected.close()
+        raise AgentError(
+            f"the agent's socket {place.socket} cannot be used: {error.strerror or error}"
+        ) from None
+    except BaseException:
+        connected.close()
+        raise
+
+
+def reach(place: Place) -> Connection:
+    """Return a connection to an agent of this version, which is started if there is none.
+
+    An agent of another version is asked to finish, and is replaced.
+
+    Raises:
+        AgentError: None could be started.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        found = connect(place)
+        if found is None:
+            start(place, max(1.0, deadline - time.monotonic()))
+        elif found.welcome.version == VERSION:
+            return found
+        else:
+            with suppress(AgentError):  # it may be ending already
+                found.ask(Stop())
+            found.close()
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"no agent of version {VERSION} answers after {_START_SECONDS:.0f} s: its log is "
+                f"{place.log}"
+            )
+        time.sleep(_PAUSE_SECONDS if found is not None else 0.0)
+
+
+def start(place: Place, timeout: float) -> None:
+    """Start an agent in a session of its own. It shares no descriptor with this process, except
+    for its log file.
+
+    Returns when it listens, or when another agent does.
+
+    Raises:
+        AgentError: It could not be started.
+    """
+    log = place.open_log()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "ckpt.agent", "start"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=surroundings(place),
+            start_new_session=True,
+            timeout=timeout,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise AgentError(f"the agent could not be started: {error}") from None
+    finally:
+        os.close(log)
+    if done.returncode:
+        raise AgentError(
+            f"the agent could not be started (exit code {done.returncode}): its log is {place.log}"
+        )
+
+
+def surroundings(place: Place) -> dict[str, str]:
+    """Return the environment of an agent, or of a worker, that finds this very package."""
+    found = environment_for_agent()
+    paths = [os.path.abspath(path) for path in found.get("PYTHONPATH", "").split(":") if path]
+    if not _PARENT.endswith(("site-packages", "dist-packages")):
+        paths.append(_PARENT)
+    return {**found, "PYTHONPATH": ":".join(paths), AGENT_FOLDER_VARIABLE: place.folder}
+
+
+def status(place: Place) -> AgentStatus | None:
+    """Return what the agent of this user does, or None if none runs.
+
+    Raises:
+        AgentError: It is of another version, or does not answer.
+    """
+    found = connect(place)
+    if found is None:
+        return None
+    try:
+        if found.welcome.version != VERSION:
+            raise AgentError(
+                f"the agent (process {found.welcome.pid}) has version {found.welcome.version}, "
+                f"and this is {VERSION}: the next manager replaces it, or ckpt agent stop"
+            )
+        answer = found.ask(AskStatus())
+        if not isinstance(answer, AgentStatus):
+            raise AgentError("the agent has answered something else")
+        return answer
+    finally:
+        found.close()

@@ -1,0 +1,216 @@
+"""One job as the agent knows it: the processes of its trainer, and the worker that finishes it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from ckpt.agent.client import surroundings
+from ckpt.agent.messages import Job, JobStatus, Process, frames
+from ckpt.agent.place import Lock, Place
+from ckpt.agent.reports import Copied, Copying, Ended, Report
+from ckpt.coordination.owner import process_started
+from ckpt.errors import AgentError
+from ckpt.errors.text import redact
+from ckpt.storage.places import relation
+
+_REPORTS: Final = msgspec.msgpack.Decoder(Report)
+_FIRST_PAUSE_SECONDS: Final = 5.0
+_MOST_PAUSE_SECONDS: Final = 600.0
+_READ_BYTES: Final = 1 << 16
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the workers of a job have reported."""
+
+    copying: Copying | None = None
+    copied: list[str] = field(default_factory=list[str])
+    ended: Ended | None = None
+
+
+class Entry:
+    """A job, from its registration until nothing is left to do.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, job: Job) -> None:
+        """Raises ``AgentError`` if the agent cannot see the job's processes."""
+        self.job = job
+        self.attempt = job.owner.attempt
+        self.urls = tuple(str(fields["url"]) for fields in job.tiers)
+        self.processes = _descriptors(job.processes)
+        self.since = time.time()
+        self.detached = False
+        self.next_at = 0.0
+        self.ended_at = 0.0
+        """When the trainer ended, or detached; 0 while it lives."""
+        self.settled = False
+        """Whether durable tiers have what they should have. Only memory is left to be freed."""
+        self.failures = 0
+        self.progress = Progress()
+        self.worker: subprocess.Popen[bytes] | None = None
+        self._unread = bytearray()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the trainer lives, and has not detached."""
+        return not self.ended_at
+
+    @property
+    def has_memory(self) -> bool:
+        return any(url.startswith("shm:") for url in self.urls)
+
+    def status(self) -> JobStatus:
+        """Return what the agent shows of the job."""
+        now, copying = self.progress.copying, self.progress.copying or Copying(-1, "", 0, 0)
+        state = "running" if self.runs else "finishing" if self.worker else "waiting"
+        return JobStatus(
+            attempt=self.attempt,
+            state=state,
+            tiers=tuple(map(redact, self.urls)),
+            processes=tuple(process.pid for process in self.job.processes),
+            since=self.since,
+            next_at=self.next_at if state == "waiting" else 0.0,
+            step=copying.step if now else -1,
+            to=copying.to,
+            done_bytes=copying.done_bytes,
+            total_bytes=copying.total_bytes,
+            copied=tuple(self.progress.copied),
+            error=self.progress.ended.error if self.progress.ended else "",
+        )
+
+    def meets(self, other: Entry) -> bool:
+        """Return whether the two jobs have a root in common."""
+        return any(relation(one, two) == "same" for one in self.urls for two in other.urls)
+
+    def end(self) -> None:
+        """The trainer has ended, or has detached: its steps are to be finished."""
+        self.since = self.ended_at = time.time()
+        self.next_at = 0.0
+
+    # -- the worker --------------------------------------------------------------------------------
+
+    def begin(self, place: Place, lock: Lock) -> int:
+        """Start the worker. It ends with the agent, and holds ``lock`` until then.
+
+        Returns:
+            The descriptor of its reports.
+        """
+        self.progress.ended = self.progress.copying = None
+        self._unread.clear()
+        order = os.memfd_create("ckpt-agent-job", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(order), "wb") as file:
+                file.write(msgspec.msgpack.encode(self.job))
+            os.lseek(order, 0, os.SEEK_SET)
+            way = ["--clean"] if self.settled else []
+            self.worker = subprocess.Popen(  # noqa: S603 - this interpreter, and fixed words
+                [sys.executable, "-P", "-m", "ckpt.agent", "work", str(os.getpid()), *way],
+                stdin=order,
+                stdout=subprocess.PIPE,
+                cwd="/",
+                env={**self.job.environment, **_python(surroundings(place))},
+                pass_fds=[lock.descriptor],
+                bufsize=0,
+            )
+        finally:
+            os.close(order)
+        self.since = time.time()
+        assert self.worker.stdout is not None
+        os.set_blocking(self.worker.stdout.fileno(), False)
+        return self.worker.stdout.fileno()
+
+    def read(self) -> bool:
+        """Take in what the worker has reported. Returns whether it goes on."""
+        assert self.worker is not None
+        assert self.worker.stdout is not None
+        with suppress(BlockingIOError):
+            data = os.read(self.worker.stdout.fileno(), _READ_BYTES)
+            self._unread += data
+            for frame in frames(self._unread):
+                self._take_in(_REPORTS.decode(frame))
+            return bool(data)
+        return True
+
+    def _take_in(self, report: Report) -> None:
+        match report:
+            case Copying():
+                self.progress.copying = report
+            case Copied(step, to):
+                self.progress.copied.append(f"{step} {redact(to)}")
+                self.progress.copying = None
+            case Ended():
+                self.progress.ended = report
+
+    def finish(self) -> Ended:
+        """The worker has ended: return its outcome, and plan the next try if it has failed."""
+        assert self.worker is not None
+        code = self.worker.wait()
+        self._let_go()
+        outcome = self.progress.ended or Ended("failed", f"its worker ended with exit code {code}")
+        self.progress.ended, self.since = outcome, time.time()
+        if outcome.outcome == "failed":
+            pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
+            self.failures += 1
+            self.next_at = time.time() + pause
+        return outcome
+
+    def cancel(self) -> None:
+        """End the worker at once. What it has begun is continued by the next one."""
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker.wait()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self.worker is not None and self.worker.stdout is not None:
+            self.worker.stdout.close()
+        self.worker, self.progress.copying = None, None
+
+    def close(self) -> None:
+        """End the worker, and forget the processes."""
+        self.cancel()
+        while self.processes:
+            os.close(self.processes.pop())
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel end this process when the agent ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _descriptors(processes: tuple[Process, ...]) -> set[int]:
+    """Return a descriptor of each process that lives. It becomes readable when the process ends."""
+    found: set[int] = set()
+    try:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                descriptor = os.pidfd_open(process.pid)
+                if process_started(process.pid) != process.started:  # the number has a new bearer
+                    os.close(descriptor)
+                    continue
+                found.add(descriptor)
+    except OSError as error:
+        for descriptor in found:
+            os.close(descriptor)
+        raise AgentError(f"the processes of the job cannot be watched: {error}") from None
+    return found
+
+
+def _python(environment: dict[str, str]) -> dict[str, str]:
+    """Return what a worker needs of the agent's environment to find the same package."""
+    names = ("PYTHONPATH", "CKPT_AGENT_FOLDER", "PYTHONWARNINGS")
+    return {name: environment[name] for name in names if name in environment}

@@ -1,0 +1,264 @@
+"""What is left to do for a job whose trainer has ended.
+
+1. A commit that lacks only its manifest is finished, on each tier.
+2. The newest step that memory alone has becomes a checkpoint on the nearest durable tier.
+3. The farther tiers get the steps that they lack and would keep, newest first.
+4. Retention is applied, as the trainer would.
+5. When durable tiers have the steps of the job, its memory is freed (``clean``).
+
+The agent never owns a root and writes no ``writer.json``, so the next job never waits for it. It
+works on a root as long as the root says what it said at the beginning: the job itself, or a job
+before it, or nothing. It looks again before each manifest and each removal.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, Self
+
+import msgspec
+
+from ckpt.agent.messages import Job
+from ckpt.agent.reports import Copied, Copying, Ended
+from ckpt.catalog.finalize import finalize
+from ckpt.catalog.index import attempts, is_committed
+from ckpt.config import Tier
+from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
+from ckpt.errors import CkptError, CommitError, RootInUse
+from ckpt.model.keys import OWNER, StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.retention.claim import Claim, job_of
+from ckpt.retention.guard import FixedGuard
+from ckpt.retention.inventory import Inventory, StoredStep
+from ckpt.retention.policy import Retention
+from ckpt.retention.prune import PruneContext, prune, remove
+from ckpt.retention.step_copier import StepCopier
+from ckpt.staging.slot_files import remove_orphans
+from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+_REPORT_SECONDS: Final = 0.2
+OnReport = Callable[[msgspec.Struct], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Root:
+    """A tier that the job may be finished on, and its owner at the beginning."""
+
+    tier: OpenTier
+    owner: Owner | None
+    claim: Claim
+
+
+class Finish:
+    """Finishes one job.
+
+    Args:
+        job: The job.
+        workers: The threads that copy.
+        report: Called with what was done.
+
+    Thread safety: one thread, which closes it.
+    """
+
+    def __init__(self, job: Job, workers: Workers, report: OnReport) -> None:
+        self._job, self._workers, self._report = job, workers, report
+        self._me = job.owner
+        self._errors: list[str] = []
+        self._superseded = False
+        self._open: list[OpenTier] = []
+        found = [root for tier in enumerate(job.open_as()) if (root := self._look(*tier))]
+        self._memory = [root for root in found if root.tier.in_memory]
+        self._durable = [root for root in found if not root.tier.in_memory]
+        if not any(root.owner and root.owner.attempt == self._me.attempt for root in found):
+            # without a root that names the job, another job may have come and gone
+            self._superseded = self._superseded or not self._errors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tier in self._open:
+            tier.backend.close()
+
+    def run(self) -> Ended:
+        """Do what is left, except for freeing memory. Never raises an error of ours."""
+        if self._superseded:
+            return Ended("superseded")
+        remove_orphans()
+        for root in (*self._memory, *self._durable):
+            self._attempt(partial(self._finish_commit, root))
+        if self._durable:
+            self._attempt(self._make_durable)
+        for root in self._durable[1:]:
+            self._attempt(partial(self._take_farther, root))
+        for root in self._durable:
+            self._attempt(partial(self._prune, root))
+        if self._superseded:
+            return Ended("superseded")
+        if self._errors:
+            return Ended("failed", self._errors[0])
+        for root in self._durable:
+            self._attempt(partial(self._give_back, root))
+        return Ended("done")
+
+    def clean(self) -> Ended:
+        """Free the memory of the steps that durable tiers have, or have later ones of."""
+        if self._superseded:
+            return Ended("superseded")
+        for root in self._memory:
+            self._attempt(partial(self._free, root))
+        remove_orphans()
+        return Ended("failed", self._errors[0]) if self._errors else Ended("done")
+
+    # -- roots -------------------------------------------------------------------------------------
+
+    def _look(self, index: int, given: Tier) -> _Root | None:
+        """Open a tier. Returns None if the job cannot be finished there."""
+        try:
+            tier = OpenTier(index, given, open_backend(given.url, given.options))
+            self._open.append(tier)
+            owner = read_owner(tier.backend)
+        except CkptError as error:
+            self._errors.append(str(error))
+            return None
+        if owner and owner.attempt != self._me.attempt and not owner.is_predecessor(self._me):
+            self._superseded = True
+            _log.info("ckpt: %s belongs to %s now", tier.url, owner)
+            return None
+        claim = Claim(tier.backend, self._me)
+        claim.act_for_ended(owner)
+        return _Root(tier, owner, claim)
+
+    def _confirm(self, target: _Root) -> None:
+        """Look that no other job has taken the roots.
+
+        Raises:
+            RootInUse: One has.
+        """
+        for root in {*self._memory, *self._durable[:1], target}:
+            owner = read_owner(root.tier.backend)
+            if (owner and owner.attempt) != (root.owner and root.owner.attempt):
+                raise RootInUse(root.tier.url, str(owner or "a job that has closed since"))
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Do a part. Its failure costs no other part, unless another job has taken the roots."""
+        if self._superseded:
+            return
+        try:
+            work()
+        except RootInUse as error:
+            _log.info("ckpt: the rest is left to the next job: %s", error)
+            self._superseded = True
+        except CkptError as error:
+            _log.warning("ckpt: %s", error)
+            self._errors.append(str(error))
+
+    # -- the parts ---------------------------------------------------------------------------------
+
+    def _finish_commit(self, root: _Root) -> None:
+        """Put the manifest that the newest save of the job lacks, if all of its parts are there."""
+        backend = root.tier.backend
+        own = [ref for ref in attempts(backend) if job_of(ref) == self._me.attempt]
+        if not own or is_committed(backend, own[0]):
+            return
+        with suppress(CommitError):  # it lacks a part, or was refused
+            finalize(backend, own[0], workers=self._workers)
+            _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
+            self._report(Copied(own[0].step, root.tier.url))
+
+    def _own(self, root: _Root) -> list[StoredStep]:
+        """Return the whole steps of the job on a tier, newest first."""
+        found = Inventory(root.tier.backend).look()
+        return [
+            held for held in found if held.state == "whole" and job_of(held.ref) == self._me.attempt
+        ]
+
+    def _make_durable(self) -> None:
+        """Copy what is in memory to the nearest durable tier: the newest step in any case, and
+        older ones if the tier takes and keeps them.
+        """
+        near = self._durable[0]
+        there = max((held.ref.step for held in self._own(near)), default=-1)
+        for root in self._memory:
+            line = [held for held in self._own(root) if held.ref.step > there]
+            copier = self._copier(near, [root, *self._durable[1:]])
+            going = {held.ref: held for held in (*line[:1], *copier.lacking(line, len(line)))}
+            for held in going.values():
+                self._copy(copier, held)
+
+    def _take_farther(self, far: _Root) -> None:
+        nearer = [*self._durable[:1], *self._memory]
+        line = {held.ref: held for root in reversed(nearer) for held in self._own(root)}
+        others = [root for root in self._durable[1:] if root is not far]
+        copier = self._copier(far, [*nearer, *others])
+        # what waited in the queue, and what it had given out
+        for held in copier.lacking(list(line.values()), self._job.backlog + 1):
+            self._attempt(partial(self._copy, copier, held))
+
+    def _copier(self, target: _Root, sources: Sequence[_Root]) -> StepCopier:
+        return StepCopier(
+            target.tier,
+            target.claim,
+            [root.tier.backend for root in sources],
+            confirm=partial(self._confirm, target),
+        )
+
+    def _copy(self, copier: StepCopier, held: StoredStep) -> None:
+        step, url = held.ref.step, copier.tier.url
+        reported = 0.0
+
+        def tell(done: int, total: int) -> None:
+            nonlocal reported
+            if done == total or time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                self._report(Copying(step, url, done, total))
+
+        copier.confirm()
+        sources = [store for store in copier.sources if is_committed(store, held.ref)]
+        began = time.perf_counter()
+        replace(copier, sources=sources).copy(held, self._workers, on_progress=tell)
+        self._report(Copied(step, url))
+        _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
+
+    def _prune(self, root: _Root) -> None:
+        rule, ref_of = Retention.of(root.tier.tier), [held.ref for held in self._own(root)]
+        if rule.keeps_all or not ref_of:
+            return
+        self._confirm(root)
+        left = FixedGuard(self._waiting(ref_of) if root is self._durable[0] else ())
+        context = PruneContext(own=self._me.attempt, alive=False, guard=left, claim=root.claim)
+        prune(root.tier.backend, rule, context)
+
+    def _waiting(self, refs: Sequence[StepRef]) -> list[StepRef]:
+        """Return those of ``refs`` that a farther tier may still read from the nearest one."""
+        return list(refs) if self._errors else []
+
+    def _give_back(self, root: _Root) -> None:
+        """Remove the record of a job that has handed its root over, as closing would have."""
+        owner = read_owner(root.tier.backend)
+        if owner and owner.attempt == self._me.attempt and owner.pid == NO_PROCESS:
+            root.tier.backend.delete(OWNER)
+
+    def _free(self, root: _Root) -> None:
+        durable = max(
+            (held.ref.step for each in self._durable for held in self._own(each)), default=-1
+        )
+        left = False
+        for held in Inventory(root.tier.backend).look():
+            if job_of(held.ref) != self._me.attempt:
+                left = True
+            elif held.state == "begun" or held.ref.step <= durable:
+                self._confirm(root)
+                remove(root.tier.backend, held, root.claim)
+            else:
+                left = True
+        if not left:
+            self._confirm(root)
+            root.tier.backend.delete(OWNER)

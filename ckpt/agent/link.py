@@ -1,0 +1,206 @@
+"""The trainer's side: registers a job with the agent, and again if the agent dies."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ckpt.agent.client import Connection, connect, reach
+from ckpt.agent.messages import Detach, Forget, Job, Process, fields_of
+from ckpt.agent.place import Place
+from ckpt.config import AgentMode, SaveConfig, environment_for_agent
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.owner import Owner
+from ckpt.errors import AgentError, CkptError, ConfigError
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.places import is_folder
+from ckpt.storage.registry import scheme_of
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+_START_SECONDS: Final = 300.0
+"""How many seconds ranks may need to reach the same point of their start."""
+_PAUSE_SECONDS: Final = 2.0
+_SUBJECT: Final = "agent"
+
+
+class Link:
+    """A job's registration with the agent of its leader's node.
+
+    Args:
+        job: The job, on its leader. None on the other ranks, for which nothing is to be done.
+
+    Thread safety: ``detach`` and ``forget`` may be called by one thread, one of them once.
+    ``_lock`` guards ``_connection``, which only the watching thread replaces.
+    """
+
+    def __init__(self, job: Job | None) -> None:
+        """Raises ``AgentError`` if the agent cannot be reached or refuses the job."""
+        self._job = job
+        self._watcher = Workers("agent", 1)
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._connection: Connection | None = None
+        if job is not None:
+            self._connection = _register(job)
+            self._watcher.submit(self._watch)
+
+    def detach(self) -> None:
+        """Leave the job to the agent, although this process may live on.
+
+        Raises:
+            AgentError: The agent cannot be reached. It finishes the job when this process ends, if
+                it is there by then.
+        """
+        if self._job is not None:
+            self._end()
+            connection = _register(self._job)
+            try:
+                connection.ask(Detach(self._job.owner.attempt))
+            finally:
+                connection.close()
+
+    def forget(self) -> None:
+        """The job is over, and nothing is left to do. Never raises an error of ours."""
+        if self._job is not None:
+            self._end()
+            try:
+                if (connection := connect(Place.of_this_user())) is not None:
+                    try:
+                        connection.ask(Forget(self._job.owner.attempt))
+                    finally:
+                        connection.close()
+            except CkptError as error:
+                _log.debug("ckpt: %s", error)
+
+    def _end(self) -> None:
+        """Do not register again."""
+        with self._lock:
+            self._ends.set()
+            if self._connection is not None:
+                self._connection.interrupt()
+        self._watcher.close()
+
+    def _watch(self) -> None:
+        """Register again whenever the agent has ended, until the job ends."""
+        while not self._ends.is_set():
+            connection = self._connection
+            if connection is not None:
+                connection.wait_ended(None)
+                connection.close()
+            if self._ends.is_set():
+                return
+            try:
+                found = None if self._job is None else _register(self._job)
+            except CkptError as error:
+                _log.debug("ckpt: the agent has ended, and %s", error)
+                found = None
+            with self._lock:
+                self._connection = found
+                if found is not None and self._ends.is_set():
+                    found.interrupt()
+            if found is None:
+                self._ends.wait(_PAUSE_SECONDS)
+
+
+def register(
+    config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator
+) -> Link | None:
+    """Register the job with the agent of the leader's node, which is started if there is none. All
+    ranks call this.
+
+    Returns:
+        The registration, or None if there is no agent and ``config`` does not require one.
+
+    Raises:
+        AgentError: ``config`` requires an agent, and there is none.
+        CommitTimeout: A rank did not come in time.
+    """
+    if config.agent == "off":
+        return None
+    me = Owner.here(coordinator.attempt)
+    coordinator.post(_SUBJECT, msgspec.json.encode(me))
+    link: Link | None = None
+
+    def decide() -> bytes:
+        nonlocal link
+        wait = Wait(_START_SECONDS, "the manager")
+        ranks = [
+            msgspec.json.decode(data, type=Owner)
+            for data in gather(coordinator, _SUBJECT, wait).values()
+        ]
+        try:
+            link = Link(_job(me, ranks, tiers, config.backlog))
+        except CkptError as error:
+            return str(error).encode()
+        return b""
+
+    refusal = leader_decides(
+        coordinator, _SUBJECT, decide, Wait(_START_SECONDS + 30, "the registration with the agent")
+    ).decode()
+    coordinator.forget(_SUBJECT)
+    if not refusal:
+        return link or Link(None)
+    if config.agent == "required":
+        raise AgentError(f'{refusal} (agent="required")')
+    if coordinator.rank == LEADER:
+        _log.warning("ckpt: this job has no agent: %s", refusal)
+    return None
+
+
+def check_detach(mode: AgentMode, link: Link | None) -> None:
+    """Check that a manager may close with ``detach``.
+
+    Raises:
+        ConfigError: ``mode`` is "off".
+        AgentError: The job has no agent.
+    """
+    if mode == "off":
+        raise ConfigError(
+            'close(detach=True) leaves steps to an agent, and this manager has agent="off": build '
+            'it with agent="auto", or close it without detach'
+        )
+    if link is None:
+        raise AgentError(
+            "this job has no agent, as the log has said at its start: close the manager without "
+            "detach"
+        )
+
+
+def _register(job: Job) -> Connection:
+    connection = reach(Place.of_this_user())
+    try:
+        connection.ask(job)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], backlog: int) -> Job:
+    here = [rank for rank in ranks if rank.machine == me.machine]
+    return Job(
+        owner=me,
+        processes=tuple(Process(rank.pid, rank.started) for rank in here),
+        tiers=tuple(fields_of(tier.tier, _place_of(tier)) for tier in tiers),
+        backlog=backlog,
+        environment=environment_for_agent(),
+    )
+
+
+def _place_of(tier: OpenTier) -> str:
+    """Return the URL under which another process finds the tier."""
+    if tier.nodes is not None:
+        raise AgentError(
+            f"{tier.url} is each node's own, and the job runs on several nodes: an agent does not "
+            "finish such a job"
+        )
+    if scheme_of(tier.url) == "memory":
+        raise AgentError(f"{tier.url} is in the memory of this process, where no agent finds it")
+    return tier.url if tier.in_memory or is_folder(tier.url) else tier.tier.url

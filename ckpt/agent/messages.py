@@ -1,0 +1,237 @@
+"""What the agent and its callers say to each other, and how it travels over the socket.
+
+A frame is a length of four bytes and a msgpack struct. The agent speaks first: `Welcome` names its
+version. `Welcome` and `Stop` never change, because agents of all versions must understand them. All
+other messages are exchanged between equal versions only.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from ckpt.config import Tier
+from ckpt.coordination.owner import Owner
+from ckpt.errors import AgentError
+from ckpt.version import __version__
+
+PROTOCOL: Final = 1
+"""Counts the changes of the messages between two releases."""
+VERSION: Final = f"{__version__}-{PROTOCOL}"
+MOST_BYTES: Final = 4 << 20
+"""The most bytes of a message. A job with its environment has some KiB."""
+_LENGTH: Final = struct.Struct(">I")
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The first frame of the agent on each connection."""
+
+    version: str
+    pid: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Asks the agent to end: ``at_once``, or after the work for jobs that have ended."""
+
+    at_once: bool = False
+
+
+class Process(msgspec.Struct, frozen=True):
+    """A process of this machine. No other process has the same ``pid`` and start time."""
+
+    pid: int
+    started: int
+
+
+class Job(msgspec.Struct, frozen=True, tag="job"):
+    """What the agent must know about a job to finish its steps. It travels over the socket only,
+    since options and environment may hold secrets.
+
+    Attributes:
+        owner: The job as the owner of its roots.
+        processes: The job's processes on this node.
+        tiers: The fields of each `Tier`, nearest first, with absolute places.
+        backlog: How many steps a farther tier may lack.
+        environment: The environment of the trainer, for the clients of object stores.
+    """
+
+    owner: Owner
+    processes: tuple[Process, ...]
+    tiers: tuple[dict[str, Any], ...]
+    backlog: int
+    environment: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"Job({self.owner})"
+
+    def open_as(self) -> tuple[Tier, ...]:
+        """Return the tiers of the job."""
+        return tuple(_tier(fields) for fields in self.tiers)
+
+
+class Detach(msgspec.Struct, frozen=True, tag="detach"):
+    """The job ``attempt`` has closed its manager, and leaves the rest to the agent."""
+
+    attempt: str
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """The job ``attempt`` has closed its manager, and nothing is left to do."""
+
+    attempt: str
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag="status"):
+    """Asks for an `AgentStatus`."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The agent has done what it was asked."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The agent does not do what it was asked."""
+
+    reason: str
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent knows about one job.
+
+    Attributes:
+        attempt: The job's attempt.
+        state: "running": the trainer lives. "waiting": the work begins at ``next_at``, or when
+            another agent or another job on the same roots has ended. "finishing": a worker copies.
+            For a job that is over: "done", "closed" by its trainer, "superseded" by another job, or
+            "given up" after a day.
+        tiers: The URLs of the tiers, without credentials.
+        processes: The process ids of the trainer on this node.
+        since: When the state began, in seconds since 1970.
+        next_at: When the next try begins, in seconds since 1970; 0 if none is planned.
+        step: The step that is copied; -1 if none is.
+        to: The tier that it is copied to.
+        done_bytes: How many bytes of it are there.
+        total_bytes: How many bytes it has.
+        copied: The steps that were copied so far, as "STEP URL".
+        error: Why the last try did not finish; empty if it did.
+    """
+
+    attempt: str
+    state: str
+    tiers: tuple[str, ...]
+    processes: tuple[int, ...]
+    since: float
+    next_at: float = 0.0
+    step: int = -1
+    to: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    copied: tuple[str, ...] = ()
+    error: str = ""
+
+
+class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="agent_status"):
+    """What the agent does.
+
+    Attributes:
+        version: The version of the agent.
+        pid: Its process id.
+        started: When it started, in seconds since 1970.
+        idle_seconds: It ends by itself after so many seconds without a job.
+        works: Whether it may work. It may not while an agent that it has replaced still does.
+        jobs: The jobs that it knows, the oldest first.
+    """
+
+    version: str
+    pid: int
+    started: float
+    idle_seconds: float
+    works: bool
+    jobs: tuple[JobStatus, ...] = ()
+
+
+Request = Job | Detach | Forget | AskStatus | Stop
+Answer = Done | Refused | AgentStatus
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return the frame of a message.
+
+    Raises:
+        AgentError: It is too long, or a value of it cannot travel.
+    """
+    try:
+        data = msgspec.msgpack.encode(message)
+    except (TypeError, OverflowError) as error:
+        raise AgentError(
+            f"a message to the agent holds a value that is not plain ({error}): give options of "
+            "tiers as strings and numbers"
+        ) from None
+    if len(data) > MOST_BYTES:
+        raise AgentError(f"a message of {len(data)} bytes is too long: {MOST_BYTES} are allowed")
+    return _LENGTH.pack(len(data)) + data
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message. Raises ``OSError``, and what ``encode`` raises."""
+    connection.sendall(encode(message))
+
+
+def receive(connection: socket.socket) -> bytes:
+    """Return the next message, undecoded.
+
+    Raises:
+        EOFError: The other side has closed the connection.
+        AgentError: The message is too long.
+        OSError: The connection has failed, or its timeout is over.
+    """
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    _check(length)
+    return _exactly(connection, length)
+
+
+def frames(buffer: bytearray) -> Iterator[bytes]:
+    """Take each whole message off the front of ``buffer``. Raises ``AgentError`` for one that is
+    too long.
+    """
+    while len(buffer) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(buffer)
+        _check(length)
+        end = _LENGTH.size + length
+        if len(buffer) < end:
+            return
+        data = bytes(buffer[_LENGTH.size : end])
+        del buffer[:end]
+        yield data
+
+
+def _check(length: int) -> None:
+    if length > MOST_BYTES:
+        raise AgentError(f"a message of {length} bytes is too long: {MOST_BYTES} are allowed")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def fields_of(tier: Tier, url: str) -> dict[str, Any]:
+    """Return the fields of ``tier`` at the place ``url``, to be sent."""
+    fields = {name: getattr(tier, name) for name in Tier.__dataclass_fields__}
+    return {**fields, "url": url, "options": dict(tier.options)}
+
+
+def _tier(fields: dict[str, Any]) -> Tier:
+    found = dict(fields)
+    if isinstance(best := found.get("keep_best"), list):
+        found["keep_best"] = tuple(best)
+    return Tier(**found)

@@ -1,0 +1,120 @@
+"""Where the agent of this user is found: a private folder with its socket, its locks and its log.
+
+The folder belongs to the user alone. Another user can neither listen there nor connect, and both
+sides of a connection ask the kernel which user is at the other end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.config import agent_folder
+from ckpt.errors import AgentError
+
+_MOST_PATH_BYTES: Final = 107
+"""What the address of a Unix socket holds, without the byte that ends it."""
+_CREDENTIALS: Final = struct.Struct("3i")
+_MOST_LOG_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The private folder of one user's agent."""
+
+    folder: str
+
+    @property
+    def socket(self) -> str:
+        return f"{self.folder}/socket"
+
+    @property
+    def log(self) -> str:
+        return f"{self.folder}/agent.log"
+
+    @classmethod
+    def of_this_user(cls) -> Place:
+        """Return the place, and make the folder if there is none.
+
+        Raises:
+            AgentError: The folder is another user's or open to others, or its path is too long.
+        """
+        folder = os.path.abspath(agent_folder())
+        place = cls(folder)
+        if (length := len(os.fsencode(place.socket))) > _MOST_PATH_BYTES:
+            raise AgentError(
+                f"the path of the agent's socket has {length} bytes, and {_MOST_PATH_BYTES} are "
+                f"allowed: set CKPT_AGENT_FOLDER to a shorter folder than {folder}"
+            )
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            found = os.lstat(folder)
+        except OSError as error:
+            raise AgentError(
+                f"the agent's folder {folder} cannot be used ({error.strerror}): set "
+                "CKPT_AGENT_FOLDER to a folder on this machine"
+            ) from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise AgentError(
+                f"{folder} is not a folder of this user: set CKPT_AGENT_FOLDER to another one"
+            )
+        if found.st_mode & 0o077:
+            raise AgentError(
+                f"the agent's folder {folder} is open to other users: chmod 700, or set "
+                "CKPT_AGENT_FOLDER to another one"
+            )
+        return place
+
+    def open_log(self) -> int:
+        """Return a descriptor of the log file, emptied if it is long."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(self.log, flags, 0o600)
+        if os.fstat(descriptor).st_size > _MOST_LOG_BYTES:
+            os.ftruncate(descriptor, 0)
+        return descriptor
+
+
+class Lock:
+    """A lock on a file, which the kernel releases when all processes that hold the descriptor have
+    ended.
+
+    Args:
+        place: Where the file is.
+        name: "listen" for the agent that has the socket, "work" for the one that copies.
+    """
+
+    def __init__(self, place: Place, name: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.descriptor = os.open(f"{place.folder}/{name}.lock", flags, 0o600)
+
+    def take(self) -> bool:
+        """Return whether this process holds the lock now. It does not wait."""
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of the lock. A process that has inherited the descriptor still holds it."""
+        os.close(self.descriptor)
+
+
+def check_peer(connection: socket.socket, what: str) -> int:
+    """Return the process id at the other end of ``connection``.
+
+    Raises:
+        AgentError: It is another user's process.
+    """
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(data)
+    if user != os.geteuid():
+        raise AgentError(f"{what} belongs to user {user}, not to this user: it is refused")
+    return int(pid)

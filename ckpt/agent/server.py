@@ -1,0 +1,369 @@
+"""The agent: one loop that listens, watches the processes of jobs, and starts workers.
+
+The agent itself copies nothing and imports no client of a store, so it stays small. A worker is a
+process of its own for each job, with the environment of that job. To stop a worker is to kill it:
+what it does may be cut at any instruction.
+
+Two agents never work at once. ``listen.lock`` belongs to the agent that has the socket, and
+``work.lock`` to the one that may start workers. Workers hold ``work.lock`` too, so an agent that
+takes the place of a dead one waits until the last worker has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from ckpt.agent.entry import Entry
+from ckpt.agent.messages import (
+    VERSION,
+    AgentStatus,
+    Answer,
+    AskStatus,
+    Detach,
+    Done,
+    Forget,
+    Job,
+    JobStatus,
+    Refused,
+    Request,
+    Stop,
+    Welcome,
+    encode,
+    frames,
+)
+from ckpt.agent.place import Lock, Place, check_peer
+from ckpt.errors import AgentError
+
+_log = logging.getLogger("ckpt")
+_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
+_READ_BYTES: Final = 1 << 16
+_LOOK_SECONDS: Final = 0.2
+"""How often an agent that must not work yet looks again."""
+_MOST_PATIENCE_SECONDS: Final = 3600.0
+"""A selector takes no more than some weeks."""
+_GIVE_UP_SECONDS: Final = 24 * 3600.0
+"""How long the agent tries to finish a job."""
+_REMEMBERED: Final = 16
+"""How many jobs that are over the status shows."""
+_CONNECTIONS: Final = 256
+
+
+@dataclass(slots=True)
+class _Caller:
+    connection: socket.socket
+    pid: int
+    unread: bytearray = field(default_factory=bytearray)
+
+
+class Agent:
+    """The agent of one user on one node.
+
+    Args:
+        place: Its folder.
+        idle_seconds: It ends after so many seconds without a job.
+        memory_seconds: How long steps stay in memory after a durable tier has them.
+
+    Thread safety: one thread, which calls ``listen`` and then ``run``.
+    """
+
+    def __init__(self, place: Place, *, idle_seconds: float, memory_seconds: float) -> None:
+        self._place = place
+        self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
+        self._listening: socket.socket | None = None
+        self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
+        self._works = self._ends = False
+        self._started = self._busy = time.time()
+        self._entries: list[Entry] = []
+        self._over: list[JobStatus] = []
+        self._callers: list[_Caller] = []
+        self._selector = selectors.DefaultSelector()
+
+    def listen(self) -> bool:
+        """Open the socket. Returns False if another agent has it."""
+        if not self._listens.take():
+            return False
+        with suppress(FileNotFoundError):
+            os.unlink(self._place.socket)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        mask = os.umask(0o177)
+        try:
+            self._listening.bind(self._place.socket)
+        finally:
+            os.umask(mask)
+        self._listening.listen(_CONNECTIONS)
+        self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        return True
+
+    def run(self) -> None:
+        """Work until the agent is idle for long, or is asked to end, or gets a signal."""
+        ear, mouth = socket.socketpair()
+        ear.setblocking(False)
+        mouth.setblocking(False)
+        self._selector.register(ear, selectors.EVENT_READ, self._end)
+        old = signal.set_wakeup_fd(mouth.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        _log.info("ckpt: agent %s listens, process %d", VERSION, os.getpid())
+        try:
+            while not self._is_over():
+                self._begin_what_is_due()
+                for key, _ in self._selector.select(self._patience()):
+                    if self._selector.get_map().get(key.fd) == key:  # else it has just been left
+                        key.data()
+        finally:
+            signal.set_wakeup_fd(old)
+            self._close()
+            ear.close()
+            mouth.close()
+        _log.info("ckpt: agent ends, process %d", os.getpid())
+
+    # -- when to do what ---------------------------------------------------------------------------
+
+    def _is_over(self) -> bool:
+        if self._entries:
+            self._busy = time.time()
+        elif self._ends:
+            return True
+        return time.time() - self._busy > self._idle_seconds
+
+    def _end(self) -> None:
+        """A signal has come."""
+        self._stop_listening()
+        self._ends = True
+        for entry in list(self._entries):
+            self._drop(entry)
+
+    def _patience(self) -> float | None:
+        """Return how long nothing can be due."""
+        if not self._entries:
+            left = max(0.0, self._busy + self._idle_seconds - time.time())
+            return min(left + _LOOK_SECONDS, _MOST_PATIENCE_SECONDS)
+        waits = [
+            entry
+            for entry in self._entries
+            if not entry.runs and entry.worker is None and not self._is_held_up(entry)
+        ]
+        if not waits:
+            return None
+        return max(_LOOK_SECONDS, min(entry.next_at for entry in waits) - time.time())
+
+    def _begin_what_is_due(self) -> None:
+        due = [
+            entry
+            for entry in self._entries
+            if not entry.runs and entry.worker is None and time.time() >= entry.next_at
+        ]
+        if due and not self._works:
+            self._works = self._may_work.take()
+        for entry in due if self._works else ():
+            if not self._is_held_up(entry):
+                reports = entry.begin(self._place, self._may_work)
+                self._selector.register(
+                    reports, selectors.EVENT_READ, partial(self._on_report, entry, reports)
+                )
+
+    def _is_held_up(self, entry: Entry) -> bool:
+        """Return whether a trainer that lives, or another worker, has a root of ``entry``."""
+        return any(
+            other is not entry and (other.runs or other.worker is not None) and other.meets(entry)
+            for other in self._entries
+        )
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def _register(self, job: Job, pid: int) -> Answer:
+        if self._ends:
+            return Refused("it is about to end: try again")
+        if pid not in [process.pid for process in job.processes]:
+            return Refused(
+                f"it sees this process as number {pid}: the two are in different process "
+                "namespaces, as containers have: run an agent in this one (CKPT_AGENT_FOLDER)"
+            )
+        entry = Entry(job)
+        for other in [other for other in self._entries if other.attempt == entry.attempt]:
+            self._drop(other)
+        for other in self._entries:  # the next job is never held up
+            if other.worker is not None and other.meets(entry):
+                self._cancel(other)
+        self._entries.append(entry)
+        for process in entry.processes:
+            self._selector.register(
+                process, selectors.EVENT_READ, partial(self._on_death, entry, process)
+            )
+        _log.info("ckpt: job %s is registered", entry.attempt)
+        if not entry.processes:  # they have ended since
+            self._end_of_trainer(entry)
+        return Done()
+
+    def _detach(self, attempt: str) -> Answer:
+        for entry in self._entries:
+            if entry.attempt == attempt and entry.runs:
+                entry.detached = True
+                self._end_of_trainer(entry)
+                return Done()
+        return Refused(f"it does not know the job {attempt}: it was started again since")
+
+    def _forget(self, attempt: str) -> Answer:
+        for entry in [entry for entry in self._entries if entry.attempt == attempt]:
+            self._drop(entry, "closed")
+        return Done()
+
+    def _on_death(self, entry: Entry, process: int) -> None:
+        self._selector.unregister(process)
+        entry.processes.discard(process)
+        os.close(process)
+        if not entry.processes and entry.runs:
+            _log.info("ckpt: the trainer of job %s has ended", entry.attempt)
+            self._end_of_trainer(entry)
+
+    def _end_of_trainer(self, entry: Entry) -> None:
+        entry.end()
+        if self._ends:
+            self._drop(entry)
+
+    def _on_report(self, entry: Entry, reports: int) -> None:
+        try:
+            if entry.read():
+                return
+        except (msgspec.MsgspecError, AgentError) as error:
+            _log.warning("ckpt: the reports for job %s cannot be read: %s", entry.attempt, error)
+        self._selector.unregister(reports)
+        ended = entry.finish()
+        if ended.error:
+            _log.warning("ckpt: job %s: %s", entry.attempt, ended.error)
+        if ended.outcome == "superseded":
+            self._drop(entry, "superseded")
+        elif ended.outcome == "failed":
+            if self._ends or time.time() - entry.ended_at > _GIVE_UP_SECONDS:
+                self._drop(entry, "given up")
+        elif entry.has_memory and not entry.settled and not self._ends:
+            entry.settled, entry.next_at = True, time.time() + self._memory_seconds
+        else:
+            self._drop(entry, "done")
+
+    def _cancel(self, entry: Entry) -> None:
+        if entry.worker is not None and entry.worker.stdout is not None:
+            self._selector.unregister(entry.worker.stdout)
+        entry.cancel()
+
+    def _drop(self, entry: Entry, state: str = "") -> None:
+        """Forget a job, and end its worker. With a ``state``, the status shows the job as over."""
+        self._cancel(entry)
+        for process in entry.processes:
+            self._selector.unregister(process)
+        if state:
+            _log.info("ckpt: job %s is over: %s", entry.attempt, state)
+            over = msgspec.structs.replace(entry.status(), state=state, since=time.time())
+            self._over = [*self._over, over][-_REMEMBERED:]
+        entry.close()
+        self._entries.remove(entry)
+
+    # -- callers -----------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, _ = self._listening.accept()
+        except OSError:
+            return
+        try:
+            pid = check_peer(connection, "a caller of the agent")
+            connection.sendall(encode(Welcome(VERSION, os.getpid())))
+            connection.setblocking(False)
+        except (OSError, AgentError) as error:
+            _log.warning("ckpt: %s", error)
+            connection.close()
+            return
+        caller = _Caller(connection, pid)
+        self._callers.append(caller)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._hear, caller))
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            data = caller.connection.recv(_READ_BYTES)
+            caller.unread += data
+            for frame in frames(caller.unread):
+                answer = self._answer(_REQUESTS.decode(frame), caller)
+                caller.connection.sendall(encode(answer))
+        except (OSError, AgentError, msgspec.MsgspecError) as error:
+            _log.warning("ckpt: a caller of the agent is left: %s", error)
+            data = b""
+        if not data:
+            self._leave(caller)
+
+    def _leave(self, caller: _Caller) -> None:
+        self._callers.remove(caller)
+        self._selector.unregister(caller.connection)
+        caller.connection.close()
+
+    def _answer(self, request: Request, caller: _Caller) -> Answer:
+        try:
+            match request:
+                case Job():
+                    return self._register(request, caller.pid)
+                case Detach(attempt):
+                    return self._detach(attempt)
+                case Forget(attempt):
+                    return self._forget(attempt)
+                case AskStatus():
+                    return self._status()
+                case Stop(at_once):
+                    self._stop(caller, at_once=at_once)
+                    return Done()
+        except AgentError as error:
+            return Refused(str(error))
+
+    def _status(self) -> AgentStatus:
+        return AgentStatus(
+            version=VERSION,
+            pid=os.getpid(),
+            started=self._started,
+            idle_seconds=self._idle_seconds,
+            works=self._works,
+            jobs=(*self._over, *(entry.status() for entry in self._entries)),
+        )
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def _stop(self, asking: _Caller, *, at_once: bool) -> None:
+        """Let another agent listen. Living trainers register there, since they are left; what has
+        ended is finished here, unless it is to end ``at_once``. ``asking`` is left last.
+        """
+        self._stop_listening()
+        self._ends = True
+        for caller in [caller for caller in self._callers if caller is not asking]:
+            self._leave(caller)
+        for entry in list(self._entries):
+            if at_once or entry.runs or entry.settled:
+                self._drop(entry)
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._selector.unregister(self._listening)
+            with suppress(FileNotFoundError):
+                os.unlink(self._place.socket)
+            self._listening.close()
+            self._listening = None
+            self._listens.close()
+
+    def _close(self) -> None:
+        for entry in list(self._entries):
+            self._drop(entry)
+        self._stop_listening()
+        for key in list(self._selector.get_map().values()):
+            found: Any = key.fileobj
+            if isinstance(found, socket.socket):
+                found.close()
+        self._selector.close()
+        self._may_work.close()

@@ -1,0 +1,145 @@
+"""``ckpt agent``: run, ask or stop the agent of this user on this node."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from ckpt.agent.client import Connection
+    from ckpt.agent.messages import AgentStatus, JobStatus
+
+
+class Action(StrEnum):
+    """What to do with the agent."""
+
+    run = "run"
+    status = "status"
+    stop = "stop"
+
+
+def agent(
+    action: Annotated[Action, typer.Argument(help="What to do.", show_default=False)],
+    idle: Annotated[
+        float | None,
+        typer.Option(
+            "--idle-seconds",
+            metavar="SECONDS",
+            min=0,
+            help="run: end after so long without a job. Default: CKPT_AGENT_IDLE_SECONDS, or 600.",
+        ),
+    ] = None,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="stop: leave what is not finished yet. Nothing is torn."),
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    r"""Run, ask or stop the agent, which finishes what a trainer of this user on this node leaves.
+
+    A manager with agent="auto" starts an agent by itself. "run" stays in the foreground, for
+    systemd and the like. "status" shows the jobs that the agent knows, and what it copies. "stop"
+    asks the agent to end, and waits until it has finished the jobs whose trainers have ended.
+
+    Exit code 10: there is no agent, or it does not answer.
+
+    \b
+    Examples:
+      ckpt agent status
+      ckpt agent status --json | jq '.jobs[].state'
+      ckpt agent stop
+      ckpt agent run --idle-seconds 86400
+    """
+    from ckpt.errors import ConfigError
+
+    if idle is not None and action is not Action.run:
+        raise ConfigError("--idle-seconds belongs to ckpt agent run")
+    if now and action is not Action.stop:
+        raise ConfigError("--now belongs to ckpt agent stop")
+    match action:
+        case Action.run:
+            _run(idle)
+        case Action.status:
+            _status(as_json=json)
+        case Action.stop:
+            _stop(at_once=now, as_json=json)
+
+
+def _run(idle: float | None) -> None:
+    from ckpt.agent.__main__ import run
+    from ckpt.errors import AgentError
+
+    if not run(idle):
+        raise AgentError("an agent of this user already runs on this node: ckpt agent status")
+
+
+def _status(*, as_json: bool) -> None:
+    import msgspec
+
+    from ckpt.agent.client import status
+    from ckpt.agent.place import Place
+    from ckpt.cli import output
+    from ckpt.errors import AgentError
+
+    place = Place.of_this_user()
+    found = status(place)
+    if found is None:
+        raise AgentError(
+            f"no agent of this user runs on this node ({place.folder}): a manager with "
+            'agent="auto" starts one, and so does ckpt agent run'
+        )
+    if as_json:
+        output.show_json(msgspec.to_builtins(found))
+    else:
+        _show(found)
+
+
+def _show(found: AgentStatus) -> None:
+    from ckpt.cli import output
+
+    how = "" if found.works or not found.jobs else ", which has not worked yet"
+    output.show_line(f"agent {found.version}, process {found.pid}{how}")
+    if found.jobs:
+        rows = [[job.attempt, job.state, _what(job), ", ".join(job.tiers)] for job in found.jobs]
+        output.show_table(["job", "state", "", "tiers"], rows, elided=["tiers"])
+
+
+def _what(job: JobStatus) -> str:
+    from ckpt.cli import output
+
+    if job.step >= 0:
+        so_far = f"{output.size(job.done_bytes)} of {output.size(job.total_bytes)}"
+        return f"step {job.step} to {job.to}: {so_far}"
+    if job.error:
+        return job.error
+    return f"{output.count(len(job.copied), 'step')} copied" if job.copied else ""
+
+
+def _stop(*, at_once: bool, as_json: bool) -> None:
+    from ckpt.agent.client import connect
+    from ckpt.agent.messages import Stop
+    from ckpt.agent.place import Place
+    from ckpt.cli import output
+
+    found = connect(Place.of_this_user())
+    if found is not None:
+        try:
+            found.ask(Stop(at_once=at_once))
+            _await_end(found)
+        finally:
+            found.close()
+    if as_json:
+        output.show_json({"stopped": found.welcome.pid if found else None})
+    elif found is not None:
+        output.show_line(f"the agent, process {found.welcome.pid}, has ended")
+    else:
+        output.show_line("no agent of this user runs on this node")
+
+
+def _await_end(found: Connection) -> None:
+    """Return when the agent has closed the connection, which it does last."""
+    found.wait_ended(None)

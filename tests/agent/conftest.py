@@ -1,0 +1,94 @@
+"""An agent of the test's own, in a folder of its own, which ends with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ckpt import Tier
+from ckpt.agent.client import status
+from ckpt.agent.messages import AgentStatus, JobStatus
+from ckpt.agent.place import Place
+from ckpt.storage.tiers import urls_of
+
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """The place of an agent that this test and its children alone know."""
+    folder = tempfile.mkdtemp(prefix="ckpt-agent-test-")
+    monkeypatch.setenv("CKPT_AGENT_FOLDER", folder)
+    monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "0")
+    found = Place.of_this_user()
+    yield found
+    for pid in {*holders(found, "listen"), *holders(found, "work")}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not holders(found, "work"))
+    shutil.rmtree(folder)
+
+
+def holders(place: Place, name: str) -> list[int]:
+    """Processes that have the lock file ``name`` open."""
+    wanted, found = f"{place.folder}/{name}.lock", []
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):
+            if any(os.readlink(each) == wanted for each in folder.iterdir()):
+                found.append(int(folder.parent.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> bool:
+    """Whether ``condition`` becomes true within the bound."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def job_of(place: Place) -> JobStatus | None:
+    """The last job that the agent knows."""
+    found = status(place)
+    return found.jobs[-1] if isinstance(found, AgentStatus) and found.jobs else None
+
+
+def await_state(place: Place, *states: str) -> JobStatus:
+    """The last job of the agent, once it is in one of ``states``."""
+    assert until(lambda: (job := job_of(place)) and job.state in states), (
+        job_of(place),
+        Path(place.log).read_text(),
+    )
+    job = job_of(place)
+    assert job is not None
+    return job
+
+
+def memory_folder(*tiers: Tier) -> Path:
+    """The folder of the tier in memory."""
+    return Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{urls_of(tiers)[0].removeprefix('shm://')}")
+
+
+def python(script: str, *words: object, code: int = 0) -> str:
+    """Run a script in an interpreter of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    return done.stdout

@@ -1,0 +1,33 @@
+"""Trainer and agent may die at any moment: nothing torn is listed, what was committed in memory
+becomes durable if the agent lives, and the next trainer goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.agent.place import Place
+from tests.crash.test_kill import LARGE, TINY
+from tests.processes import run
+
+
+def deaths(root: Path, times: int, numbers: int, seed: int, timeout: float) -> None:
+    command = [sys.executable, "-m", "tests.agent.deaths", root, times, numbers, seed]
+    done = run(command, timeout=timeout, cwd=Path(__file__).resolve().parents[2])
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "ALL WELL" in done.stdout
+
+
+@pytest.mark.slow
+def test_each_may_die_at_a_random_moment(place: Place, tmp_path: Path) -> None:
+    deaths(tmp_path / "run", 4, TINY, 1, timeout=200)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("numbers", "times"), [(TINY, 160), (LARGE, 40)], ids=["tiny", "64 MiB"])
+def test_each_may_die_at_any_moment(place: Place, tmp_path: Path, numbers: int, times: int) -> None:
+    deaths(tmp_path / "run", times, numbers, 2, timeout=3500)

@@ -1,0 +1,101 @@
+"""``close(detach=True)`` returns when the nearest durable tier has the last step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt.storage.tiers
+from ckpt import CheckpointManager, Tier
+from ckpt.agent.place import Place
+from ckpt.catalog.index import attempts
+from ckpt.catalog.verify import verify_step
+from ckpt.errors import LeftToAgent
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from tests.agent.conftest import await_state, until
+from tests.test_review import whole
+from tests.test_tiers import Gated, state
+
+DETACH_SECONDS = 5.0
+"""A second, on a machine that has other work too."""
+
+
+class Hanging(Gated):
+    """A far store that takes nothing from the trainer until its gate opens."""
+
+    def upload(self, key, size):
+        self.began.append(key)
+        assert self.open.wait(200)
+        return self.inner.upload(key, size)
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    far = Hanging(str(tmp_path / "far"))
+
+    def opened(url, options):
+        return far if url == str(tmp_path / "far") else open_backend(url, options)
+
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    yield far
+    far.open.set()
+
+
+def ended_threads(*names: str) -> bool:
+    """Whether no thread of such a name is left."""
+    return not any(thread.name.startswith(names) for thread in threading.enumerate())
+
+
+def test_it_does_not_wait_for_a_far_tier_that_hangs(
+    place: Place, tmp_path: Path, hanging: Hanging
+) -> None:
+    """What the trainer had begun there ends later, and harms nothing that the agent has done."""
+    manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
+    saves = [manager.save_async(state(step), step) for step in (1, 2, 3)]
+    for save in saves:
+        save.result(60, tier=str(tmp_path / "near"))
+    assert until(lambda: hanging.began)
+    began = time.perf_counter()
+    manager.close(detach=True)
+    assert time.perf_counter() - began < DETACH_SECONDS
+    assert whole(tmp_path / "near") == [1, 2, 3]
+    await_state(place, "done")
+    assert whole(tmp_path / "far") == [1, 2, 3]
+    hanging.open.set()
+    assert [type(save.exception(60)) for save in saves] == [type(None)] * 3
+    far_url = str(tmp_path / "far")
+    assert all(isinstance(save.exception(tier=far_url), LeftToAgent) for save in saves)
+    assert until(lambda: ended_threads("ckpt-queue", "ckpt-save", "ckpt-end"))
+    assert whole(tmp_path / "far") == [1, 2, 3]
+    with Workers("test", 2) as workers:
+        far = open_backend(str(tmp_path / "far"))
+        for ref in attempts(far):
+            assert verify_step(far, ref, workers=workers).intact
+
+
+def test_what_the_far_tier_still_needs_stays_on_the_near_one(
+    place: Place, tmp_path: Path, hanging: Hanging
+) -> None:
+    near = Tier(str(tmp_path / "near"), keep_last=1)
+    manager = CheckpointManager([near, tmp_path / "far"], agent="required")
+    for step in (1, 2, 3):
+        manager.save_async(state(step), step).result(60, tier=near.url)
+    manager.close(detach=True)
+    hanging.open.set()
+    await_state(place, "done")
+    assert whole(tmp_path / "far") == [1, 2, 3]
+    assert whole(tmp_path / "near") == [3]
+
+
+def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: Place, tmp_path: Path) -> None:
+    tiers = [Tier(str(tmp_path / "near"), every=2), Tier(str(tmp_path / "far"))]
+    manager = CheckpointManager(tiers, agent="required")
+    manager.save_async({"x": torch.ones(3)}, 3)
+    manager.close(detach=True)
+    assert whole(tmp_path / "far") == [3]

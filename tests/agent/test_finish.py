@@ -1,0 +1,236 @@
+"""What a trainer leaves when it dies or detaches becomes durable, without a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from ckpt import CheckpointManager, Tier
+from ckpt.agent.client import status
+from ckpt.agent.place import Place
+from ckpt.catalog.index import committed
+from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import AgentError, ConfigError, LeftToAgent
+from ckpt.model.keys import OWNER
+from ckpt.storage.registry import open_backend
+from tests.agent.conftest import await_state, holders, job_of, memory_folder, python, until
+from tests.processes import ended
+from tests.servers import Server
+from tests.test_review import whole
+
+TRAINER = """
+import os, sys, json, torch
+from ckpt import CheckpointManager, Tier
+tiers = [Tier(**fields) for fields in json.loads(sys.argv[1])]
+first, last = int(sys.argv[2]), int(sys.argv[3])
+end = sys.argv[4]
+manager = CheckpointManager(tiers, agent="required")
+state = {"x": torch.zeros(200_000, dtype=torch.int64)}
+if "restore" in end:
+    print("from", getattr(manager.restore(state), "step", None), flush=True)
+for step in range(first, last + 1):
+    state["x"].fill_(step)
+    save = manager.save_async(state, step)
+    if "nearest" in end:  # the commit on the first tier is all that is waited for
+        save.result(60, tier=manager._tiers[0].url)
+    else:
+        save.result(60)
+if "kill" in end:
+    os.kill(os.getpid(), 9)
+manager.close(detach="detach" in end)
+print("closed", flush=True)
+if "stay" in end:
+    sys.stdin.read()
+"""
+
+
+def train(tiers: list[dict[str, object]], first: int, last: int, end: str) -> str:
+    code = -signal.SIGKILL if "kill" in end else 0
+    return python(TRAINER, msgspec.json.encode(tiers).decode(), first, last, end, code=code)
+
+
+def holds(root: Path | str, step: int, **options: object) -> bool:
+    """Whether ``step`` restores from ``root`` alone, with its content."""
+    state = {"x": torch.zeros(200_000, dtype=torch.int64)}
+    with CheckpointManager(Tier(str(root), options)) as manager:
+        report = manager.restore(state, step)
+    return report is not None and state["x"].unique().tolist() == [step]
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[dict[str, object]]:
+    """Memory, a disk that takes each 100th step, and a far folder."""
+    return [
+        {"url": "memory"},
+        {"url": str(tmp_path / "disk"), "every": 100},
+        {"url": str(tmp_path / "far")},
+    ]
+
+
+def no_traces(tiers: list[dict[str, object]]) -> bool:
+    """Whether nothing of the job is in /dev/shm."""
+    return not memory_folder(*(Tier(**fields) for fields in tiers)).exists()  # type: ignore[arg-type]
+
+
+def test_a_step_in_memory_alone_becomes_durable_on_two_tiers_without_a_restart(
+    place: Place, tmp_path: Path, tiers
+) -> None:
+    train(tiers, 1, 3, "kill nearest")
+    job = await_state(place, "done")
+    assert job.error == ""
+    assert whole(tmp_path / "disk") == [3]
+    assert whole(tmp_path / "far")[-1] == 3
+    assert holds(tmp_path / "disk", 3)
+    assert holds(tmp_path / "far", 3)
+    assert no_traces(tiers)
+
+
+@pytest.mark.server
+def test_a_step_in_memory_alone_reaches_an_object_store(
+    place: Place, tmp_path: Path, moto_server: Server
+) -> None:
+    """Its credentials travel over the socket, and are in no file and no command line."""
+    secret = "S3CRET-of-the-test"
+    options = {"endpoint_url": moto_server.url, "key": "AKIDTEST", "secret": secret}
+    url = f"s3://bucket/agent-{os.getpid()}"
+    tiers = [{"url": "memory"}, {"url": str(tmp_path / "disk")}, {"url": url, "options": options}]
+    train(tiers, 1, 1, "kill nearest")
+    await_state(place, "done")
+    assert holds(url, 1, **options)
+    for path in Path(place.folder).iterdir():
+        if path.is_file():
+            assert secret not in path.read_text()
+    told = status(place)
+    assert told is not None
+    assert secret not in msgspec.json.encode(told).decode()
+    assert no_traces(tiers)
+
+
+def test_retention_is_applied_as_by_the_trainer(place: Place, tmp_path: Path) -> None:
+    tiers = [
+        {"url": "memory"},
+        {"url": str(tmp_path / "disk"), "keep_last": 1},
+        {"url": str(tmp_path / "far"), "keep_last": 2, "codec": "zstd"},
+    ]
+    train(tiers, 1, 4, "kill")
+    await_state(place, "done")
+    assert whole(tmp_path / "disk") == [4]
+    assert whole(tmp_path / "far") == [3, 4]
+
+
+def test_memory_is_kept_for_a_trainer_that_starts_again_soon(
+    place: Place, tmp_path: Path, tiers, monkeypatch
+) -> None:
+    monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "3600")
+    train(tiers, 1, 2, "kill nearest")
+    assert until(lambda: (job := job_of(place)) and job.state == "waiting" and job.next_at)
+    assert holds(tmp_path / "disk", 2)
+    tiers[0] = {"url": "memory"}
+    assert "from 2" in train(tiers, 3, 3, "restore")
+
+
+def test_nothing_is_touched_while_the_trainer_lives(place: Place, tmp_path: Path, tiers) -> None:
+    words = [sys.executable, "-c", TRAINER, msgspec.json.encode(tiers).decode(), "1", "2"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    script = TRAINER.replace("manager.close(", "print('saved', flush=True); sys.stdin.read()\n#")
+    words[2] = script
+    with ended(subprocess.Popen([*words, "nearest"], **pipes)) as trainer:  # type: ignore[call-overload]
+        assert trainer.stdout.readline() == "saved\n"
+        assert await_state(place, "running").step == -1
+        assert not (tmp_path / "disk").exists()
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        assert until(lambda: holds_if_there(tmp_path / "disk", 2))
+
+
+def holds_if_there(root: Path, step: int) -> bool:
+    return root.exists() and step in [ref.step for ref in committed(open_backend(str(root)))]
+
+
+def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: Place, tmp_path: Path) -> None:
+    tiers = [Tier(str(tmp_path / "disk")), Tier(str(tmp_path / "far"))]
+    manager = CheckpointManager(tiers, agent="required")
+    saves = [manager.save_async({"x": torch.full((200_000,), step)}, step) for step in (1, 2, 3)]
+    manager.close(detach=True)
+    assert whole(tmp_path / "disk") == [1, 2, 3]
+    for save in saves:
+        error = save.exception(30)
+        assert error is None or isinstance(error, LeftToAgent)
+    await_state(place, "done")
+    assert whole(tmp_path / "far") == [1, 2, 3]
+    for root in ("disk", "far"):
+        assert read_owner(open_backend(str(tmp_path / root))) is None
+    with CheckpointManager(tiers, agent="required") as manager:  # of the same process
+        assert manager.restore({"x": torch.zeros(200_000, dtype=torch.int64)}).step == 3
+        manager.save({"x": torch.full((200_000,), 4)}, 4)
+    assert whole(tmp_path / "far") == [1, 2, 3, 4]
+
+
+def test_detach_makes_durable_what_memory_alone_has(place: Place, tmp_path: Path, tiers) -> None:
+    assert "closed" in train(tiers, 1, 3, "detach nearest")
+    await_state(place, "done")
+    assert holds(tmp_path / "disk", 3)
+    assert no_traces(tiers)
+
+
+def test_detach_needs_an_agent(place: Place, tmp_path: Path, monkeypatch, caplog) -> None:
+    manager = CheckpointManager(str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match='agent="off"'):
+        manager.close(detach=True)
+    manager.save({"x": torch.ones(1)}, 1)  # it is still open
+    manager.close()
+    os.chmod(place.folder, 0o755)
+    with pytest.raises(AgentError, match=r'open to other users.*agent="required"'):
+        CheckpointManager(str(tmp_path / "b"), agent="required")
+    manager = CheckpointManager(str(tmp_path / "c"), agent="auto")
+    assert "this job has no agent" in caplog.text
+    with pytest.raises(AgentError, match="this job has no agent"):
+        manager.close(detach=True)
+    manager.save({"x": torch.ones(1)}, 1)
+    manager.close()
+    manager.close(detach=True)  # a second call does nothing
+    os.chmod(place.folder, 0o700)
+
+
+def test_a_wrong_mode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="agent="):
+        CheckpointManager(str(tmp_path), agent="on")  # type: ignore[arg-type]
+
+
+def test_a_trainer_that_closes_in_order_leaves_nothing_to_do(place: Place, tmp_path: Path) -> None:
+    with CheckpointManager(str(tmp_path), agent="required") as manager:
+        manager.save({"x": torch.ones(1)}, 1)
+    assert await_state(place, "closed").copied == ()
+
+
+def test_an_agent_that_dies_is_started_again_by_the_trainer(place: Place, tmp_path: Path) -> None:
+    with CheckpointManager(str(tmp_path), agent="required"):
+        [first] = holders(place, "listen")
+        os.kill(first, signal.SIGKILL)
+        assert until(lambda: (job := job_of(place)) and job.state == "running")
+        assert holders(place, "listen") != [first]
+
+
+def test_a_root_of_another_job_is_left_alone(place: Place, tmp_path: Path, tiers) -> None:
+    """The other job is on a machine that cannot be seen, and may be alive."""
+    tiers[1] = {"url": str(tmp_path / "disk")}
+    (tmp_path / "disk").mkdir()
+    other = Owner(attempt="feedbeef0000", host="far", machine="elsewhere", pid=1, started=1)
+    script = TRAINER.replace(
+        'if "kill" in end:',
+        f"open({str(tmp_path / 'disk' / OWNER)!r}, 'wb')"
+        f'.write({msgspec.json.encode(other)!r})\nif "kill" in end:',
+    )
+    words = (msgspec.json.encode(tiers).decode(), 1, 1, "kill")
+    python(script, *words, code=-signal.SIGKILL)
+    (tmp_path / "far" / OWNER).unlink(missing_ok=True)
+    await_state(place, "superseded")
+    found = read_owner(open_backend(str(tmp_path / "disk")))
+    assert found == other

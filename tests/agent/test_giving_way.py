@@ -1,0 +1,206 @@
+"""The agent gives way to the next job, and a failing tier costs no other."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import ckpt.agent.finish
+from ckpt import CheckpointManager, Tier
+from ckpt.agent.finish import Finish
+from ckpt.agent.messages import Job, fields_of
+from ckpt.agent.reports import Copied, Ended
+from ckpt.catalog.index import committed
+from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import OutOfSpace
+from ckpt.model.keys import OWNER
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
+from tests.agent.conftest import python
+
+TRAINER = """
+import os, sys, msgspec, torch
+from ckpt import CheckpointManager
+from ckpt.coordination.owner import Owner
+manager = CheckpointManager(sys.argv[1])
+for step in (1, 2, 3):
+    manager.save({"x": torch.full((1000,), step)}, step)
+print(msgspec.json.encode(Owner.here(manager._coordinator.attempt)).decode(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Owner]:
+    """What a job has left that has died with steps 1 to 3 on one tier."""
+    near = tmp_path_factory.mktemp("dead") / "near"
+    told = python(TRAINER, near, code=-signal.SIGKILL)
+    return near, msgspec.json.decode(told, type=Owner)
+
+
+@pytest.fixture
+def dead(tmp_path: Path, left: tuple[Path, Owner]) -> Job:
+    """The job that was to have its steps on "far" and "farther" too."""
+    shutil.copytree(left[0], tmp_path / "near")
+    tiers = [Tier(str(tmp_path / name)) for name in ("near", "far", "farther")]
+    return Job(
+        owner=left[1],
+        processes=(),
+        tiers=tuple(fields_of(tier, tier.url) for tier in tiers),
+        backlog=4,
+        environment={},
+    )
+
+
+def finish(job: Job) -> tuple[Ended, list[tuple[int, str]]]:
+    copied: list[tuple[int, str]] = []
+
+    def report(told: msgspec.Struct) -> None:
+        if isinstance(told, Copied):
+            copied.append((told.step, Path(told.to).name))
+
+    with Workers("test", 2) as workers, Finish(job, workers, report) as finishing:
+        return finishing.run(), copied
+
+
+def steps(root: Path) -> list[int]:
+    return sorted(ref.step for ref in committed(open_backend(str(root))))
+
+
+class Watched:
+    """A store that calls ``on_put`` before each put."""
+
+    def __init__(self, inner: Any, on_put: Callable[[str], None]) -> None:
+        self._inner, self._on_put = inner, on_put
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, *args: Any, **how: Any) -> Any:
+        self._on_put(key)
+        return self._inner.put(key, *args, **how)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, root: Path, on_put: Callable[[str], None]) -> None:
+    def opened(url: str, options: Any) -> Any:
+        found = open_backend(url, options)
+        return Watched(found, on_put) if url == str(root) else found
+
+    monkeypatch.setattr(ckpt.agent.finish, "open_backend", opened)
+
+
+def test_all_of_it_is_taken_farther_newest_first_and_twice_does_nothing_more(
+    tmp_path: Path, dead: Job
+) -> None:
+    ended, copied = finish(dead)
+    assert ended == Ended("done")
+    assert copied == [(step, far) for far in ("far", "farther") for step in (3, 2, 1)]
+    assert steps(tmp_path / "farther") == [1, 2, 3]
+    assert finish(dead) == (Ended("done"), [])
+    assert read_owner(open_backend(str(tmp_path / "far"))) is None  # no root was taken
+
+
+@pytest.mark.parametrize("taken", ["near", "far"])
+def test_no_manifest_is_put_once_another_job_has_taken_a_root(
+    tmp_path: Path, dead: Job, monkeypatch, taken
+) -> None:
+    """The other job comes while the files of the first copy are on their way."""
+    other = msgspec.structs.replace(Owner.here("feedbeef0000"), pid=1, machine="elsewhere")
+
+    def take(key: str) -> None:
+        if key.startswith("step-000000002") and key.endswith("rank-00000.json"):
+            (tmp_path / taken / OWNER).write_bytes(msgspec.json.encode(other))
+
+    watch(monkeypatch, tmp_path / "far", take)
+    ended, copied = finish(dead)
+    assert ended == Ended("superseded")
+    assert copied == [(3, "far")]
+    assert steps(tmp_path / "far") == [3]
+    assert not (tmp_path / "farther").exists()
+    assert finish(dead)[0] == Ended("superseded")
+
+
+def test_the_next_job_goes_on_where_the_agent_was_cut_off(
+    tmp_path: Path, dead: Job, monkeypatch
+) -> None:
+    class Cut(BaseException):
+        pass
+
+    def die(key: str) -> None:
+        if key.startswith("step-000000002") and key.endswith("manifest.json"):
+            raise Cut
+
+    watch(monkeypatch, tmp_path / "far", die)
+    with pytest.raises(Cut):
+        finish(dead)
+    assert steps(tmp_path / "far") == [3]
+    with CheckpointManager([tmp_path / name for name in ("near", "far")]) as manager:
+        state = {"x": torch.zeros(1000, dtype=torch.int64)}
+        report = manager.restore(state)
+        assert report is not None
+        assert report.step == 3
+        manager.save(state, 4)
+    assert steps(tmp_path / "far") == [1, 2, 3, 4]
+
+
+def test_a_job_after_it_on_the_same_roots_ends_its_turn(tmp_path: Path, dead: Job) -> None:
+    with CheckpointManager(tmp_path / "near") as manager:
+        assert manager.restore({"x": torch.zeros(1000, dtype=torch.int64)}) is not None
+        manager.save({"x": torch.ones(1000, dtype=torch.int64)}, 4)
+        assert finish(dead) == (Ended("superseded"), [])
+    assert finish(dead) == (Ended("superseded"), [])  # it has closed, and the root names no job
+    assert not (tmp_path / "far").exists()
+
+
+def test_a_tier_that_fails_costs_no_other_and_is_tried_again(
+    tmp_path: Path, dead: Job, monkeypatch
+) -> None:
+    def full(key: str) -> None:
+        raise OutOfSpace(key, "no space is left")
+
+    with monkeypatch.context() as broken:
+        watch(broken, tmp_path / "far", full)
+        ended, copied = finish(dead)
+    assert ended.outcome == "failed"
+    assert "no space is left" in ended.error
+    assert {far for _, far in copied} == {"farther"}
+    assert steps(tmp_path / "farther") == [1, 2, 3]
+    assert steps(tmp_path / "far") == []
+    assert finish(dead)[0] == Ended("done")
+    assert steps(tmp_path / "far") == [1, 2, 3]
+
+
+def test_a_tier_that_cannot_be_opened_costs_no_other(tmp_path: Path, dead: Job) -> None:
+    odd = msgspec.structs.replace(
+        dead, tiers=(dead.tiers[0], {"url": "nosuch://place"}, dead.tiers[2])
+    )
+    ended, copied = finish(odd)
+    assert ended.outcome == "failed"
+    assert "nosuch" in ended.error
+    assert {far for _, far in copied} == {"farther"}
+
+
+def test_a_save_that_lacks_only_its_manifest_is_finished(tmp_path: Path, dead: Job) -> None:
+    [manifest] = (tmp_path / "near").glob("step-000000003.*/manifest.json")
+    whole = manifest.read_bytes()
+    manifest.unlink()
+    assert steps(tmp_path / "near") == [1, 2]
+    assert finish(dead)[0] == Ended("done")
+    assert manifest.read_bytes() == whole
+    assert steps(tmp_path / "far") == [1, 2, 3]
+
+
+def test_a_save_that_lacks_a_part_is_never_committed(tmp_path: Path, dead: Job) -> None:
+    [folder] = (tmp_path / "near").glob("step-000000003.*")
+    (folder / "manifest.json").unlink()
+    (folder / "rank-00000.json").unlink()
+    assert finish(dead)[0] == Ended("done")
+    assert steps(tmp_path / "near") == [1, 2]
+    assert steps(tmp_path / "far") == [1, 2]

@@ -1,0 +1,217 @@
+"""The agent as a process: one of each user, in its own session, replaced by another version."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+import msgspec
+import psutil
+import pytest
+
+from ckpt.agent.client import connect, reach, start, status
+from ckpt.agent.messages import VERSION, Detach, Job, Process, Stop, Welcome, encode
+from ckpt.agent.place import Place
+from ckpt.coordination.owner import Owner, process_started
+from ckpt.errors import AgentError
+from tests.agent.conftest import holders, until
+from tests.cli.conftest import Cli, cli
+from tests.processes import ended
+from tests.users import ATTACKER, act_as, only_root
+
+__all__ = ["cli"]
+MOST_RSS_BYTES = 100 << 20
+
+
+def job(attempt: str = "abc", pid: int | None = None) -> Job:
+    found = os.getpid() if pid is None else pid
+    process = Process(found, process_started(found) or 0)
+    tier = {"url": f"/nowhere/{attempt}"}
+    return Job(
+        owner=Owner.here(attempt), processes=(process,), tiers=(tier,), backlog=4, environment={}
+    )
+
+
+def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: Place) -> None:
+    first, second = reach(place), reach(place)
+    assert first.welcome == second.welcome
+    assert first.welcome.version == VERSION
+    agent = psutil.Process(first.welcome.pid)
+    assert os.getsid(agent.pid) != os.getsid(0)
+    assert agent.cwd() == "/"
+    assert agent.memory_info().rss < MOST_RSS_BYTES
+    assert {file.path for file in agent.open_files()} <= {
+        place.log, f"{place.folder}/listen.lock", f"{place.folder}/work.lock"
+    }  # fmt: skip
+    assert os.stat(place.socket).st_mode & 0o077 == 0
+    first.close()
+    second.close()
+
+
+def test_two_that_start_at_once_become_one(place: Place) -> None:
+    start(place, 20)
+    found = status(place)
+    assert found is not None
+    start(place, 20)
+    again = status(place)
+    assert again is not None
+    assert again.pid == found.pid
+    assert holders(place, "listen") == [found.pid]
+
+
+def test_it_ends_by_itself_and_leaves_no_socket(place: Place, monkeypatch) -> None:
+    monkeypatch.setenv("CKPT_AGENT_IDLE_SECONDS", "0.2")
+    start(place, 20)
+    assert until(lambda: not holders(place, "listen"))
+    assert not os.path.exists(place.socket)
+    assert status(place) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order(place: Place, number) -> None:
+    connection = reach(place)
+    os.kill(connection.welcome.pid, number)
+    assert connection.wait_ended(30)
+    assert until(lambda: not os.path.exists(place.socket))
+    connection.close()
+
+
+def test_one_of_another_version_is_asked_to_finish_and_replaced(place: Place) -> None:
+    """The other one is this very code, which says another version."""
+    script = (
+        "import sys, ckpt.agent.server as server\n"
+        "server.VERSION = 'other'\n"
+        "from ckpt.agent.__main__ import main\n"
+        "sys.exit(main(['run']))"
+    )
+    with ended(subprocess.Popen([sys.executable, "-c", script])) as other:
+        assert until(lambda: connect_version(place) == "other")
+        with pytest.raises(AgentError, match="has version other"):
+            status(place)
+        connection = reach(place)
+        assert connection.welcome.version == VERSION
+        assert connection.welcome.pid != other.pid
+        connection.close()
+        assert other.wait(30) == 0
+        found = status(place)
+        assert found is not None
+
+
+def connect_version(place: Place) -> str:
+    found = connect(place)
+    if found is None:
+        return ""
+    found.close()
+    return found.welcome.version
+
+
+def test_one_that_was_killed_is_replaced(place: Place) -> None:
+    first = reach(place)
+    os.kill(first.welcome.pid, signal.SIGKILL)
+    assert first.wait_ended(30)
+    second = reach(place)
+    assert second.welcome.pid != first.welcome.pid
+    first.close()
+    second.close()
+
+
+def test_a_job_is_known_until_its_process_ends(place: Place) -> None:
+    connection = reach(place)
+    connection.ask(job())
+    found = status(place)
+    assert found is not None
+    assert [(one.attempt, one.state) for one in found.jobs] == [("abc", "running")]
+    with pytest.raises(AgentError, match="does not know the job other"):
+        connection.ask(Detach("other"))
+    with pytest.raises(AgentError, match="different process namespaces"):
+        connection.ask(job("abc", os.getppid()))
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack(">I", 1 << 31),
+        struct.pack(">I", 3) + b"abc",
+        encode(Welcome("x", 1)),
+        b"GET / HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_what_is_no_request_costs_its_sender_the_connection_alone(place: Place, sent) -> None:
+    connection = reach(place)
+    connection.ask(job())
+    with socket.socket(socket.AF_UNIX) as odd:
+        odd.settimeout(30)
+        odd.connect(place.socket)
+        odd.sendall(sent)
+        while odd.recv(1 << 16):
+            pass
+    found = status(place)
+    assert found is not None
+    assert len(found.jobs) == 1
+    connection.close()
+
+
+def test_a_socket_that_another_program_serves_is_refused(place: Place) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(place.socket)
+        listening.listen()
+
+        def answer() -> None:  # while this thread asks
+            theirs, _ = listening.accept()
+            with theirs:
+                theirs.sendall(struct.pack(">I", 5) + b"hello")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(AgentError, match="served by another program"):
+            connect(place)
+        thread.join()
+
+
+@only_root
+def test_another_user_is_not_heard(place: Place) -> None:
+    """Also where the folder and the socket were opened to all by mistake."""
+    connection = reach(place)
+    os.chmod(place.folder, 0o777)
+    os.chmod(place.socket, 0o777)
+
+    def knock() -> int:
+        with socket.socket(socket.AF_UNIX) as ours:
+            ours.settimeout(30)
+            ours.connect(place.socket)
+            return len(ours.recv(100))
+
+    assert act_as(ATTACKER, knock) == 0
+    os.chmod(place.folder, 0o700)
+    connection.close()
+
+
+def test_the_command_line_asks_and_stops_it(place: Place, cli: Cli) -> None:
+    assert cli("agent", "status").code == AgentError.exit_code
+    assert cli("agent", "stop").out == "no agent of this user runs on this node\n"
+    connection = reach(place)
+    connection.ask(job("feed"))
+    told = cli("agent", "status", "--json").json
+    assert told["pid"] == connection.welcome.pid
+    assert [one["attempt"] for one in told["jobs"]] == ["feed"]
+    assert "feed" in cli("agent", "status").out
+    assert cli("agent", "run").code == AgentError.exit_code
+    assert cli("agent", "status", "--now").code == 2
+    assert cli("agent", "stop", "--idle-seconds", "3").code == 2
+    assert cli("agent", "stop", "--json").json == {"stopped": connection.welcome.pid}
+    assert status(place) is None
+    connection.close()
+
+
+def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: Place) -> None:
+    connection = reach(place)
+    connection.ask(Stop())
+    assert msgspec.structs.asdict(connection.welcome)["version"] == VERSION
+    assert connection.wait_ended(30)
+    connection.close()
