@@ -1,0 +1,281 @@
+"""Ray Train: saves that Ray's controller knows of, and resumes after a failed worker.
+
+    with RayCheckpoints() as checkpoints:
+        checkpoints.restore(state)
+        ...
+        checkpoints.report({"loss": loss}, state, step)
+
+The steps are in the folder ``ckpt`` of the run, under its ``storage_path``. What is reported to Ray
+is a reference: a folder with the file ``ckpt.json``, which holds the root and the step. It appears
+once the step is durable.
+
+Importing this module imports Ray Train.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import posixpath
+import re
+import threading
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from typing import Any, Final, Self
+
+import ray.train  # pyright: ignore[reportMissingImports]
+
+from ckpt.checks import is_number
+from ckpt.config import Tier
+from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError, SaveSkipped
+from ckpt.manager import CheckpointManager
+from ckpt.pending import PendingSave
+from ckpt.restore.report import RestoreReport
+from ckpt.storage.tiers import as_tiers, urls_of
+
+REFERENCE: Final = "ckpt.json"
+TESTED: Final = "2.60"
+_SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
+_DRAIN_SECONDS: Final = 120.0  # what Ray waits if a preemption has no deadline
+_LATE_SECONDS: Final = 300.0  # after that it has taken the workers away
+
+_log = logging.getLogger("ckpt")
+_warned: Final[set[str]] = set()
+
+
+def run_root() -> str:
+    """Return the folder or URL of this run's checkpoints. Call it in a training function.
+
+    Raises:
+        ConfigError: The ``storage_path`` is on a store whose URL cannot be known.
+    """
+    storage = ray.train.get_context().get_storage()
+    kind = storage.storage_filesystem.type_name
+    if kind not in _SCHEMES:
+        raise ConfigError(
+            f"the storage_path is on a filesystem of the kind {kind!r}: give the place of the "
+            "checkpoints, RayCheckpoints(tiers)"
+        )
+    return _SCHEMES[kind] + posixpath.join(storage.experiment_fs_path, "ckpt")
+
+
+class RayCheckpoints:
+    """A ``CheckpointManager`` in a training function of Ray Train.
+
+    Every worker makes one and makes the same calls.
+
+    Args:
+        tiers: As for `CheckpointManager`. None: `run_root`.
+        settings: Further arguments of the `CheckpointManager`.
+
+    Attributes:
+        manager: The `CheckpointManager` at work.
+
+    Raises:
+        ConfigError: A setting or URL is wrong. Nothing was written.
+    """
+
+    def __init__(
+        self,
+        tiers: str
+        | os.PathLike[str]
+        | Tier
+        | Sequence[str | os.PathLike[str] | Tier]
+        | None = None,
+        **settings: Any,
+    ) -> None:
+        _warn_of_untested(version("ray"))
+        if settings.get("on_error") == "warn":
+            raise ConfigError(
+                'RayCheckpoints(on_error="warn"): Ray ends a run whose reported checkpoint fails; '
+                "use the CheckpointManager itself, and report metrics alone"
+            )
+        places = as_tiers(run_root() if tiers is None else tiers)
+        self.root: Final = urls_of(places)[-1]
+        self.manager = CheckpointManager(places, **settings)
+        self._stop = self.manager.on_stop_request()
+        self._preempted_at: float | None = None
+        self._stops = False
+
+    def restore(
+        self, state: MutableMapping[str, Any], checkpoint: Any = None, **options: Any
+    ) -> RestoreReport | None:
+        """Fill ``state`` with the newest intact step of the run, or with a reported one.
+
+        Args:
+            state: As for `CheckpointManager.restore`.
+            checkpoint: A ``ray.train.Checkpoint`` that this class has reported, of this run or
+                another one, such as ``result.checkpoint``. None: the newest step of the run, which
+                may be newer than ``ray.train.get_checkpoint()``.
+            options: Further arguments of `CheckpointManager.restore`.
+
+        Returns:
+            The report, or None if there is no checkpoint and Ray knows of none.
+
+        Raises:
+            RestoreError: A step that was reported is not there, or the state does not fit.
+            ConfigError: ``checkpoint`` is none of this class.
+        """
+        if checkpoint is not None:
+            return self._restore_reported(state, checkpoint, options)
+        reported = ray.train.get_checkpoint()
+        report = self.manager.restore(state, **options)
+        if reported is None:
+            return report
+        if report is None:  # the tiers are other ones than before
+            return self._restore_reported(state, reported, options)
+        root, step = _read(reported)
+        if root == self.root and report.step < step:
+            _log.warning(
+                "ckpt: step %d was restored, and Ray knows of step %d: that one is damaged or was "
+                "removed",
+                report.step,
+                step,
+            )
+        return report
+
+    def _restore_reported(
+        self, state: MutableMapping[str, Any], checkpoint: Any, options: dict[str, Any]
+    ) -> RestoreReport:
+        root, step = _read(checkpoint)
+        if root == self.root:
+            report = self.manager.restore(state, step, **options)
+        else:
+            with CheckpointManager(root) as source:
+                report = source.restore(state, step, **options)
+        if report is None:
+            raise NoCheckpoint(root, f"Ray knows of step {step}")
+        return report
+
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        state: Mapping[str, Any] | None = None,
+        step: int | None = None,
+    ) -> PendingSave | None:
+        """Report ``metrics`` to Ray, and save ``state`` in the background if it is given.
+
+        All workers call it alike, as ``ray.train.report``. Ray gets the checkpoint with these
+        metrics as soon as the step is durable. A save that fails ends the run, or restarts the
+        workers as ``FailureConfig`` says.
+
+        Args:
+            metrics: As for ``ray.train.report``. The numbers among them are kept with the step.
+            state: The state to save.
+            step: Its number, as for `CheckpointManager.save_async`.
+
+        Returns:
+            The handle of the save.
+
+        Raises:
+            CkptError: As `CheckpointManager.save_async` raises.
+        """
+        if state is None:
+            ray.train.report(dict(metrics))
+            return None
+        numbers = {name: value for name, value in metrics.items() if is_number(value)}
+        pending = self.manager.save_async(state, step, metrics=numbers)
+        context = ray.train.get_context()
+        checkpoint = None
+        if context.get_world_rank() == 0 and not _is_skipped(pending):
+            storage = context.get_storage()
+            # It stands for the reference, which `_refer` makes in the background.
+            checkpoint = ray.train.Checkpoint(
+                storage.experiment_fs_path, storage.storage_filesystem
+            )
+        ray.train.report(
+            dict(metrics),
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,
+            checkpoint_upload_fn=partial(_refer, pending, self.root),
+        )
+        return pending
+
+    def stop_requested(self, step: int) -> bool:
+        """Return True on all workers if ``step`` is the last, since a node is going away.
+
+        Save that step and leave the loop. ``close`` then waits for Ray, which starts the workers
+        again on other nodes. All workers call this after the same steps: it asks Ray's workers for
+        ``ray.train.get_preemption_info()``.
+        """
+        if self._preempted_at is None and (info := ray.train.get_preemption_info()) is not None:
+            known = info.deadline_ms and info.deadline_ms / 1e3 > time.time()
+            self._preempted_at = info.deadline_ms / 1e3 if known else time.time() + _DRAIN_SECONDS
+            self.manager.request_stop(
+                datetime.fromtimestamp(self._preempted_at, UTC) if known else None
+            )
+        self._stops = self._stop.requested(step)
+        return self._stops
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish every save (`CheckpointManager.close`).
+
+        After a stop for a preemption it returns no more: a training function that returns has
+        finished for Ray. Ray ends the workers at the deadline.
+        """
+        self.manager.close(timeout)
+        if self._stops and self._preempted_at is not None:
+            _log.info("ckpt: all is saved; waiting for Ray to move the workers")
+            left = self._preempted_at - time.time() + _LATE_SECONDS
+            threading.Event().wait(max(0.0, left))
+            raise CkptError(
+                "Ray has announced a preemption and has not ended the workers: all is saved, and "
+                "FailureConfig(max_failures=...) says whether this error starts them again"
+            )
+
+    def __enter__(self) -> Self:
+        self.manager.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.manager.__exit__(kind, error, trace)
+        if error is None:
+            self.close()
+
+
+def _is_skipped(pending: PendingSave) -> bool:
+    return pending.done() and isinstance(pending.exception(), SaveSkipped)
+
+
+def _refer(pending: PendingSave, root: str, run: Any, name: str) -> Any:
+    """Write the reference to a step, once it is durable, to the folder ``name`` of the run."""
+    pending.result()
+    folder = posixpath.join(run.path, name)
+    run.filesystem.create_dir(folder)
+    with run.filesystem.open_output_stream(posixpath.join(folder, REFERENCE)) as file:
+        file.write(json.dumps({"root": root, "step": pending.step}).encode())
+    return ray.train.Checkpoint(folder, run.filesystem)
+
+
+def _read(checkpoint: Any) -> tuple[str, int]:
+    """Return the root and the step that a reported checkpoint refers to."""
+    path = posixpath.join(checkpoint.path, REFERENCE)
+    try:
+        with checkpoint.filesystem.open_input_stream(path) as file:
+            found = json.loads(file.read())
+        return str(found["root"]), int(found["step"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{checkpoint.path} has no {REFERENCE}: it is a checkpoint that RayCheckpoints has not "
+            "reported; load it as it was saved"
+        ) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise RestoreError(f"{path} is damaged: {error!r}") from error
+
+
+def _warn_of_untested(installed: str) -> None:
+    """Log a warning, once in a process, if the tests did not run on this release."""
+    release = ".".join(re.findall(r"\d+", installed)[:2])
+    if release != TESTED and release not in _warned:
+        _warned.add(release)
+        _log.warning(
+            "ckpt: ray %s is installed, and RayCheckpoints was tested with ray %s only: kill a "
+            "worker once and compare the losses before you rely on it",
+            installed,
+            TESTED,
+        )

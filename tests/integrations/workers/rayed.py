@@ -1,0 +1,120 @@
+"""Runs of Ray Train in one local cluster: one that nothing stops, and one whose second worker is
+killed with SIGKILL while a save is on its way.
+
+    rayed.py FOLDER
+
+Each attempt of each worker leaves its losses in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer, prepare_model
+from torch import nn
+
+import ckpt.storage.tiers
+from ckpt import PerRank, RngState, Tier
+from ckpt.integrations.ray import RayCheckpoints, run_root
+
+STEPS, KILLED = 8, 6
+
+
+class Deadly:
+    """A store in which the worker dies when it has written its file of step KILLED."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def upload(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        begun = self._inner.upload(key, *args, **kwargs)
+        return LastUpload(begun) if f"{KILLED:09d}" in key else begun
+
+
+class LastUpload(Deadly):
+    def finish(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(config: dict[str, Any]) -> None:
+    context = ray.train.get_context()
+    rank, folder = context.get_world_rank(), Path(config["folder"])
+    reported = ray.train.get_checkpoint()
+    if config["kills"] and rank == 1 and not (folder / "killed").exists():
+        (folder / "killed").touch()
+        opened = ckpt.storage.tiers.open_backend
+        ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1))
+    model = prepare_model(net)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    state = {"model": model, "optimizer": optimizer, "rng": PerRank(RngState())}
+    losses: dict[str, float] = {}
+    with RayCheckpoints(Tier(run_root(), keep_last=3)) as checkpoints:
+        report = checkpoints.restore(state, checkpoint=config.get("checkpoint"))
+        begin = report.step if report else 0
+        for step in range(begin + 1, STEPS + 1):
+            loss = model(torch.randn(16, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[str(step)] = loss.item()
+            stops = checkpoints.stop_requested(step)
+            assert not stops
+            if step % 2 == 0:
+                pending = checkpoints.report({"step": step, "loss": loss.item()}, state, step)
+                assert pending is not None
+                if step != KILLED:
+                    pending.result()
+            else:
+                checkpoints.report({"step": step})
+    name = f"{context.get_experiment_name()}-{rank}-{begin}.json"
+    told = {"losses": losses, "reported": reported and reported.path}
+    (folder / name).write_text(json.dumps(told))
+
+
+def run(folder: Path, name: str, **config: Any) -> Any:
+    trainer = TorchTrainer(
+        train,
+        train_loop_config={"folder": str(folder), "kills": False} | config,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            storage_path=str(folder / "storage"),
+            name=name,
+            failure_config=FailureConfig(max_failures=1),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    return trainer.fit()
+
+
+def main(folder: Path) -> None:
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+    whole = run(folder, "whole")
+    killed = run(folder, "killed", kills=True)
+    found = {
+        each.path.rpartition("/")[2]: [
+            [metrics["step"], json.loads((Path(checkpoint.path) / "ckpt.json").read_text())]
+            for checkpoint, metrics in each.best_checkpoints
+        ]
+        for each in (whole, killed)
+    }
+    run(folder, "other", checkpoint=whole.best_checkpoints[0][0])
+    (folder / "results.json").write_text(json.dumps(found))
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
