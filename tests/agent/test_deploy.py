@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 
 
 def test_the_commands_of_the_unit_run_an_agent_and_end_it(place: Place) -> None:
-    lines = dict(line.split("=", 1) for line in UNIT.read_text().splitlines() if "Exec" in line)
-    words = {name: line.split()[1:] for name, line in lines.items() if not name.startswith("#")}
-    main = ["python", "-m", "ckpt.cli.main"]
+    lines = [line for line in UNIT.read_text().splitlines() if line.startswith("Exec")]
+    words = {name: text.split()[1:] for name, _, text in (line.partition("=") for line in lines)}
+    main = [sys.executable, "-m", "ckpt.cli.main"]
     with ended(subprocess.Popen([*main, *words["ExecStart"]])) as agent:
         assert until(lambda: connect_and_close(place))
         found = status(place)

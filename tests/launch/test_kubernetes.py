@@ -6,7 +6,9 @@ import importlib.util
 from typing import Any
 
 import pytest
+import typer
 
+from ckpt.cli.main import app
 from tests.launch.training import ROOT
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed (the extra [integrations])")
@@ -63,7 +65,7 @@ def test_the_last_save_has_its_time_and_two_images_per_rank_their_memory(name: s
     importlib.util.find_spec("kubernetes_validate") is None,
     reason="kubernetes-validate is not installed (the extra [integrations])",
 )
-@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["job.yaml", "job-with-agent.yaml", "jobset.yaml"])
 def test_a_job_is_what_the_schema_of_kubernetes_describes(name: str) -> None:
     import kubernetes_validate
 
@@ -76,3 +78,22 @@ def test_a_job_is_what_the_schema_of_kubernetes_describes(name: str) -> None:
     job["spec"]["template"]["spec"]["terminationGracePeriodSecond"] = 120
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, "1.34", strict=True)
+
+
+def test_an_agent_beside_the_trainer_sees_its_processes_its_memory_and_its_socket() -> None:
+    pod, trainer = pod_and_container("job-with-agent.yaml")
+    alone, _ = pod_and_container("job.yaml")
+    (agent,) = pod["initContainers"]
+    assert pod["shareProcessNamespace"] is True
+    assert agent["restartPolicy"] == "Always"  # Kubernetes stops it after the trainer
+    assert agent["image"] == trainer["image"]
+    assert agent["volumeMounts"] == trainer["volumeMounts"]
+    assert agent["env"][0] in trainer["env"]
+    folder = agent["env"][0]["value"]
+    mounts = [mount["mountPath"] for mount in agent["volumeMounts"]]
+    assert any(folder.startswith(f"{mount}/") for mount in mounts)
+    assert pod["terminationGracePeriodSeconds"] > alone["terminationGracePeriodSeconds"]
+    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for words in (agent["command"], agent["lifecycle"]["preStop"]["exec"]["command"]):
+        assert words[:2] == ["ckpt", "agent"]
+        verbs["agent"].make_context("agent", words[2:])
