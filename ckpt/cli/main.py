@@ -28,6 +28,7 @@ from ckpt.cli.ls import ls
 from ckpt.cli.pin import pin, unpin
 from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
+from ckpt.cli.serve import serve
 from ckpt.cli.show import show
 from ckpt.cli.verify import verify
 from ckpt.cli.watch import watch
@@ -48,6 +49,7 @@ Examples:
   ckpt verify runs/gpt 1200                       is it still what was written?
   ckpt show runs/gpt latest                       what is in it?
   ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
+  ckpt serve runs/gpt                             watch it in the browser
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
@@ -129,6 +131,7 @@ COMMANDS: Final = (
     show,
     verify,
     diff,
+    serve,
     copy,
     prune,
     pin,

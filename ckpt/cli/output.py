@@ -49,6 +49,11 @@ def show_line(text: str = "", style: str = "") -> None:
     _console(sys.stdout).print(Text(clean(text), style=style), soft_wrap=True)
 
 
+def show_plain(text: str) -> None:
+    """A line of our own on standard output, not cleaned: an address with a token in it."""
+    sys.stdout.write(f"{text}\n")
+
+
 def show_facts(facts: Mapping[str, str]) -> None:
     """Names and values below each other."""
     width = max((len(clean(name)) for name in facts), default=0)

@@ -99,9 +99,13 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
 def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport:
     from ckpt.catalog.verify import verify_step
     from ckpt.cli import output
+    from ckpt.observe.journal import note_verified
 
     with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
-        return verify_step(backend, ref, workers=workers, on_progress=bar)
+        report = verify_step(backend, ref, workers=workers, on_progress=bar)
+    fault = "" if report.intact else f"{output.count(len(report.faults), 'fault')} found"
+    note_verified(backend.url, ref.step, fault)
+    return report
 
 
 def _show(report: VerifyReport) -> None:

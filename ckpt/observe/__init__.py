@@ -1,9 +1,11 @@
-"""What operators see. `Metrics` is an observer:
-``CheckpointManager(..., observers=[Metrics(port=9401)])``.
+"""What operators see: metrics and a journal that the events of a manager feed, and views of runs.
+
+`Metrics` and `Journal` are observers: ``CheckpointManager(..., observers=[Metrics(port=9401)])``.
 """
 
 from __future__ import annotations
 
+from ckpt.observe.journal import Journal
 from ckpt.observe.metrics import Metrics
 
-__all__ = ["Metrics"]
+__all__ = ["Journal", "Metrics"]

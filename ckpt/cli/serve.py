@@ -1,0 +1,91 @@
+"""``ckpt serve``: a page of runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli.options import PlacesArgument, RootsOption, places
+
+if TYPE_CHECKING:
+    from ckpt.observe.overview import RunWatch
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ConfigsOption = Annotated[
+    list[str] | None,
+    typer.Option("--config", metavar="FILE", help="A run with all tiers of this ckpt.toml; again."),
+]
+
+
+def serve(
+    where: PlacesArgument = None,
+    root: RootsOption = None,
+    config: ConfigsOption = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="0 takes any free port.")
+    ] = 8472,
+    token_file: Annotated[
+        str | None,
+        typer.Option(
+            "--token-file", metavar="FILE", help="A file with the token that requests need."
+        ),
+    ] = None,
+    interval: Annotated[
+        float | None,
+        typer.Option(
+            "--interval",
+            metavar="SECONDS",
+            min=0.2,
+            help="Between two looks at the stores. Default: 2 for folders, else 15.",
+        ),
+    ] = None,
+) -> None:
+    r"""Show runs on a page in the browser, live.
+
+    Each ROOT is a run. Roots that a journal names as tiers of one run are shown together. Each
+    --config FILE is a run with all of its tiers. The page only shows, and changes nothing.
+
+    It is for this machine alone unless --host says otherwise. Then requests need a token, which is
+    part of the address that is printed. Nothing is encrypted: reach another machine by an SSH
+    tunnel (`ssh -L 8472:127.0.0.1:8472 node`) where others can listen.
+
+    \b
+    Examples:
+      ckpt serve runs/gpt
+      ckpt serve /nvme/ckpt /lustre/run42
+      ckpt serve --config ckpt.toml --port 9000
+      ckpt serve runs/gpt --host 0.0.0.0 --token-file token
+    """
+    from ckpt.cli import output
+    from ckpt.page.server import address, listen, read_token, run
+
+    runs = watched_runs(places(where, root), config)
+    token = read_token(token_file, needed=host not in _LOOPBACK)
+    listener = listen(host, port)
+    output.show_line(f"the page is at {address(listener, host)}")
+    if token:  # it is no secret of the user's: it is for who reads this line
+        output.show_plain(f"the address with its token: {address(listener, host)}?token={token}")
+    run(runs, listener, token, interval)
+
+
+def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
+    """Return the runs that a command shows: ``roots``, and all tiers of each of ``configs``.
+
+    Without either it is all tiers of ``./ckpt.toml``, or what ``resolve_tier`` finds.
+    """
+    from ckpt.config import MEMORY, load_config, resolve_tier, resolve_tiers
+    from ckpt.errors import ConfigError
+    from ckpt.observe.overview import watch_runs
+    from ckpt.storage.registry import stores_in_memory
+
+    configured = {file: load_config(file).tiers for file in configs or ()}
+    if empty := next((file for file, tiers in configured.items() if not tiers), None):
+        raise ConfigError(f'{empty} names no place: write root = "..." or [[tiers]]')
+    if not roots and not configured:
+        return watch_runs((), {(tiers := resolve_tiers(None))[-1].url: tiers})
+    named = [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
+    return watch_runs([resolve_tier(url) for url in named], configured)

@@ -1,0 +1,256 @@
+"""The journal of a run: its events as JSON lines in a folder beside the root.
+
+A tier shows which steps it has. The journal knows more: what a save has cost, how long a commit
+took, which steps were removed since, and what a restore had to repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+
+from ckpt.checks import shown
+from ckpt.config import rank_of_this_process
+from ckpt.errors import ConfigError
+from ckpt.events import (
+    CommitFinished,
+    Event,
+    Repaired,
+    Restored,
+    SaveCommitted,
+    SaveFailed,
+    SaveStaged,
+    StepDamaged,
+    TierMissed,
+)
+from ckpt.storage.places import is_folder
+
+_log = logging.getLogger("ckpt")
+LIMIT_BYTES: Final = 4 << 20
+"""The size at which a file of a journal is put aside. The file that was put aside before goes."""
+OPENED: Final = "Opened"
+"""The name of the record that a job begins with."""
+VERIFIED: Final = "Verified"
+"""The name of the record of a step that was compared with its checksums."""
+_MOST_TEXT: Final = 500
+_MOST_FILES: Final = 128
+_OLD: Final = ".old"
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of a journal.
+
+    Attributes:
+        at: When it was written, in seconds since 1970.
+        event: The class of the event.
+        seconds: The stall, the time to the commit, or the time of the restore.
+        error: The class of the error.
+        reason: The message of the error, or why a repair was made.
+    """
+
+    at: float
+    event: str
+    step: int = -1
+    tier: str = ""
+    tiers: tuple[str, ...] = ()
+    nbytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+    reason: str = ""
+    key: str = ""
+    mended: bool = False
+
+
+class Journal:
+    """An observer that writes the events of a run beside its root.
+
+    Rank 0 writes all events. Other ranks write failures, damage and repairs. There are at most two
+    files of 4 MiB for each rank that writes.
+
+    Args:
+        root: The folder of the run. The journal is in the folder of the same name with ``.journal``
+            at its end. For a run whose tiers are all remote, any local path.
+        rank: The rank; None for the one that the launcher names.
+
+    Raises:
+        ConfigError: ``root`` is a URL of a remote store.
+
+    Thread safety: it may be called from any thread. ``_lock`` guards ``_file`` and ``_failed``.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, rank: int | None = None) -> None:
+        self._folder = journal_of(root)
+        self._rank = rank_of_this_process() if rank is None else rank
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._failed = False
+
+    def __call__(self, event: Event) -> None:
+        """Write an event. If the folder cannot be written, one log line says so."""
+        record = record_of(event)
+        if self._rank and not isinstance(event, SaveFailed | StepDamaged | Repaired):
+            return
+        with self._lock:
+            try:
+                self._append(record)
+                self._failed = False
+            except OSError as error:
+                if not self._failed:
+                    _log.warning("ckpt: the journal %s was not written: %s", self._folder, error)
+                self._failed = True
+
+    def close(self) -> None:
+        """Close the file. The next event opens it again."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def _append(self, record: Record) -> None:
+        path = os.path.join(self._folder, f"rank-{self._rank:05d}.jsonl")
+        if self._file is not None and os.fstat(self._file).st_size >= LIMIT_BYTES:
+            os.close(self._file)
+            self._file = None
+            os.replace(path, path + _OLD)
+            self._file = _open(path)
+        elif self._file is None:
+            os.makedirs(self._folder, exist_ok=True)
+            self._file = _open(path)
+            if not self._rank:
+                _write(self._file, Record(at=record.at, event=OPENED))
+        _write(self._file, record)
+
+
+def journal_of(root: str | os.PathLike[str]) -> str:
+    """Return the folder of the journal of ``root``. Raises ``ConfigError`` for a remote store."""
+    place = os.fspath(root)
+    if not isinstance(place, str) or not place.strip() or not is_folder(place):
+        raise ConfigError(
+            f"root={shown(place)}: a journal is on this machine: give a folder, such as 'runs/gpt'"
+        )
+    path = place[len("file://") :] if place.lower().startswith("file://") else place
+    return os.path.abspath(os.path.expanduser(path)) + ".journal"
+
+
+def record_of(event: Event) -> Record:
+    """Return the line of an event."""
+    at, name = time.time(), type(event).__name__
+    match event:
+        case SaveStaged(step=step, nbytes=nbytes, stall_seconds=seconds, tiers=tiers):
+            return Record(at=at, event=name, step=step, nbytes=nbytes, seconds=seconds, tiers=tiers)
+        case SaveCommitted(step=step, tier=tier, nbytes=nbytes, durable_seconds=seconds):
+            return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
+        case SaveFailed(step=step, error=error):
+            return _failure(Record(at=at, event=name, step=step), error)
+        case (
+            TierMissed(step=step, tier=tier, error=error)
+            | StepDamaged(step=step, tier=tier, error=error)
+        ):
+            return _failure(Record(at=at, event=name, step=step, tier=tier), error)
+        case Repaired(step=step, tier=tier, key=key, reason=reason, nbytes=nbytes, mended=mended):
+            return Record(
+                at=at,
+                event=name,
+                step=step,
+                tier=tier,
+                key=key,
+                reason=reason[:_MOST_TEXT],
+                nbytes=nbytes,
+                mended=mended,
+            )
+        case CommitFinished(step=step, tier=tier):
+            return Record(at=at, event=name, step=step, tier=tier)
+        case Restored(step=step, tier=tier, nbytes=nbytes, seconds=seconds):
+            return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
+
+
+def note_verified(root: str, step: int, fault: str) -> None:
+    """Add to the journal of ``root`` that a step was compared with its checksums.
+
+    Nothing happens if the run has no journal, or it cannot be written.
+
+    Args:
+        fault: What is damaged; empty if the step is intact.
+    """
+    with contextlib.suppress(ConfigError, OSError):
+        if os.path.isdir(folder := journal_of(root)):
+            path = os.path.join(folder, "verify.jsonl")
+            if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
+                os.replace(path, path + _OLD)
+            file = _open(path)
+            record = Record(
+                at=time.time(), event=VERIFIED, step=step, tier=root, reason=fault[:_MOST_TEXT]
+            )
+            try:
+                _write(file, record)
+            finally:
+                os.close(file)
+
+
+class JournalReader:
+    """Reads the journal of a run, and files that have changed only.
+
+    Args:
+        root: The folder of the run.
+
+    Thread safety: one thread at a time.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._folder = journal_of(root)
+        self._known: dict[str, tuple[tuple[int, int], list[Record]]] = {}
+
+    def read(self) -> list[Record]:
+        """Return all records, oldest first. Lines that are no records are left out."""
+        found: list[Record] = []
+        for name in self._names():
+            path = os.path.join(self._folder, name)
+            try:
+                status = os.stat(path)
+                state = (status.st_mtime_ns, status.st_size)
+                if name not in self._known or self._known[name][0] != state:
+                    self._known[name] = (state, list(_records(path)))
+            except OSError:  # put aside just now
+                continue
+            found += self._known[name][1]
+        return sorted(found, key=lambda record: record.at)
+
+    def _names(self) -> list[str]:
+        try:
+            names = sorted(os.listdir(self._folder))
+        except OSError:
+            return []
+        return [name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD))][:_MOST_FILES]
+
+
+def _records(path: str) -> Iterator[Record]:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2 * LIMIT_BYTES))
+        for line in file.read(2 * LIMIT_BYTES).splitlines():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
+                yield _decoder.decode(line)
+
+
+_decoder = msgspec.json.Decoder(Record)
+
+
+def _failure(record: Record, error: BaseException) -> Record:
+    return msgspec.structs.replace(
+        record, error=type(error).__name__, reason=str(error)[:_MOST_TEXT]
+    )
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _write(file: int, record: Record) -> None:
+    """One write, so that lines of several processes do not mix."""
+    os.write(file, msgspec.json.encode(record) + b"\n")

@@ -1,0 +1,211 @@
+"""The application: which address shows what."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from typing import Any, Final
+
+import jinja2
+from starlette.applications import Starlette  # pyright: ignore[reportMissingImports]
+from starlette.responses import (  # pyright: ignore[reportMissingImports]
+    HTMLResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route  # pyright: ignore[reportMissingImports]
+
+from ckpt.errors import CkptError, NoCheckpoint
+from ckpt.errors.text import clean
+from ckpt.model.readable import duration, size
+from ckpt.observe.overview import MEANING, RunView
+from ckpt.page.contents import Opened, run_page
+from ckpt.page.guard import App, Guard
+from ckpt.page.live import Live
+
+_STATIC: Final[Mapping[str, str]] = {
+    "page.css": "text/css",
+    "live.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+_TICK_SECONDS: Final = 1.0
+_ALIVE_SECONDS: Final = 15.0
+
+
+def make_app(live: Live, token: str = "") -> App:
+    """Return the application. ``token`` is what a request needs; empty for requests of this
+    machine.
+    """
+    pages = _Pages(live, tuple(map(Opened, live.runs)), _templates())
+    routes = [
+        Route("/", pages.index),
+        Route("/run/{run:int}", pages.run),
+        Route("/run/{run:int}/step/{step:str}", pages.step),
+        Route("/run/{run:int}/diff", pages.diff),
+        Route("/live", pages.live_events),
+        Route("/static/{name:str}", _static),
+    ]
+    return Guard(Starlette(routes=routes, exception_handlers={404: pages.not_found}), token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """The pages. Those that are no coroutines run in threads of the server."""
+
+    live: Live
+    opened: tuple[Opened, ...]
+    templates: jinja2.Environment
+
+    def index(self, request: Any) -> Any:
+        del request
+        pages = [run_page(view, 1) for view in self._views()]
+        return self._show("index.html", pages=pages)
+
+    def run(self, request: Any) -> Any:
+        index, view = self._run(request)
+        if view is None:
+            return self._error(NoCheckpoint("", "there is no such run"), 404)
+        page = run_page(view, _number(request.query_params.get("page", "1")))
+        return self._show("run.html", index=index, page=page)
+
+    def step(self, request: Any) -> Any:
+        index, view = self._run(request)
+        if view is None:
+            return self._error(NoCheckpoint("", "there is no such run"), 404)
+        given = request.query_params
+        try:
+            page = self.opened[index].page(
+                view,
+                request.path_params["step"],
+                given.get("q", ""),
+                given.get("tensor", ""),
+                _number(given.get("page", "1")),
+            )
+        except CkptError as error:
+            return self._error(error, 404 if isinstance(error, NoCheckpoint) else 502, index)
+        return self._show("step.html", index=index, run=view, page=page)
+
+    def diff(self, request: Any) -> Any:
+        index, view = self._run(request)
+        if view is None:
+            return self._error(NoCheckpoint("", "there is no such run"), 404)
+        given = request.query_params
+        try:
+            one, two, found = self.opened[index].difference(
+                view, given.get("a", ""), given.get("b", "")
+            )
+        except CkptError as error:
+            return self._error(error, 404 if isinstance(error, NoCheckpoint) else 400, index)
+        return self._show("diff.html", index=index, run=view, one=one, two=two, found=found)
+
+    async def live_events(self, request: Any) -> Any:
+        del request
+        return StreamingResponse(_changes(self.live), media_type="text/event-stream")
+
+    async def not_found(self, request: Any, error: Exception) -> Any:
+        del request, error
+        return self._error(NoCheckpoint("", "there is no such page"), 404)
+
+    def _views(self) -> tuple[RunView, ...]:
+        self.live.touch()
+        return self.live.views
+
+    def _run(self, request: Any) -> tuple[int, RunView | None]:
+        index, views = request.path_params["run"], self._views()
+        return index, views[index] if index < len(views) else None
+
+    def _show(self, template: str, status: int = 200, **values: Any) -> Any:
+        text = self.templates.get_template(template).render(
+            now=time.time(), version=self.live.version, **values
+        )
+        return HTMLResponse(text, status)
+
+    def _error(self, error: CkptError, status: int, index: int | None = None) -> Any:
+        return self._show("error.html", status, error=str(error).removeprefix(": "), index=index)
+
+
+async def _changes(live: Live) -> AsyncGenerator[bytes]:
+    """The version of the views, whenever it has changed."""
+    told, waited = -1, 0.0
+    while not live.closed:
+        live.touch()
+        if live.version != told:
+            told, waited = live.version, 0.0
+            yield f"data: {json.dumps(told)}\n\n".encode()
+        elif waited >= _ALIVE_SECONDS:
+            waited = 0.0
+            yield b": alive\n\n"
+        await asyncio.sleep(_TICK_SECONDS)
+        waited += _TICK_SECONDS
+
+
+def _static(request: Any) -> Any:
+    name = request.path_params["name"]
+    if name not in _STATIC:
+        return Response("there is no such file\n", 404)
+    data = files("ckpt.page").joinpath("static", name).read_bytes()
+    return Response(data, media_type=_STATIC[name], headers={"cache-control": "max-age=60"})
+
+
+def _templates() -> jinja2.Environment:
+    """Every string that a template shows is cleaned, then escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("ckpt.page"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_cleaned,
+    )
+    environment.filters |= {
+        "size": size,
+        "duration": duration,
+        "moment": _moment,
+        "ago": _ago,
+        "short": _short,
+        "shape": _shape,
+    }
+    shown: dict[str, Any] = {"meaning": MEANING}
+    environment.globals.update(shown)
+    return environment
+
+
+def _cleaned(value: object) -> object:
+    return clean(value) if type(value) is str else value
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) or "scalar"
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "?"
+
+
+def _ago(seconds: float) -> str:
+    """'12 s', '3 min', '2.5 h', '4 d'."""
+    seconds = max(0.0, seconds)
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} d"
+
+
+def _short(url: str) -> str:
+    """A name for a place: the end of a long one."""
+    if url.startswith("shm://"):
+        return "memory"
+    return url if len(url) <= 32 else f"…{url[-31:]}"
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 1

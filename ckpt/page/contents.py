@@ -1,0 +1,250 @@
+"""What the pages show, as values for the templates."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckpt.catalog.difference import Difference, compare
+from ckpt.catalog.index import read_manifest
+from ckpt.catalog.reading import StepReader
+from ckpt.errors import ConfigError, NoCheckpoint
+from ckpt.model.dtype import DTYPES
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Manifest, Tensor, chunk_offsets
+from ckpt.model.readable import duration
+from ckpt.observe.journal import Record
+from ckpt.observe.overview import RunView, RunWatch, StepView, TierView
+from ckpt.page.charts import Chart, chart
+from ckpt.pipeline.workers import Workers
+
+ROWS: Final = 50
+"""Steps on one page of the table."""
+STRIP: Final = 60
+"""The newest steps, which the strip shows."""
+TENSORS: Final = 200
+_LISTED: Final = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPage:
+    """A run.
+
+    Attributes:
+        durable: The newest step on a tier that is not in memory, if there is one.
+        rows: The steps of this page of the table.
+        page, pages: Which page of the table this is, from 1 on, and how many there are.
+        stall_seconds: The median; None if it is not known.
+        durable_seconds: The median of the nearest tier that is not in memory.
+    """
+
+    run: RunView
+    durable: StepView | None
+    strip: Sequence[StepView]
+    rows: Sequence[StepView]
+    page: int
+    pages: int
+    stall_seconds: float | None
+    durable_seconds: float | None
+    charts: Sequence[Chart]
+    failures: Sequence[Record]
+    failed: int
+
+
+def run_page(run: RunView, page: int) -> RunPage:
+    """Return the page of a run. ``page`` is brought into its bounds."""
+    pages = max(1, -(-len(run.steps) // ROWS))
+    page = min(max(page, 1), pages)
+    saves = [run.history.saves[step] for step in sorted(run.history.saves)]
+    stalls = [(save.step, save.stall_seconds) for save in saves if save.stall_seconds]
+    arrivals = {
+        tier.url: [
+            (save.step, save.tiers[tier.url].seconds)
+            for save in saves
+            if tier.url in save.tiers and save.tiers[tier.url].seconds
+        ]
+        for tier in run.tiers
+    }
+    lasting = [index for index, tier in enumerate(run.tiers) if not is_in_memory(tier)]
+    charts = (
+        chart("Stall of a save", {"stall": stalls}, duration),
+        chart("From the call to the commit", arrivals, duration),
+    )
+    nearest = next((run.tiers[index].url for index in lasting), "")
+    failures = [each for each in run.history.failures if each.error != "SaveSkipped"]
+    return RunPage(
+        run=run,
+        durable=next((row for row in run.steps if _is_there(row, lasting)), None),
+        strip=run.steps[:STRIP],
+        rows=run.steps[(page - 1) * ROWS : page * ROWS],
+        page=page,
+        pages=pages,
+        stall_seconds=_median(stalls),
+        durable_seconds=_median(arrivals.get(nearest, [])),
+        charts=[each for each in charts if each is not None],
+        failures=failures[: -_LISTED - 1 : -1],
+        failed=len(failures),
+    )
+
+
+def is_in_memory(tier: TierView) -> bool:
+    """Return True if the steps of a tier are lost with the machine's memory."""
+    return tier.url.startswith("shm://")
+
+
+def _is_there(row: StepView, tiers: Sequence[int]) -> bool:
+    return any(row.cells[index].state in ("committed", "verified") for index in tiers)
+
+
+def _median(points: Sequence[tuple[int, float]]) -> float | None:
+    return statistics.median(value for _, value in points) if points else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLine:
+    """A shard, and the checksums of its chunks."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    checksums: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPage:
+    """One step, opened.
+
+    Attributes:
+        row: The step on all tiers.
+        url: The tier that its manifest was read from.
+        tensors: Those of this page whose name contains ``wanted``.
+        found: How many there are on all pages.
+        tensor: The tensor that is opened, and its shards.
+        before: The step before it that is there, to compare with.
+    """
+
+    row: StepView
+    url: str
+    manifest: Manifest
+    wanted: str
+    tensors: Sequence[Tensor]
+    found: int
+    page: int
+    pages: int
+    tensor: Tensor | None
+    shards: Sequence[ShardLine]
+    before: StepView | None
+
+
+class Opened:
+    """Opens the steps of a run. The manifest that was read last is kept.
+
+    Thread safety: any thread may call the methods. ``_last`` is replaced as a whole.
+    """
+
+    def __init__(self, watch: RunWatch) -> None:
+        self._watch = watch
+        self._last: tuple[StepView, str, StepReader] | None = None
+
+    def step(self, run: RunView, name: str) -> tuple[StepView, str, StepReader]:
+        """Open a step from the nearest tier that has it.
+
+        Args:
+            run: The view of the run.
+            name: The step, or ``STEP.ATTEMPT``.
+
+        Returns:
+            Its row, the URL of the tier, and a reader.
+
+        Raises:
+            NoCheckpoint: No tier has it.
+            CkptError: It cannot be read.
+        """
+        row = find_row(run, name)
+        if row is None:
+            raise NoCheckpoint(run.name, f"step {name} is not there")
+        if (last := self._last) is not None and (last[0].step, last[0].attempt) == (
+            row.step,
+            row.attempt,
+        ):
+            return row, *last[1:]
+        ref = StepRef(row.step, row.attempt)
+        for tier, cell in zip(run.tiers, row.cells, strict=True):
+            backend = next((t.backend for t in self._watch.tiers if t.url == tier.url), None)
+            if backend is not None and cell.state in ("committed", "verified"):
+                reader = StepReader(backend, ref, read_manifest(backend, ref), Workers("page", 1))
+                self._last = row, tier.url, reader
+                return self._last
+        raise NoCheckpoint(run.name, f"step {row.step} is on no tier that can be read")
+
+    def page(self, run: RunView, name: str, wanted: str, tensor: str, page: int) -> StepPage:
+        """Return the page of a step. Raises what ``step`` raises."""
+        row, url, reader = self.step(run, name)
+        fitting = [each for each in reader.manifest.tensors if wanted in each.name]
+        pages = max(1, -(-len(fitting) // TENSORS))
+        page = min(max(page, 1), pages)
+        opened = reader.tensors.get(tensor)
+        older = (each for each in run.steps if each.step < row.step and each.attempt)
+        return StepPage(
+            row=row,
+            url=url,
+            manifest=reader.manifest,
+            wanted=wanted,
+            tensors=fitting[(page - 1) * TENSORS : page * TENSORS],
+            found=len(fitting),
+            page=page,
+            pages=pages,
+            tensor=opened,
+            shards=_shards(reader, opened) if opened is not None else (),
+            before=next((each for each in older if _is_anywhere(each)), None),
+        )
+
+    def difference(self, run: RunView, one: str, two: str) -> tuple[StepView, StepView, Difference]:
+        """Compare two steps by their checksums. Reads no data. Raises what ``step`` raises."""
+        if not one or not two:
+            raise ConfigError("compare what? Give two steps")
+        first, _, a = self.step(run, one)
+        second, _, b = self.step(run, two)
+        return first, second, compare(a, b, read=False)
+
+
+def find_row(run: RunView, name: str) -> StepView | None:
+    """Return the row of ``STEP`` or ``STEP.ATTEMPT``; of several attempts one that is there."""
+    step, _, attempt = name.partition(".")
+    rows = [row for row in run.steps if str(row.step) == step and attempt in ("", row.attempt)]
+    return next((row for row in rows if _is_anywhere(row)), rows[0] if rows else None)
+
+
+def _is_anywhere(row: StepView) -> bool:
+    return bool(row.attempt) and any(cell.state in ("committed", "verified") for cell in row.cells)
+
+
+def _shards(reader: StepReader, tensor: Tensor) -> list[ShardLine]:
+    """Return the shards of a tensor; each chunk of a shard's bytes has a checksum."""
+    files, itemsize = reader.manifest.file_map(), DTYPES[tensor.dtype].itemsize
+    lines: list[ShardLine] = []
+    for shard in tensor.shards:
+        file = files[shard.rank]
+        end = shard.offset + math.prod(shard.shape) * itemsize
+        starts = chunk_offsets(file)
+        sums = [
+            chunk.checksum
+            for start, chunk in zip(starts, file.chunks, strict=False)
+            if shard.offset <= start < end
+        ]
+        lines.append(
+            ShardLine(
+                rank=shard.rank,
+                offsets=shard.offsets,
+                shape=shard.shape,
+                file=file.name,
+                offset=shard.offset,
+                checksums=sums,
+            )
+        )
+    return lines

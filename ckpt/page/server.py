@@ -1,0 +1,104 @@
+"""The server of the page."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import socket
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Final
+
+from ckpt.errors import ConfigError, MissingExtra
+from ckpt.observe.overview import RunWatch
+from ckpt.page.live import Live
+from ckpt.storage.places import is_folder
+
+_PACKAGES: Final = ("starlette", "uvicorn", "jinja2")
+_LEAST_TOKEN: Final = 16
+_CLOSE_SECONDS: Final = 1
+
+
+def read_token(path: str | None, *, needed: bool) -> str:
+    """Return the token in ``path``; without a path a new one if it is ``needed``, else none.
+
+    Raises:
+        ConfigError: The file cannot be read, or what it holds is too short.
+    """
+    if path is None:
+        return secrets.token_urlsafe(24) if needed else ""
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read(4096).strip()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the token in {path} cannot be read: {error}") from None
+    if len(token) < _LEAST_TOKEN or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"{path} holds no token: it needs {_LEAST_TOKEN} letters or digits at least, such as "
+            "those of `openssl rand -hex 16`"
+        )
+    return token
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Open the port of the page.
+
+    Raises:
+        MissingExtra: A package of the page is not installed.
+        ConfigError: The address cannot be listened at.
+    """
+    for package in _PACKAGES:
+        try:
+            import_module(package)
+        except ImportError:
+            raise MissingExtra("ckpt serve", package, "serve") from None
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot listen at {host}:{port} ({error.strerror or error}): give another "
+            "--host or --port"
+        ) from None
+
+
+def address(listener: socket.socket, host: str) -> str:
+    """Return the URL of the page."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{listener.getsockname()[1]}/"
+
+
+def run(
+    runs: Sequence[RunWatch], listener: socket.socket, token: str, interval: float | None
+) -> None:
+    """Serve until Ctrl-C or SIGTERM."""
+    app: Any = import_module("ckpt.page.app")
+    uvicorn: Any = import_module("uvicorn")
+    local = all(is_folder(tier.url) for each in runs for tier in each.tiers)
+    live = Live(runs, interval or (2.0 if local else 15.0))
+    live.start()
+    config = uvicorn.Config(
+        app.make_app(live, token),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    server = uvicorn.Server(config)
+    leave = server.handle_exit
+
+    def on_signal(*signal_and_frame: Any) -> None:
+        live.close()  # else readers that wait for changes hold up the end
+        leave(*signal_and_frame)
+
+    server.handle_exit = on_signal
+    # uvicorn sends itself the signal once more at its end, when both have done their work
+    earlier = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+        live.close()
+        listener.close()

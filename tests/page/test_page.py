@@ -1,0 +1,297 @@
+"""The page of ``ckpt serve``, as a browser gets it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt.events import SaveCommitted, SaveStaged
+from ckpt.observe import Journal
+from ckpt.observe.journal import note_verified
+from ckpt.storage.registry import open_backend
+from tests.checkpoints import write_checkpoint
+from tests.page.conftest import ARRAYS, Make
+
+HOSTILE = "</td><script>alert(1)</script>\x1b[31m\u202e{{ 7 * 7 }}\"'&"
+
+
+def text_of(page: str) -> str:
+    """What a reader sees, in one line."""
+    words: list[str] = []
+    parser = HTMLParser()
+    parser.handle_data = words.append  # type: ignore[method-assign]
+    parser.feed(page)
+    return " ".join(" ".join(words).split())
+
+
+def rows(page: str) -> dict[str, str]:
+    """Step -> the text of its row."""
+    table = page.partition('id="steps"')[2]
+    found = [text_of(row) for row in re.findall(r"<tr>(.*?)</tr>", table, re.DOTALL)]
+    return {row.split()[0]: row for row in found}
+
+
+def test_two_roots_that_a_journal_joins_are_one_run(make: Make, run: Path) -> None:
+    page = make(run, run.parent / "far").get("/")
+    assert "1 run" in text_of(page)
+    page = make(run, run.parent / "far", run.parent / "elsewhere").get("/")
+    assert "2 runs" in text_of(page)
+
+
+def test_a_run_shows_its_steps_on_each_tier(make: Make, run: Path) -> None:
+    page = make(run, run.parent / "far").get("/run/0")
+    found = rows(page)
+    assert list(found) == ["step", "400", "300", "200", "100", "50"]
+    assert "missed saving" in found["400"]
+    assert re.search(r"committed 0.25 s committed 0.25 s loss 0.2", found["200"])
+    assert re.search(r"committed 0.25 s – not there", found["300"])
+    assert "removed" in found["50"]
+    assert "12.3 ms" in found["300"]
+    assert "2 ranks" not in page
+    told = text_of(page)
+    assert "Newest durable step 300" in told
+    assert "Saves that failed 1" in told
+    assert "OSError" in told
+    assert "1 step for" in told
+
+
+def test_a_step_that_was_checked_is_shown_so(make: Make, run: Path) -> None:
+    note_verified(str(run), 200, "")
+    note_verified(str(run), 300, "1 fault found")
+    found = rows(make(run).get("/run/0"))
+    assert "verified 0.25 s" in found["200"]
+    assert "damaged" in found["300"]
+    assert "committed" in found["100"]
+
+
+def test_the_charts_say_in_words_what_they_show(make: Make, run: Path) -> None:
+    page = make(run, run.parent / "far").get("/run/0")
+    labels = re.findall(r'role="img" aria-label="([^"]+)"', page)
+    assert labels[0] == "Stall of a save, steps 50 to 400. Newest: stall: 12.3 ms"
+    assert labels[1].startswith("From the call to the commit, steps 50 to 300.")
+    assert page.count('class="dot') == 5 + 4 + 1
+
+
+def test_a_step_is_opened(make: Make, run: Path) -> None:
+    told = text_of(make(run).get("/run/0/step/300"))
+    assert "written by 2 ranks" in told
+    assert "model/embed float32 12 × 8 384 B 2" in told
+    assert "rank-00001.safetensors 1" in told
+    assert "compare with step 200" in told
+
+
+def test_a_tensor_is_opened_with_its_shards_and_checksums(make: Make, run: Path) -> None:
+    page = make(run).get("/run/0/step/300.abc123", params={"tensor": "model/embed"})
+    shards = re.findall(r"<tr><th scope=\"row\">(\[\d.*?)</tr>", page, re.DOTALL)
+    assert [text_of(shard).split()[:7] for shard in shards] == [
+        ["[0,", "0]", "6", "×", "8", "0", "rank-00000.safetensors"],
+        ["[6,", "0]", "6", "×", "8", "1", "rank-00001.safetensors"],
+    ]
+    assert all(re.search(r"\b[0-9a-f]{32}\b", shard) for shard in shards)
+
+
+def test_tensors_are_searched(make: Make, run: Path) -> None:
+    told = text_of(make(run).get("/run/0/step/300", params={"q": "bias"}))
+    assert "1 of 2" in told
+    assert "model/embed" not in told
+
+
+def test_two_steps_are_compared_by_checksum(make: Make, run: Path) -> None:
+    page = make(run)
+    told = text_of(page.get("/run/0/diff?a=200&b=300"))
+    assert "Equal 1 tensors" in told
+    assert "Other values 1 model/embed" in told
+    assert "Equal 2 tensors" in text_of(page.get("/run/0/diff?a=100&b=200"))
+
+
+def test_another_layout_is_not_read(make: Make, run: Path) -> None:
+    write_checkpoint(open_backend(str(run)), 500, ARRAYS, world_size=3)
+    told = text_of(make(run).get("/run/0/diff?a=200&b=500"))
+    assert "Saved in another layout; ckpt diff reads and compares them" in told
+
+
+def test_a_damaged_manifest_is_shown_and_hides_no_other_step(make: Make, run: Path) -> None:
+    manifest = run / "step-000000300.abc123" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    page = make(run)
+    found = rows(page.get("/run/0"))
+    assert "damaged" in found["300"]
+    assert "committed" in found["200"]
+    assert "on no tier" in page.get("/run/0/step/300", 404)
+    shutil.rmtree(run / "step-000000200.abc123")
+    assert "This cannot be shown" in page.get("/run/0/step/200", 502)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/nothing",
+        "/run/1",
+        "/run/x",
+        "/run/-1",
+        "/run/99999999999999999999",
+        "/run/0/step/7",
+        "/run/0/step/x",
+        "/run/0/step/300.other",
+        "/run/0/step/..%2f..%2fetc",
+        "/run/0/diff?a=7&b=300",
+        "/static/../app.py",
+        "/static/..%2fapp.py",
+        "/static/none.css",
+    ],
+)
+def test_what_is_not_there_is_a_short_404(make: Make, run: Path, path: str) -> None:
+    page = make(run).get(path, 404)
+    assert len(page) < 2000
+    assert "Traceback" not in page
+
+
+@pytest.mark.parametrize("number", ["0", "-3", "x", "9" * 40, "2", ""])
+def test_any_page_number_is_a_page(make: Make, run: Path, number: str) -> None:
+    assert "400" in rows(make(run).get("/run/0", params={"page": number}))
+
+
+def test_a_comparison_needs_two_steps(make: Make, run: Path) -> None:
+    assert "Give two steps" in make(run).get("/run/0/diff?a=300", 400)
+
+
+def test_an_empty_root_is_a_page_too(make: Make, tmp_path: Path) -> None:
+    page = make(tmp_path / "none")
+    assert "There is no step yet" in text_of(page.get("/run/0"))
+    assert "nothing is safe yet" in text_of(page.get("/"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tier_that_cannot_be_opened_is_named(make: Make, run: Path) -> None:
+    assert "no backend for" in text_of(make(run, "nosuch://x").get("/run/1"))
+
+
+# -- text of others --------------------------------------------------------------------------------
+
+
+def test_no_text_of_a_checkpoint_becomes_markup(make: Make, tmp_path: Path) -> None:
+    root = tmp_path / "run<b>"
+    arrays = {HOSTILE: np.ones(3, np.float32), "x": np.ones(3, np.float32)}
+    for step in (1, 2):
+        write_checkpoint(
+            open_backend(str(root)),
+            step,
+            {HOSTILE: arrays[HOSTILE] * step},
+            metadata={"metrics": {HOSTILE: 1.5}},
+        )
+    journal = Journal(root, rank=0)
+    journal(SaveStaged(step=2, nbytes=1, stall_seconds=1, tiers=(HOSTILE,)))
+    journal(SaveCommitted(step=2, tier=HOSTILE, nbytes=1, durable_seconds=1))
+    journal.close()
+    page = make(root)
+    for path in (
+        "/",
+        "/run/0",
+        "/run/0/step/2",
+        "/run/0/diff?a=1&b=2",
+    ):
+        text = page.get(path)
+        assert "<script>alert" not in text
+        assert "run<b>" not in text
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+    assert "&lt;script&gt;" in text
+    opened = page.get("/run/0/step/2", params={"tensor": HOSTILE, "q": HOSTILE[:9]})
+    assert "<script>alert" not in opened
+    assert "checksums of its chunks" in opened
+
+
+def test_the_words_of_a_reader_do_not_become_markup(make: Make, run: Path) -> None:
+    for path in ("/run/0/step/300?q=", "/run/0/step/", "/run/0/diff?b=1&a="):
+        text = make(run).client.get(path + "<script>alert(1)</script>").text
+        assert "<script>alert" not in text
+
+
+# -- who may look ----------------------------------------------------------------------------------
+
+
+def test_the_page_only_reads(make: Make, run: Path) -> None:
+    page = make(run)
+    before = sorted(run.parent.rglob("*"))
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert page.client.request(method, "/run/0").status_code == 405
+    for path in ("/", "/run/0", "/run/0/step/300", "/run/0/diff?a=200&b=300"):
+        page.get(path)
+    assert sorted(run.parent.rglob("*")) == before
+
+
+def test_a_page_of_another_site_cannot_read_this_one(make: Make, run: Path) -> None:
+    page = make(run, host="evil.example")
+    page.get("/", 421)
+    page.get("/", 421, headers={"host": "["})
+    headers = make(run).client.get("/run/0").headers
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "style=" not in make(run).get("/run/0")
+
+
+def test_with_a_token_nothing_is_shown_without_it(make: Make, run: Path) -> None:
+    token = "correct-horse-battery"
+    page = make(run, token=token, host="node7")
+    for path in ("/", "/run/0", "/live", "/static/page.css", "/?token=wrong"):
+        assert "needs its token" in page.get(path, 401)
+    page.get("/", 401, headers={"authorization": "Bearer nope"})
+    page.get("/run/0", headers={"authorization": f"Bearer {token}"})
+    answer = page.client.get(f"//evil.example/run/0?token={token}&page=1")
+    assert (answer.status_code, answer.headers["location"][:2]) != (303, "//")
+    answer = page.client.get(f"/run/0?token={token}&page=1")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/run/0?page=1")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "samesite=lax" in answer.headers["set-cookie"].lower()
+    page.get("/run/0")  # the client has the cookie now
+
+
+# -- live, and large -------------------------------------------------------------------------------
+
+
+def test_a_new_step_is_a_new_version(make: Make, run: Path) -> None:
+    page = make(run, interval=0.05)
+    page.get("/")
+    version = page.live.version
+    write_checkpoint(open_backend(str(run)), 600, ARRAYS)
+    deadline = time.monotonic() + 30
+    while page.live.version == version:
+        assert time.monotonic() < deadline
+        page.get("/")
+    assert "600" in rows(page.get("/run/0"))
+    version = page.live.version
+    views = page.live.views
+    while page.live.views is views:
+        assert time.monotonic() < deadline
+        page.get("/")
+    assert page.live.version == version
+
+
+def test_a_thousand_steps_stay_quick(make: Make, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    backend, journal = open_backend(str(root)), Journal(root, rank=0)
+    first = write_checkpoint(backend, 0, ARRAYS).ref
+    for step in range(1, 1000):  # copies of one folder, whose manifests say so
+        write_checkpoint(backend, step, {"x": ARRAYS["model/bias"]})
+    for step in range(1000):
+        journal(SaveStaged(step=step, nbytes=1, stall_seconds=0.01, tiers=(str(root),)))
+        journal(SaveCommitted(step=step, tier=str(root), nbytes=1, durable_seconds=0.1))
+    journal.close()
+    assert (root / first.folder).is_dir()
+    page = make(root)
+    (tier,) = page.live.views[0].tiers
+    assert tier.steps == 1000 or "no answer" in tier.error
+    began = time.process_time()
+    text = page.get("/run/0")
+    seconds = time.process_time() - began
+    assert len(rows(text)) == 1 + 50
+    assert len(text) < 200_000
+    assert seconds < 0.5, seconds
+    assert "page 20 of 20" in text_of(page.get("/run/0?page=20"))
