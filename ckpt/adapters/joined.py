@@ -187,14 +187,15 @@ def _meet(store: Store, rank: int, world_size: int, deadline: float) -> Coordina
         raise ConfigError(
             f"join: another process has joined as rank {rank}: give each process a rank of its own"
         )
-    coordinator.post("joined", str(world_size).encode())
-    first = coordinator.set_once("world_size", str(world_size).encode())
-    if int(first) == world_size:  # otherwise ranks are waited for that do not exist
+    size = str(world_size).encode()
+    coordinator.post("joined", size)
+    sizes = {coordinator.set_once("world_size", size)}
+    if sizes == {size}:  # otherwise this rank would wait for ranks that do not exist
         wait = Wait(max(0.0, deadline - time.monotonic()), "the join")
-        first = max(gather(coordinator, "joined", wait).values(), key=lambda told: told != first)
-    if int(first) != world_size:
+        sizes |= set(gather(coordinator, "joined", wait).values())
+    if others := sizes - {size}:
         raise ConfigError(
-            f"join: world_size={world_size} on rank {rank}, and {int(first)} on another rank: give "
-            "all ranks the same"
+            f"join: world_size={world_size} on rank {rank}, and {int(others.pop())} on another "
+            "rank: give all ranks the same"
         )
     return coordinator
