@@ -35,9 +35,9 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
 
 def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
     """The indices of the wrappers among ``tensors``, of which there may be thousands."""
-    kinds = set[type](map(type, tensors))
-    if PLAIN.issuperset(kinds):
+    if PLAIN.issuperset(map(type, tensors)):
         return
+    kinds = set[type](map(type, tensors))
     kinds.update(type(each._local_tensor) for each in tensors if isinstance(each, DTensor))
     if any(_flattens(kind) for kind in kinds if kind is not DTensor):
         yield from (index for index, each in enumerate(tensors) if is_wrapper(each))

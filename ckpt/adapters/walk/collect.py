@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -49,7 +48,7 @@ from ckpt.adapters.walk.objects import (
 )
 from ckpt.adapters.walk.segments import At, Held, Segment, Table, place_of, same_view
 from ckpt.adapters.walk.stand_in import OptimizerStandIn
-from ckpt.adapters.walk.wrappers import Wrappers, name_in_module, name_in_optimizer
+from ckpt.adapters.walk.wrappers import Wrappers, in_module, in_optimizer
 from ckpt.errors import UnsupportedValue
 from ckpt.model.patterns import WHOLE, Patterns
 from ckpt.model.values import Node, encode, join
@@ -458,7 +457,7 @@ class _Walk:
             for entry in items.others
             if self._choice.takes(f"{path}/{entry.fqn}")
         }
-        wrappers = Wrappers(items.tensors, partial(name_in_module, path, items, self._choice))
+        wrappers = in_module(path, items, self._choice)
         values |= {name[len(path) + 1 :]: node for name, node in wrappers.nodes.items()}
         late = list(map(self._owned.__contains__, map(id, items.tensors)))
 
@@ -505,13 +504,13 @@ class _Walk:
         late = self._optimizers.holds(optimizer)
         known = self._memory.optimizers.get(path)
         if known is not None and known.is_of(keeper, self._parameters, now, self._choice):
-            wrappers = Wrappers(known.tensors, partial(name_in_optimizer, path, known))
+            wrappers = in_optimizer(path, known)
             if self._take_again(path, (late, known, *wrappers.key), wrappers.tensors):
                 return known, wrappers
         # also when a tensor has another shape, which may belong to another part of a parameter
         items = OptimizerItems(path, optimizer, keeper, self._parameters, now, self._choice)
         self._memory.optimizers[path] = items
-        wrappers = Wrappers(items.tensors, partial(name_in_optimizer, path, items))
+        wrappers = in_optimizer(path, items)
         named = self._named(path, items, late, is_partial=keeper.own is not None)
         candidates = (
             each for index, item in enumerate(named) for each in wrappers.held(index, item)

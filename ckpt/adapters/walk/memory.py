@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.adapters.tensors.layout import PLAIN
 from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
 from ckpt.adapters.walk.choice import Choice
@@ -120,6 +121,7 @@ class OptimizerItems:
         owners: For each tensor its key, and the parameter (or part of one) that it belongs to.
         tensors: The tensors of its state, each as often as it has a name.
         others: Indices and names of the values of its state that are not tensors.
+        are_plain: Whether all tensors are of torch's own kinds.
     """
 
     __slots__ = (
@@ -129,6 +131,7 @@ class OptimizerItems:
         "_known",
         "_own",
         "_sources",
+        "are_plain",
         "names",
         "others",
         "owners",
@@ -176,6 +179,7 @@ class OptimizerItems:
                             self.tensors.append(value)
                         else:
                             self.others.append((index, state_name(path, part.path, key)))
+        self.are_plain = PLAIN.issuperset(map(type, self.tensors))
 
     def is_of(self, keeper: Keeper, parameters: Parameters, now: Structure, choice: Choice) -> bool:
         """Return whether this record still describes the optimizer.

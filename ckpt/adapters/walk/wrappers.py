@@ -22,19 +22,6 @@ NameOf = Callable[[int], Named | None]
 """From the index of a tensor to its name; None if it is not saved."""
 
 
-def name_in_module(path: str, items: ModuleItems, choice: Choice, index: int) -> Named | None:
-    """``NameOf`` for the tensors of ``items``, as far as ``choice`` takes them."""
-    entry = items.held[index]
-    name = f"{path}/{entry.fqn}"
-    return (name, entry.piece) if choice.takes(name) else None
-
-
-def name_in_optimizer(path: str, items: OptimizerItems, index: int) -> Named:
-    """``NameOf`` for the tensors of ``items``."""
-    part, key, _ = items.owners[index]
-    return state_name(path, part.path, key), part.piece
-
-
 class Wrappers:
     """Those among ``tensors``, taken apart, each once.
 
@@ -47,12 +34,15 @@ class Wrappers:
         UnsupportedValue: One that cannot be saved, with its name.
     """
 
-    def __init__(self, tensors: Sequence[Source], name_of: NameOf) -> None:
+    def __init__(
+        self, tensors: Sequence[Source], name_of: NameOf, *, are_plain: bool = False
+    ) -> None:
+        """``are_plain``: all are known to be of torch's own kinds."""
         self._found: dict[int, Apart] = {}
-        self.tensors, self.key = tensors, tuple[Hashable, ...]()
+        self.tensors = tensors
+        self.key: tuple[Hashable, ...] = ()
         self.nodes: dict[str, Node] = {}
-        indices = list(wrappers_in(tensors))
-        if not indices:
+        if are_plain or not (indices := list(wrappers_in(tensors))):
             return
         known: dict[int, Apart] = {}
         for index in indices:
@@ -95,3 +85,24 @@ class Wrappers:
                 replicas=inside.replicas or item.replicas,
                 watched=taken.watched,
             )
+
+
+def in_module(path: str, items: ModuleItems, choice: Choice) -> Wrappers:
+    """The wrappers in a module, as far as ``choice`` takes them."""
+
+    def name_of(index: int) -> Named | None:
+        entry = items.held[index]
+        name = f"{path}/{entry.fqn}"
+        return (name, entry.piece) if choice.takes(name) else None
+
+    return Wrappers(items.tensors, name_of)
+
+
+def in_optimizer(path: str, items: OptimizerItems) -> Wrappers:
+    """The wrappers in the state of an optimizer."""
+
+    def name_of(index: int) -> Named:
+        part, key, _ = items.owners[index]
+        return state_name(path, part.path, key), part.piece
+
+    return Wrappers(items.tensors, name_of, are_plain=items.are_plain)

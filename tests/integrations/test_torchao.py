@@ -1,0 +1,93 @@
+"""torchao's optimizers and weights, by the package itself, resumed in a fresh process."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt import CheckpointManager
+from ckpt.errors import KindMismatch
+from tests.adapters.saving import bits
+from tests.processes import run
+
+pytest.importorskip("torchao", reason="torchao is not installed", exc_type=ImportError)
+HERE = Path(__file__).resolve()
+WORKER = HERE.parent / "workers" / "quantised.py"
+
+
+def worker(kind: str, phase: str, root: Path, *, ranks: int = 1) -> list[str]:
+    """The losses of every rank after the save, or after the restore."""
+    command = [sys.executable, str(WORKER), kind, phase, str(root)]
+    if ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command[1:1] = launcher
+    path = os.pathsep.join([str(HERE.parents[2]), str(HERE.parents[2] / "backends")])
+    done = run(command, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, timeout=500)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("losses"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_a_fresh_process_trains_on_to_the_bit(kind: str, tmp_path: Path) -> None:
+    losses = worker(kind, "save", tmp_path)
+    assert len(losses) == 1
+    assert worker(kind, "restore", tmp_path) == losses
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1200)
+def test_two_ranks_of_fsdp2_train_on_to_the_bit(tmp_path: Path) -> None:
+    losses = worker("AdamW8bit", "save", tmp_path, ranks=2)
+    assert len(losses) == 2
+    assert worker("AdamW8bit", "restore", tmp_path, ranks=2) == losses
+
+
+def quantised(config: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 128))
+    api = importlib.import_module("torchao.quantization")
+    api.quantize_(model, getattr(api, config)())
+    return model
+
+
+def inside(tensor: Any) -> dict[str, bytes]:
+    return {name: bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]}
+
+
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_quantised_weights_are_filled_in_place(config: str, tmp_path: Path) -> None:
+    model, target = quantised(config, 0), quantised(config, 1)
+    assert inside(model[0].weight) != inside(target[0].weight)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save({"model": model}, 1)
+        manager.restore({"model": target})
+        assert inside(target[0].weight) == inside(model[0].weight)
+        sample = torch.randn(4, 128)
+        assert torch.equal(target(sample), model(sample))
+        with pytest.raises(KindMismatch, match=r"'model/0\.weight'"):
+            manager.restore({"model": nn.Sequential(nn.Linear(128, 128))})
+
+
+def test_nf4_weights_are_filled_in_place(tmp_path: Path) -> None:
+    api = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+    def state(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {"w": api.to_nf4(torch.randn(512, 512), 64, 256)}
+
+    one, two = state(0), state(1)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(one, 1)
+        manager.restore(two)
+    assert inside(two["w"]) == inside(one["w"])
+    assert torch.equal(two["w"].get_original_weight(), one["w"].get_original_weight())
