@@ -30,6 +30,7 @@ from ckpt.cli.prune import prune
 from ckpt.cli.restore import restore
 from ckpt.cli.serve import serve
 from ckpt.cli.show import show
+from ckpt.cli.top import top
 from ckpt.cli.verify import verify
 from ckpt.cli.watch import watch
 from ckpt.errors import CkptError, ConfigError, StorageError
@@ -50,6 +51,7 @@ Examples:
   ckpt show runs/gpt latest                       what is in it?
   ckpt diff runs/gpt --step 1100 --step 1200      what has changed?
   ckpt serve runs/gpt                             watch it in the browser
+  ckpt top runs/gpt                               watch it in the terminal
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
@@ -132,6 +134,7 @@ COMMANDS: Final = (
     verify,
     diff,
     serve,
+    top,
     copy,
     prune,
     pin,

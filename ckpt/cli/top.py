@@ -1,0 +1,102 @@
+"""``ckpt top``: runs at a glance, in the terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.cli.options import PlacesArgument, RootsOption, places
+from ckpt.cli.serve import ConfigsOption, watched_runs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ckpt.observe.overview import RunView, StepView, TierView
+
+_ROWS = 12
+_PATIENCE_SECONDS = 2.0
+
+
+def top(
+    where: PlacesArgument = None,
+    root: RootsOption = None,
+    config: ConfigsOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
+    interval: Annotated[
+        float,
+        typer.Option("--interval", metavar="SECONDS", min=0.2, help="Between two looks."),
+    ] = 2.0,
+) -> None:
+    r"""Show runs in the terminal, live: tiers, and the newest steps on each.
+
+    The places are those of `ckpt serve`, which shows more. Ctrl-C ends it.
+
+    \b
+    Examples:
+      ckpt top runs/gpt
+      ckpt top /nvme/ckpt /lustre/run42 --once
+      ckpt top --config ckpt.toml
+    """
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    runs = watched_runs(places(where, root), config)
+
+    def look() -> Group:
+        views = [run.look(_PATIENCE_SECONDS) for run in runs]
+        return Group(*(table for view in views for table in _tables(view)))
+
+    console = Console(markup=False, emoji=False, highlight=False)
+    if once or not sys.stdout.isatty():
+        console.print(look())
+        return
+    with suppress(KeyboardInterrupt), Live(look(), console=console, screen=True) as live:
+        while True:
+            time.sleep(interval)
+            live.update(look())
+
+
+def _tables(run: RunView) -> Iterator[Table]:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    from ckpt.cli.output import size
+    from ckpt.errors.text import clean
+
+    tiers = Table(title=Text(clean(run.name), style="bold"), title_justify="left", box=box.SIMPLE)
+    tiers.add_column("tier", overflow="fold")
+    for name in ("steps", "newest", "used", "free", "under way"):
+        tiers.add_column(name, justify="right", no_wrap=name != "under way")
+    for number, tier in enumerate(run.tiers, 1):
+        free = size(tier.free) if tier.free == tier.free else "-"
+        newest = str(tier.newest) if tier.newest >= 0 else "-"
+        used = size(tier.used_bytes) if tier.opened else "-"
+        cells = (f"{number} {tier.url}", str(tier.steps), newest, used, free, _under_way(tier))
+        tiers.add_row(*(Text(clean(cell)) for cell in cells))
+    yield tiers
+    steps = Table(box=box.SIMPLE)
+    for name in ("step", "size", "stall", *(f"tier {n + 1}" for n in range(len(run.tiers)))):
+        steps.add_column(name, justify="right" if name in ("step", "size", "stall") else "left")
+    for row in run.steps[:_ROWS]:
+        steps.add_row(str(row.step), size(row.nbytes), *_rest(row))
+    yield steps
+
+
+def _under_way(tier: TierView) -> str:
+    if tier.error:
+        return tier.error
+    return f"{tier.waiting}" if tier.waiting else "-"
+
+
+def _rest(row: StepView) -> Iterator[str]:
+    from ckpt.cli.output import duration
+
+    yield duration(row.save.stall_seconds) if row.save and row.save.stall_seconds else "-"
+    for cell in row.cells:
+        yield "-" if cell.state == "absent" else cell.state

@@ -1,0 +1,51 @@
+"""``ckpt top``: runs at a glance, in 80 columns."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckpt.events import SaveCommitted, SaveStaged
+from ckpt.observe.journal import Journal
+from tests.cli.conftest import Cli, Written
+
+
+def test_it_shows_tiers_and_steps_in_80_columns(cli: Cli, steps: dict[int, Written]) -> None:
+    journal = Journal("runs", rank=0)
+    place = journal_root()
+    for step in (50, 300, 400):
+        journal(SaveStaged(step=step, nbytes=7, stall_seconds=0.0123, tiers=(place,)))
+    journal(SaveCommitted(step=50, tier=place, nbytes=7, durable_seconds=1))
+    journal.close()
+    ran = cli("top", "--once")
+    assert (ran.code, ran.err) == (0, "")
+    rows = [line.split() for line in ran.out.splitlines() if line.strip()]
+    assert ["400", "7", "B", "12.3", "ms", "saving"] in rows
+    assert ["50", "7", "B", "12.3", "ms", "removed"] in rows
+    assert any(row[0] == "300" and row[-1] == "committed" for row in rows)
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def journal_root() -> str:
+    from ckpt.storage.registry import open_backend
+
+    return open_backend("runs").url
+
+
+def test_a_hostile_name_moves_no_cursor(cli: Cli, steps: dict[int, Written]) -> None:
+    journal = Journal("runs", rank=0)
+    journal(SaveStaged(step=400, nbytes=7, stall_seconds=1, tiers=("\x1b[2J[red]x",)))
+    journal.close()
+    ran = cli("top", "--once")
+    assert "\x1b" not in ran.out
+    assert "[red]x" in ran.out
+
+
+@pytest.mark.parametrize("words", [("--interval", "0"), ("--config", "none.toml")])
+def test_a_wrong_call_is_refused(cli: Cli, words: tuple[str, ...]) -> None:
+    assert cli("top", "--once", *words).code == 2
+
+
+def test_an_empty_place_has_no_steps(cli: Cli) -> None:
+    ran = cli("top", "nothing", "--once")
+    assert ran.code == 0
+    assert "nothing" in ran.out
