@@ -130,20 +130,16 @@ def register(
 
     def decide() -> bytes:
         nonlocal link
-        wait = Wait(_START_SECONDS, "the manager")
-        ranks = [
-            msgspec.json.decode(data, type=Owner)
-            for data in gather(coordinator, _SUBJECT, wait).values()
-        ]
+        posted = gather(coordinator, _SUBJECT, Wait(_START_SECONDS, "the manager"))
+        ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
         try:
             link = Link(_job(me, ranks, tiers, config.backlog))
         except CkptError as error:
-            return str(error).encode()
-        return b""
+            return msgspec.json.encode(str(error))
+        return msgspec.json.encode("")  # a verdict is never empty
 
-    refusal = leader_decides(
-        coordinator, _SUBJECT, decide, Wait(_START_SECONDS + 30, "the registration with the agent")
-    ).decode()
+    wait = Wait(_START_SECONDS + 30, "the registration with the agent")
+    refusal = msgspec.json.decode(leader_decides(coordinator, _SUBJECT, decide, wait), type=str)
     coordinator.forget(_SUBJECT)
     if not refusal:
         return link or Link(None)

@@ -1,0 +1,52 @@
+"""A job of several ranks has one registration, and all ranks learn whether there is an agent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt import CheckpointManager
+from ckpt.agent.client import status
+from ckpt.agent.place import Place
+from ckpt.coordination.api import Coordinator
+from ckpt.errors import AgentError
+from tests.agent.conftest import await_state
+from tests.coordination.world import World
+from tests.test_review import whole
+
+
+def test_all_ranks_detach_and_the_agent_takes_the_files_of_all(
+    place: Place, tmp_path: Path
+) -> None:
+    tiers = [tmp_path / "near", tmp_path / "far"]
+
+    def train(coordinator: Coordinator) -> int:
+        manager = CheckpointManager(tiers, coordinator=coordinator, agent="required")
+        found = status(place)
+        assert found is not None
+        for step in (1, 2, 3):
+            mine = {f"x{coordinator.rank}": torch.full((50_000,), step)}
+            manager.save_async(mine, step).result(60, tier=str(tmp_path / "near"))
+        manager.close(detach=True)
+        return len(found.jobs)
+
+    assert World(2, patience=120).run(train) == {0: 1, 1: 1}
+    assert await_state(place, "done").processes == (os.getpid(),) * 2
+    assert whole(tmp_path / "near") == [1, 2, 3]
+    assert whole(tmp_path / "far") == [1, 2, 3]
+
+
+def test_all_ranks_learn_that_there_is_none(place: Place, tmp_path: Path) -> None:
+    os.chmod(place.folder, 0o755)
+
+    def build(coordinator: Coordinator) -> str:
+        with pytest.raises(AgentError, match="is open to other users") as told:
+            CheckpointManager(tmp_path, coordinator=coordinator, agent="required")
+        return str(told.value)
+
+    told = World(2, patience=120).run(build)
+    assert told[0] == told[1]
+    os.chmod(place.folder, 0o700)
