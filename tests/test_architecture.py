@@ -9,6 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -482,3 +483,14 @@ def test_help_takes_a_quarter_of_a_second_of_processor_time(tmp_path: Path) -> N
         assert done.returncode == 0, done.stderr
         assert "restore" in done.stdout
     assert statistics.median(seconds) < HELP_SECONDS, seconds
+
+
+UNCHECKED_MODULES = 137
+
+
+def test_the_list_of_tests_that_mypy_does_not_check_only_shrinks() -> None:
+    """A file that is new or mended is checked: lower the number with the list."""
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    (listed,) = (each["module"] for each in overrides if each.get("ignore_errors"))
+    assert [name for name in listed if not (ROOT / f"{name.replace('.', '/')}.py").exists()] == []
+    assert len(listed) == UNCHECKED_MODULES

@@ -123,7 +123,7 @@ def test_what_was_exported_comes_back(cli: Cli, out: str, kind: str) -> None:
             "ordered": {"b": 1, "a": 2},
             "count": {"x": 2},
         }
-    blank = {
+    blank: dict[str, Any] = {
         name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
         for name, value in expected.items()
     }

@@ -144,7 +144,7 @@ def test_few_ranks_take_over_at_once_and_none_waits_long(rank):
 
 # -- on the wire -----------------------------------------------------------------------------------
 
-texts = st.text(st.characters(exclude_categories=("Cs",)))
+texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
 @given(
@@ -196,6 +196,7 @@ def words_asked_for(size: int, dead: int) -> int:
     for rank in set(range(size)) - {dead}:
         one, now = CommitMachine(5, rank, size, BOUNDS, 0.0), 0.0
         action = one.begin(now)
+        event: Outcome | Intended | VotesArrived
         while now < BOUNDS.timeout:
             match action:
                 case Await(until):

@@ -327,6 +327,7 @@ class Tormentor:
         """
         with Workers("check", 2) as workers:
             for ref in committed(self.backend):
+                faults: tuple[object, ...]
                 try:
                     faults = verify_step(self.backend, ref, workers=workers).faults
                 except Exception as error:

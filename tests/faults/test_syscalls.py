@@ -86,13 +86,13 @@ def save_with_a_failure(
             manager.close()
         except CkptError as error:
             told[-1] = error
-    for step, error in told.items():
-        unseen = lasting and isinstance(error, CommitError) and "cannot be seen" in str(error)
+    for step, fault in told.items():
+        unseen = lasting and isinstance(fault, CommitError) and "cannot be seen" in str(fault)
         assert not unseen or list((place / which).glob(f"step-*{max(step, 1)}.*/manifest.json")), (
             nth,
-            error,
+            fault,
         )
-        assert error is None or isinstance(error, TOLD[code]) or unseen, (nth, type(error), error)
+        assert fault is None or isinstance(fault, TOLD[code]) or unseen, (nth, type(fault), fault)
     near, far = whole(place / "near"), whole(place / "far")
     for step in (1, 2):
         if told[step] is None:

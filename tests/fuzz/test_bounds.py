@@ -90,7 +90,7 @@ def test_a_tree_that_is_nested_too_deeply_is_neither_written_nor_read(kind: str)
 
 def test_a_long_name_above_many_values_is_neither_written_nor_read() -> None:
     """Each of them would have the name in its own."""
-    node = {"k" * 100_000: [{}] * 100_000}
+    node: Any = {"k" * 100_000: [{}] * 100_000}
     with pytest.raises(ManifestCorrupt, match="times as many characters"):
         parse(msgspec.Raw(msgspec.json.encode(node)))
     with pytest.raises(UnsupportedValue, match="times as many characters"):

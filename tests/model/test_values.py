@@ -58,7 +58,7 @@ def same(one, two) -> bool:
     return one == two
 
 
-text = st.text(st.characters(exclude_categories=("Cs",)))
+text = st.text(st.characters(exclude_categories=["Cs"]))
 integers = (
     st.integers()
     | st.integers(-(2**70), 2**70)

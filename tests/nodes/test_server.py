@@ -181,7 +181,7 @@ def test_a_node_that_cannot_tell_the_others_serves_nobody(tmp_path: Path) -> Non
     """A thread that still waits for requests would keep the process from ending."""
     coordinator = World(2).coordinator(0)
 
-    def gone(subject: str, word: bytes) -> None:
+    def gone(subject: str, message: bytes) -> None:
         raise CommitError("the job's store is gone")
 
     coordinator.post = gone  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from ckpt.plan.save import SPLIT_FROM_BYTES, plan_save
 from tests.plan.worlds import image_of
 
 CHUNK = 1 << 12
-names = st.text(st.characters(exclude_categories=("Cs",)), max_size=6) | st.sampled_from(
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
     [
         "a",
         "a@1",
@@ -50,7 +50,7 @@ def worlds(draw: st.DrawFn) -> list[list[Leaf]]:
         if draw(st.booleans()):
             group = tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=1))))
             whole = Box.whole(shape)
-            boxes = (whole,)
+            boxes: tuple[Box, ...] = (whole,)
             if shape and shape[0] >= 2 and draw(st.booleans()):
                 boxes = tuple(slab for k in range(2) if (slab := even_slab(whole, 2, k)))
             for rank in group:
@@ -59,8 +59,8 @@ def worlds(draw: st.DrawFn) -> list[list[Leaf]]:
             parts = [even_slab(Box.whole(shape), size, rank) for rank in range(size)]
             if parts[0] is None:
                 parts = [Box.whole(shape), *[None] * (size - 1)]
-            for rank in range(size):
-                ranks[rank].append(Leaf(name, dtype, shape, (parts[rank],) if parts[rank] else ()))
+            for rank, part in enumerate(parts):
+                ranks[rank].append(Leaf(name, dtype, shape, (part,) if part else ()))
     return ranks
 
 
@@ -197,7 +197,7 @@ def test_the_second_piece_has_a_serial_that_no_other_leaf_has():
 
 
 def transformer(layers: int, width: int, replicas: tuple[int, ...]) -> list[Leaf]:
-    shapes = {"embed": (50257, width)}
+    shapes: dict[str, tuple[int, ...]] = {"embed": (50257, width)}
     for i in range(layers):
         shapes |= {
             f"{i}/attn": (3 * width, width),

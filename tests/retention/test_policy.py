@@ -25,7 +25,7 @@ def doomed(
     )
 
 
-def going(committed: list[StepRef], own: str = "", **rule: int) -> list[int]:
+def going(committed: list[StepRef], own: str = "", **rule: Any) -> list[int]:
     return [ref.step for ref in doomed(committed, Retention(**rule), own=own)]
 
 
