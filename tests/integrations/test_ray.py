@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ from tests import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = Path(__file__).parent / "workers"
+BOUND = 560  # Ray starts a dozen processes for each run
+
+pytestmark = pytest.mark.timeout(BOUND + 40)
 
 
 def run(script: Path, *arguments: object, timeout: float) -> str:
@@ -54,7 +58,7 @@ def run(script: Path, *arguments: object, timeout: float) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of ``rayed.py`` have left their files."""
     made = tmp_path_factory.mktemp("ray")
-    run(WORKERS / "rayed.py", made, timeout=280)
+    run(WORKERS / "rayed.py", made, timeout=BOUND)
     return made
 
 
@@ -96,7 +100,7 @@ def test_another_run_begins_with_a_reported_checkpoint(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_an_announced_preemption_costs_no_step(tmp_path: Path) -> None:
-    run(WORKERS / "drained.py", tmp_path, timeout=280)
+    run(WORKERS / "drained.py", tmp_path, timeout=BOUND)
     stopped, resumed = [], []
     for rank in range(2):
         first = json.loads((tmp_path / f"{rank}-0.json").read_text())
@@ -108,6 +112,18 @@ def test_an_announced_preemption_costs_no_step(tmp_path: Path) -> None:
         resumed.append(second["begin"])
     assert stopped == resumed
     assert len({*stopped}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_lines_of_the_page_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "integrations" / "ray.md").read_text()
+    (lines,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    script = tmp_path / "train.py"
+    script.write_text(lines.replace("/tmp/ray_results", str(tmp_path)))
+    assert "'step': 100" in run(script, timeout=BOUND)
+    reference = tmp_path.glob("digits/checkpoint_*/ckpt.json")
+    assert max(json.loads(each.read_text())["step"] for each in reference) == 100
 
 
 # -- references ------------------------------------------------------------------------------------
