@@ -47,8 +47,8 @@ def train(config: dict[str, Any]) -> None:
             if last:
                 break
     if rank == 0:
-        with torch.no_grad():
-            found = model.eval()(test_images).argmax(1)
+        with torch.no_grad():  # without DDP, which would wait for the other worker
+            found = getattr(model, "module", model).eval()(test_images).argmax(1)
         print(f"accuracy {(found == test_labels).float().mean().item():.4f}", flush=True)
 
 
