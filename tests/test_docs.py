@@ -23,7 +23,7 @@ import ckpt
 from bench import __main__ as bench
 from bench import scenarios
 from ckpt import CheckpointManager, SaveConfig, Tier, errors, events
-from ckpt.cli.main import HELP, app
+from ckpt.cli.main import COMMANDS, HELP, app, load_command
 from ckpt.config import load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.storage.tiers import as_tiers
@@ -163,11 +163,7 @@ def examples_of_help() -> list[str]:
     """
     texts = [
         HELP,
-        *(
-            command.callback.__doc__ or ""
-            for command in app.registered_commands
-            if command.callback
-        ),
+        *(load_command(verb).callback.__doc__ or "" for verb in COMMANDS),
     ]
     lines = [line.strip() for text in texts for line in text.splitlines() if line.startswith("  ")]
     return sorted({re.split(r"  | \| ", line)[0] for line in lines if line.startswith("ckpt ")})

@@ -5,9 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from ckpt.cli import output
 from ckpt.cli.options import JsonOption
+from ckpt.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
     from ckpt.agent.client import Connection
@@ -54,8 +57,6 @@ def agent(
       ckpt agent stop
       ckpt agent run --idle-seconds 86400
     """
-    from ckpt.errors import ConfigError
-
     if idle is not None and action is not Action.run:
         raise ConfigError("--idle-seconds belongs to ckpt agent run")
     if now and action is not Action.stop:
@@ -71,19 +72,14 @@ def agent(
 
 def _run(idle: float | None) -> None:
     from ckpt.agent.__main__ import run
-    from ckpt.errors import AgentError
 
     if not run(idle):
         raise AgentError("an agent of this user already runs on this node: ckpt agent status")
 
 
 def _status(*, as_json: bool) -> None:
-    import msgspec
-
     from ckpt.agent.client import status
     from ckpt.agent.place import Place
-    from ckpt.cli import output
-    from ckpt.errors import AgentError
 
     place = Place.of_this_user()
     found = status(place)
@@ -99,8 +95,6 @@ def _status(*, as_json: bool) -> None:
 
 
 def _show(found: AgentStatus) -> None:
-    from ckpt.cli import output
-
     how = "" if found.works or not found.jobs else ", which has not worked yet"
     output.show_line(f"agent {found.version}, process {found.pid}{how}")
     if found.jobs:
@@ -109,8 +103,6 @@ def _show(found: AgentStatus) -> None:
 
 
 def _what(job: JobStatus) -> str:
-    from ckpt.cli import output
-
     if job.step >= 0:
         so_far = f"{output.size(job.done_bytes)} of {output.size(job.total_bytes)}"
         return f"step {job.step} to {job.to}: {so_far}"
@@ -123,7 +115,6 @@ def _stop(*, at_once: bool, as_json: bool) -> None:
     from ckpt.agent.client import connect
     from ckpt.agent.messages import Stop
     from ckpt.agent.place import Place
-    from ckpt.cli import output
 
     found = connect(Place.of_this_user())
     if found is not None:

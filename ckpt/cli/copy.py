@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckpt.catalog.index import find, is_committed, read_manifest, read_packed
+from ckpt.catalog.transfer import fetch_step
+from ckpt.catalog.verify import StepFolder
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -18,12 +22,19 @@ from ckpt.cli.options import (
     source_and_other,
     workers_for,
 )
-
-if TYPE_CHECKING:
-    from ckpt.errors import CkptError
-    from ckpt.model.keys import StepRef
-    from ckpt.pipeline.workers import Workers
-    from ckpt.storage.api import StorageBackend
+from ckpt.errors import (
+    CkptError,
+    ConfigError,
+    FormatUnsupported,
+    IntegrityError,
+    ObjectExists,
+    ObjectNotFound,
+)
+from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.rebase import same_chunks
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.places import relation
 
 
 def copy(
@@ -71,10 +82,6 @@ def copy(
       ckpt copy runs/gpt s3://bucket/run42 --all
       ckpt copy s3://bucket/run42 /nvme/run42 --step 1200
     """
-    from ckpt.catalog.index import find, is_committed
-    from ckpt.cli import output
-    from ckpt.errors import ConfigError
-
     if (step is not None) + all_steps + latest > 1:
         raise ConfigError("--step, --all and --latest exclude each other: leave all but one out")
     source, dest = source_and_other(where, root, "DEST")
@@ -139,11 +146,6 @@ def _copy(
     *,
     check: bool,
 ) -> _Copied:
-    from ckpt.catalog.transfer import fetch_step
-    from ckpt.catalog.verify import StepFolder
-    from ckpt.cli import output
-    from ckpt.errors import FormatUnsupported, IntegrityError, ObjectExists
-
     try:
         if not check and (nbytes := _size_there(source, ref, destination)) is not None:
             return _Copied(ref=ref, nbytes=nbytes, skipped=True)
@@ -162,10 +164,6 @@ def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBacken
     """Bytes of the step, if the destination has the same chunks, however they are encoded there;
     None if it has not.
     """
-    from ckpt.catalog.index import read_manifest, read_packed
-    from ckpt.errors import IntegrityError, ObjectNotFound
-    from ckpt.plan.rebase import same_chunks
-
     _, packed = read_packed(source, ref)
     try:
         there, same = read_packed(destination, ref)
@@ -183,9 +181,6 @@ def _check_apart(source: str, destination: str) -> None:
 
     A step's folder would be searched among the files of the other place.
     """
-    from ckpt.errors import ConfigError
-    from ckpt.storage.places import relation
-
     how = relation(source, destination)
     if how == "same":
         raise ConfigError(
@@ -197,8 +192,6 @@ def _check_apart(source: str, destination: str) -> None:
 
 
 def _show(done: list[_Copied], place: str) -> None:
-    from ckpt.cli import output
-
     rows = [
         (
             str(one.ref.step),

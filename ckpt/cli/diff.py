@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
+from ckpt.catalog.difference import Difference, compare
+from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.reading import StepReader
+from ckpt.cli import output
 from ckpt.cli.options import (
     LATEST,
     TIMEOUT_SECONDS,
@@ -20,11 +24,9 @@ from ckpt.cli.options import (
     open_root,
     workers_for,
 )
-
-if TYPE_CHECKING:
-    from ckpt.catalog.difference import Difference
-    from ckpt.catalog.reading import StepReader
-    from ckpt.model.manifest import Tensor
+from ckpt.cli.show import clip, exact_values
+from ckpt.errors import ConfigError
+from ckpt.model.manifest import Tensor
 
 _DIFFERENT = 1
 _LONG: Final = 100  # characters of a plain value that are shown whole
@@ -71,10 +73,6 @@ def diff(
       ckpt diff runs/gpt s3://bucket/run42 --step 1200
       ckpt diff runs/a runs/b --values
     """
-    from ckpt.catalog.difference import compare
-    from ckpt.cli import output
-    from ckpt.errors import ConfigError
-
     words = where or []
     numbers = [
         *(None if word == LATEST else int(word) for word in words if is_step(word)),
@@ -104,9 +102,6 @@ def diff(
 
 @contextmanager
 def _reader(root: str | None, step: int | None, timeout: float) -> Generator[StepReader]:
-    from ckpt.catalog.index import find, read_manifest
-    from ckpt.catalog.reading import StepReader
-
     backend = open_root(root, timeout=timeout)
     ref = backend.ask(partial(find, backend, step))[0]
     manifest = backend.ask(partial(read_manifest, backend, ref))
@@ -115,7 +110,6 @@ def _reader(root: str | None, step: int | None, timeout: float) -> Generator[Ste
 
 
 def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]:
-    from ckpt.cli import output
     from ckpt.exchange.values import max_difference
 
     found: dict[str, float] = {}
@@ -128,8 +122,6 @@ def _far(one: StepReader, two: StepReader, names: list[str]) -> dict[str, float]
 
 def _plain(one: StepReader, two: StepReader) -> dict[str, tuple[str | None, str | None]]:
     """Plain values that differ, as text; None where one has none."""
-    from ckpt.cli.show import exact_values
-
     a, b = exact_values(one.manifest), exact_values(two.manifest)
     return {
         name: (a.get(name), b.get(name))
@@ -145,8 +137,6 @@ def _show(
     far: dict[str, float],
     plain: dict[str, tuple[str | None, str | None]],
 ) -> None:
-    from ckpt.cli import output
-
     output.show_facts({"A": _place(one), "B": _place(two)})
     rows = [(name, "only in A", _kind(one.tensors[name])) for name in found.only_one]
     rows += [(name, "only in B", _kind(two.tensors[name])) for name in found.only_two]
@@ -185,8 +175,6 @@ def _kind(tensor: Tensor) -> str:
 
 def _contrast(one: str | None, two: str | None) -> str:
     """Both values; of long ones their lengths and what stands where they begin to differ."""
-    from ckpt.cli.show import clip
-
     if one is None or two is None or max(len(one), len(two)) <= _LONG:
         return (
             f"{'none' if one is None else clip(one)} in A, {'none' if two is None else clip(two)} "

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckpt.catalog.index import find, read_manifest
+from ckpt.catalog.reading import StepReader
+from ckpt.catalog.verify import Meter
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
@@ -19,6 +23,7 @@ from ckpt.cli.options import (
     source_and_other,
     workers_for,
 )
+from ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from ckpt.exchange.export import Exported
@@ -94,10 +99,6 @@ def export(
       ckpt export runs/gpt gpt.pt --step 1200
       ckpt export s3://bucket/run42 dcp/ --format dcp
     """
-    from ckpt.catalog.index import find, read_manifest
-    from ckpt.catalog.reading import StepReader
-    from ckpt.catalog.verify import Meter
-    from ckpt.cli import output
     from ckpt.exchange.export import ExportOptions
     from ckpt.exchange.export import export as write
 
@@ -140,8 +141,6 @@ def export(
 
 
 def _format_of(out: str) -> Format:
-    from ckpt.errors import ConfigError
-
     for suffix, kind in (
         (".safetensors", Format.safetensors),
         (".pt", Format.torch),
@@ -153,8 +152,6 @@ def _format_of(out: str) -> Format:
 
 
 def _show(done: Exported, step: int, kind: Format) -> None:
-    from ckpt.cli import output
-
     tensors = output.count(done.tensors, "tensor")
     output.show_line(
         f"step {step}: {tensors}, {output.size(done.nbytes)}, as {kind.value}", style="green"

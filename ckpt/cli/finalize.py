@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckpt.catalog.finalize import finalize as finish
+from ckpt.catalog.index import attempts, instead_of, is_committed
+from ckpt.cli import output
 from ckpt.cli.options import (
     LATEST,
     TIMEOUT_SECONDS,
@@ -20,13 +23,11 @@ from ckpt.cli.options import (
     place_and_step,
     workers_for,
 )
-
-if TYPE_CHECKING:
-    from ckpt.errors import CkptError
-    from ckpt.model.keys import StepRef
-    from ckpt.model.manifest import Manifest
-    from ckpt.pipeline.workers import Workers
-    from ckpt.storage.api import StorageBackend
+from ckpt.errors import CkptError, CommitError, ConfigError, IntegrityError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Manifest
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
 
 
 def finalize(
@@ -67,10 +68,6 @@ def finalize(
       ckpt finalize runs/gpt          all that ckpt ls calls "incomplete"
       ckpt finalize s3://bucket/run42 1300 --job-is-dead
     """
-    from ckpt.catalog.index import attempts, instead_of, is_committed
-    from ckpt.cli import output
-    from ckpt.errors import ConfigError, NoCheckpoint
-
     if LATEST in (where or ()):
         raise ConfigError("STEP is a number here: without one, all that are unfinished are tried")
     place, step = place_and_step(where, root, step)
@@ -103,10 +100,6 @@ class _Tried:
 
 
 def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead: bool) -> _Tried:
-    from ckpt.catalog.finalize import finalize as finish
-    from ckpt.cli import output
-    from ckpt.errors import CommitError, IntegrityError
-
     try:
         with output.progress(f"step {ref.step}") as bar:
             return _Tried(
@@ -118,8 +111,6 @@ def _try(backend: StorageBackend, ref: StepRef, workers: Workers, *, job_is_dead
 
 def _show(tried: list[_Tried]) -> None:
     """Show the result of each save. If there is only one reason, the error shows it."""
-    from ckpt.cli import output
-
     for one in tried:
         if one.manifest:
             output.show_line(

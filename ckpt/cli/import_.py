@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from ckpt.catalog.index import committed
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     JsonOption,
@@ -16,6 +18,9 @@ from ckpt.cli.options import (
     one_place,
     places,
 )
+from ckpt.cli.watched import open_watched
+from ckpt.config import resolve_tier
+from ckpt.errors import ConfigError
 
 
 class Source(enum.StrEnum):
@@ -85,10 +90,6 @@ def import_(
       python -c "...; print(*dict(model.named_parameters()), sep='\n')" > names.txt
       ckpt import checkpoint.pt runs/gpt --step 1200 --param-names names.txt
     """
-    from ckpt.catalog.index import committed
-    from ckpt.cli import output
-    from ckpt.cli.watched import open_watched
-    from ckpt.config import resolve_tier
     from ckpt.exchange.imports import ForeignCheckpoint, import_checkpoint
 
     tier = resolve_tier(one_place(places([where] if where else None, [root] if root else None)))
@@ -120,8 +121,6 @@ def import_(
 
 
 def _lines(path: str | None) -> list[str] | None:
-    from ckpt.errors import ConfigError
-
     if path is None:
         return None
     try:

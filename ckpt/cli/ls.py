@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from ckpt.catalog.index import Entry, survey
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -21,12 +23,13 @@ from ckpt.cli.options import (
     open_each,
     places,
 )
-
-if TYPE_CHECKING:
-    from ckpt.catalog.index import Entry
-    from ckpt.errors import CkptError
-    from ckpt.model.keys import StepRef
-    from ckpt.model.manifest import Manifest
+from ckpt.config import MEMORY
+from ckpt.errors import CkptError, ManifestCorrupt, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Manifest
+from ckpt.model.metrics import metrics_of
+from ckpt.model.patterns import LEFT_OUT
+from ckpt.model.values import parse
 
 
 def ls(
@@ -63,8 +66,6 @@ def ls(
       ckpt ls memory                             what jobs have left in this machine's memory
       ckpt ls s3://bucket/run42 --json | jq '.steps[-1].step'
     """
-    from ckpt.config import MEMORY
-
     roots = places(where, root)
     reached_tiers = open_each(roots, config, timeout=timeout)
     tiers = at_once([partial(_look, reached) for reached in reached_tiers])
@@ -88,9 +89,6 @@ class _Tier:
 
 
 def _look(reached: Reached) -> _Tier:
-    from ckpt.catalog.index import survey
-    from ckpt.errors import CkptError
-
     if (store := reached.backend) is None:
         return _Tier(reached.url, {}, reached.error)
     try:
@@ -100,8 +98,6 @@ def _look(reached: Reached) -> _Tier:
 
 
 def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
-    from ckpt.cli import output
-
     if tier.error:
         raise tier.error
     entries = [tier.entries[ref] for ref in refs]
@@ -129,9 +125,6 @@ def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
 
 def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
     """One row for each attempt that any tier has, one column for each tier."""
-    from ckpt.cli import output
-    from ckpt.errors import NoCheckpoint
-
     failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
     if len(failed) == len(tiers) and failed[0].error:
         raise failed[0].error
@@ -175,9 +168,6 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
 def _show_several_as_json(
     tiers: list[_Tier], failed: Sequence[_Tier], refs: Sequence[StepRef]
 ) -> None:
-    from ckpt.cli import output
-    from ckpt.errors import NoCheckpoint
-
     output.show_json(
         {
             "tiers": [
@@ -202,8 +192,6 @@ def _known(tiers: list[_Tier], ref: StepRef) -> Manifest | None:
 
 def _cell(entry: Entry | None, known: Manifest | None) -> str:
     """Return how much of a step is on one tier."""
-    from ckpt.cli import output
-
     if entry is None:
         return "-"
     if entry.manifest:
@@ -216,8 +204,6 @@ def _cell(entry: Entry | None, known: Manifest | None) -> str:
 
 
 def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
-    from ckpt.cli import output
-
     known = _known(tiers, ref)
     return {
         "step": ref.step,
@@ -242,9 +228,6 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
 
 def _metadata(manifest: Manifest | None) -> dict[str, Any]:
     """Return the user's metadata of a step, and which part of a state it is."""
-    from ckpt.model.patterns import LEFT_OUT
-    from ckpt.model.values import parse
-
     found = parse(manifest.metadata, "metadata") if manifest else None
     if not isinstance(found, dict):
         return {}
@@ -268,8 +251,6 @@ def _brief(metadata: Mapping[str, Any]) -> str:
 
 def _state(entry: Entry) -> tuple[str, str]:
     """Return the state of a step with its remarks."""
-    from ckpt.errors import ManifestCorrupt
-
     if entry.manifest:
         return "committed", ""
     if entry.damage:
@@ -284,8 +265,6 @@ def _state(entry: Entry) -> tuple[str, str]:
 
 
 def _row(entry: Entry) -> tuple[str, ...]:
-    from ckpt.cli import output
-
     state, detail = _state(entry)
     told = f"{state}: {detail}" if detail else state
     found = entry.manifest
@@ -306,8 +285,6 @@ def _row(entry: Entry) -> tuple[str, ...]:
 
 def _size(manifest: Manifest) -> str:
     """Return the size on the tier, and for an encoded step also the size before."""
-    from ckpt.cli import output
-
     stored = output.size(manifest.stored_bytes)
     if not manifest.codecs:
         return stored
@@ -315,9 +292,6 @@ def _size(manifest: Manifest) -> str:
 
 
 def _as_json(entry: Entry) -> dict[str, object]:
-    from ckpt.cli import output
-    from ckpt.model.metrics import metrics_of
-
     state, detail = _state(entry)
     found = entry.manifest
     return {

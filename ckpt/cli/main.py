@@ -1,6 +1,6 @@
 """The command ``ckpt``.
 
-Each verb has a file of its own and imports what it needs when it runs, so that help is instant.
+Each verb has a file of its own, which is imported when the verb is used, so that help is instant.
 """
 
 from __future__ import annotations
@@ -12,27 +12,13 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
+from pkgutil import resolve_name
 from typing import IO, Annotated, Any, Final, Protocol, TextIO, cast, runtime_checkable
 
 import typer
 from typer.core import TyperCommand
 
 from ckpt import __version__
-from ckpt.cli.agent import agent
-from ckpt.cli.copy import copy
-from ckpt.cli.diff import diff
-from ckpt.cli.export import export
-from ckpt.cli.finalize import finalize
-from ckpt.cli.import_ import import_
-from ckpt.cli.ls import ls
-from ckpt.cli.pin import pin, unpin
-from ckpt.cli.prune import prune
-from ckpt.cli.restore import restore
-from ckpt.cli.serve import serve
-from ckpt.cli.show import show
-from ckpt.cli.top import top
-from ckpt.cli.verify import verify
-from ckpt.cli.watch import watch
 from ckpt.errors import CkptError, ConfigError, StorageError
 
 _INTERRUPTED = 130
@@ -127,33 +113,51 @@ def _options(
     """Take the options that stand before a command."""
 
 
-COMMANDS: Final = (
-    restore,
-    ls,
-    show,
-    verify,
-    diff,
-    serve,
-    top,
-    copy,
-    prune,
-    pin,
-    unpin,
-    watch,
-    finalize,
-    export,
-    import_,
-    agent,
-)
+COMMANDS: Final = {
+    "restore": ("restore:restore", "Fetch and verify the newest checkpoint."),
+    "ls": ("ls:ls", "List the checkpoints; the last line is the newest."),
+    "show": ("show:show", "Show what a checkpoint holds."),
+    "verify": ("verify:verify", "Compare every byte with its checksum."),
+    "diff": ("diff:diff", "Compare two checkpoints."),
+    "serve": ("serve:serve", "Show runs on a page in the browser, live."),
+    "top": ("top:top", "Show runs at a glance in the terminal, live."),
+    "copy": ("copy:copy", "Copy checkpoints between any two places."),
+    "prune": ("prune:prune", "Remove checkpoints that need not be kept."),
+    "pin": ("pin:pin", "Keep a step from being removed for some time."),
+    "unpin": ("pin:unpin", "End the pins of a step, or of all steps."),
+    "watch": ("watch:watch", "Handle each committed step once, and wait for more."),
+    "finalize": ("finalize:finalize", "Finish a save whose first rank died before the last write."),
+    "export": ("export:export", "Write a checkpoint in a format that other programs read."),
+    "import": ("import_:import_", "Make a checkpoint from files of other programs."),
+    "agent": ("agent:agent", "Run, ask or stop the agent of this user on this node."),
+}
+"""Our verbs: in which module of this package each is, under which name, and what ``ckpt --help``
+says about it.
+"""
 _GROUP: Final = "ckpt.commands"
 
 
-def _name_of(command: Callable[..., object]) -> str:
-    return command.__name__.rstrip("_")
+class _Unloaded(TyperCommand):
+    """One of our verbs before it is used. Its place is taken by the verb when words follow it."""
+
+    def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
+        return load_command(self.name or "").make_context(info_name, args, *more, **extra)
 
 
-for command in COMMANDS:
-    app.command(_name_of(command), help=_help(command.__doc__ or ""), cls=_Verb)(command)
+def load_command(name: str) -> TyperCommand:
+    """Import one of our verbs."""
+    function = resolve_name(f"ckpt.cli.{COMMANDS[name][0]}")
+    return cast("TyperCommand", typer.main.get_command(_typer_of(name, function)))
+
+
+def _typer_of(name: str, function: Callable[..., object]) -> typer.Typer:
+    found = typer.Typer(add_completion=False, rich_markup_mode=None)
+    found.command(name, help=_help(function.__doc__ or ""), cls=_Verb)(function)
+    return found
+
+
+for verb, (_, summary) in COMMANDS.items():
+    app.command(verb, help=summary, cls=_Unloaded)(lambda: None)
 
 
 def add_commands_of_others(arguments: Sequence[str]) -> None:
@@ -163,16 +167,13 @@ def add_commands_of_others(arguments: Sequence[str]) -> None:
     Their packages are only searched when ``arguments`` name no command of our own, since the search
     takes time. A command that cannot be imported is reported on standard error and left out.
     """
-    own = {_name_of(command) for command in COMMANDS}
-    if any(argument in own for argument in arguments[:1]):
+    if any(argument in COMMANDS for argument in arguments[:1]):
         return
     for entry in entry_points(group=_GROUP):
-        if entry.name in own:
+        if entry.name in COMMANDS:
             continue
         try:
-            command: Callable[..., object] = entry.load()
-            found = typer.Typer()
-            found.command(entry.name, help=_help(command.__doc__ or ""), cls=_Verb)(command)
+            found = _typer_of(entry.name, entry.load())
             typer.main.get_command(found)  # raises for what cannot be a command
         except Exception as error:  # noqa: BLE001
             # Another package's mistake must not cost our commands.

@@ -1,24 +1,23 @@
-"""The options that several commands share, with the stores and threads they work on.
-
-This module is cheap to import.
-"""
+"""The options that several commands share, with the stores and threads they work on."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import typer
 
-if TYPE_CHECKING:
-    from ckpt.cli.watched import Watched
-    from ckpt.config import Tier
-    from ckpt.errors import CkptError
-    from ckpt.model.keys import StepRef
-    from ckpt.pipeline.workers import Workers
-    from ckpt.storage.api import StorageBackend
+from ckpt.cli.watched import Watched, open_watched, telling
+from ckpt.config import MEMORY, Tier, load_config, resolve_tier
+from ckpt.errors import CkptError, ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import stores_in_memory
+from ckpt.storage.tiers import urls_of
 
 T = TypeVar("T")
 
@@ -105,8 +104,6 @@ def places_and_step(
     Raises:
         ConfigError: A place or a step is given twice.
     """
-    from ckpt.errors import ConfigError
-
     given = list(arguments or ())
     steps = [word for word in given if is_step(word)]
     if len(steps) > 1:
@@ -131,8 +128,6 @@ def place_and_step(
 
 def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list[str]:
     """Return the places that are given as arguments or by ``--root``."""
-    from ckpt.errors import ConfigError
-
     if arguments and roots:
         raise ConfigError(f"{arguments[0]} and --root {roots[0]} are two places: leave one out")
     return [*(arguments or ()), *(roots or ())]
@@ -140,8 +135,6 @@ def places(arguments: Sequence[str] | None, roots: Sequence[str] | None) -> list
 
 def one_place(found: Sequence[str]) -> str | None:
     """Return the only place among ``found``; None if there is none."""
-    from ckpt.errors import ConfigError
-
     if len(found) > 1:
         raise ConfigError(
             f"{found[0]} and {found[1]} are two places: leave one out; a step is a number or "
@@ -158,9 +151,6 @@ def source_and_other(
     Args:
         name: What the command calls OTHER.
     """
-    from ckpt.config import resolve_tier
-    from ckpt.errors import ConfigError
-
     *source, other = arguments
     if len(source) > 1:
         hint = (
@@ -187,9 +177,6 @@ def is_step(word: str) -> bool:
 
 def open_root(root: str | None, config: str | None = None, *, timeout: float) -> Watched:
     """Open the store that ``--root``, ``--config``, the environment or ``ckpt.toml`` names."""
-    from ckpt.cli.watched import open_watched
-    from ckpt.config import resolve_tier
-
     tier = resolve_tier(root, config)
     return open_watched(tier.url, tier.options, timeout)
 
@@ -200,8 +187,6 @@ def naming_the_one_before(refs: Sequence[StepRef], step: int | None) -> Generato
 
     The first of ``refs`` is read since no ``step`` was named; the error names the step before it.
     """
-    from ckpt.errors import FormatUnsupported, IntegrityError
-
     try:
         yield
     except FormatUnsupported:  # not damage
@@ -233,12 +218,6 @@ def open_each(
     Args:
         all_tiers: Without either option, open all tiers of ``./ckpt.toml`` and not only the first.
     """
-    from ckpt.cli.watched import open_watched
-    from ckpt.config import MEMORY, load_config, resolve_tier
-    from ckpt.errors import CkptError, ConfigError, NoCheckpoint
-    from ckpt.storage.registry import stores_in_memory
-    from ckpt.storage.tiers import urls_of
-
     if roots and config:
         raise ConfigError("--root and --config exclude each other: leave one out")
     if roots and MEMORY in roots:
@@ -271,8 +250,6 @@ def open_each(
 
 def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
     """Results in order. Each may wait for a store of its own, and none for another one."""
-    from ckpt.pipeline.workers import Workers
-
     workers = Workers("look", max(1, len(work)))  # not closed: one may wait for its store still
     futures = [workers.submit(each) for each in work]
     return [future.result() for future in futures]
@@ -284,9 +261,6 @@ def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[W
 
     While they work, a line names each store that does not answer.
     """
-    from ckpt.cli.watched import telling
-    from ckpt.pipeline.workers import Workers
-
     count = max(1, min(backend.capabilities.max_concurrency, _MOST_THREADS))
     with telling(backend, *others), Workers("cli", count) as workers:
         yield workers
@@ -294,10 +268,6 @@ def workers_for(backend: StorageBackend, *others: StorageBackend) -> Generator[W
 
 def seconds(option: str, text: str) -> float:
     """Return a time such as '90s', '30m', '2h' or '1d' in seconds; '5' is five seconds."""
-    import re
-
-    from ckpt.errors import ConfigError
-
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     number = float(match[1]) * {"m": 60, "h": 3600, "d": 86400}.get(match[2], 1) if match else 0
     if number <= 0:
@@ -307,10 +277,6 @@ def seconds(option: str, text: str) -> float:
 
 def size_bytes(option: str, text: str) -> int:
     """'5GB' is 5 * 1000**3 bytes, '5GiB' is 5 * 1024**3, '5' is 5."""
-    import re
-
-    from ckpt.errors import ConfigError
-
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     number = (
         float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")

@@ -12,20 +12,18 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TextIO
+from typing import Any, Final, TextIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ckpt.catalog.verify import OnProgress
 from ckpt.errors import CkptError
 from ckpt.errors.text import clean, redact
 from ckpt.model.readable import duration as duration
 from ckpt.model.readable import rate as rate
 from ckpt.model.readable import size as size
-
-if TYPE_CHECKING:
-    from ckpt.catalog.verify import OnProgress
 
 _SHORT: Final = 14
 """A column as wide as the name of an attempt is not wrapped."""

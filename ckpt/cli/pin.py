@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckpt.catalog.index import find
+from ckpt.catalog.pins import Pin, all_pins, note_of, put_pin
+from ckpt.cli import output
 from ckpt.cli.options import (
     LATEST,
     TIMEOUT_SECONDS,
@@ -20,10 +23,8 @@ from ckpt.cli.options import (
     place_and_step,
     seconds,
 )
-
-if TYPE_CHECKING:
-    from ckpt.catalog.pins import Pin
-    from ckpt.storage.api import StorageBackend
+from ckpt.errors import ConfigError
+from ckpt.storage.api import StorageBackend
 
 
 def pin(
@@ -52,10 +53,6 @@ def pin(
       ckpt pin runs/gpt 1200 --for 2h --reason "evaluation of the paper"
       ckpt pin runs/gpt latest --for 1d
     """
-    from ckpt.catalog.index import find
-    from ckpt.catalog.pins import put_pin
-    from ckpt.cli import output
-
     place, step = place_and_step(where, root, step)
     duration = seconds("--for", hold)
     backend = open_root(place, config, timeout=timeout)
@@ -84,10 +81,6 @@ def unpin(
       ckpt unpin runs/gpt 1200
       ckpt unpin runs/gpt
     """
-    from ckpt.catalog.pins import all_pins
-    from ckpt.cli import output
-    from ckpt.errors import ConfigError
-
     if LATEST in (where or ()):
         raise ConfigError("STEP is a number here: without one, all pins end")
     place, step = place_and_step(where, root, step)
@@ -110,9 +103,6 @@ def unpin(
 
 
 def _as_json(backend: StorageBackend, one: Pin) -> dict[str, object]:
-    from ckpt.catalog.pins import note_of
-    from ckpt.cli import output
-
     note = note_of(backend, one)
     return {
         "step": one.ref.step,

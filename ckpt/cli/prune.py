@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckpt.catalog.index import committed, instead_of
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -17,16 +20,15 @@ from ckpt.cli.options import (
     one_place,
     places,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ckpt.config import Best, Tier
-    from ckpt.coordination.owner import Owner
-    from ckpt.model.keys import StepRef
-    from ckpt.retention.inventory import State, StoredStep
-    from ckpt.retention.policy import Retention
-    from ckpt.retention.prune import Judged, Pruned
+from ckpt.cli.watched import open_watched, telling
+from ckpt.config import Best, Tier, load_config, resolve_tier
+from ckpt.coordination.owner import Owner, read_owner
+from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.retention.guard import FixedGuard
+from ckpt.retention.inventory import Inventory, State, StoredStep
+from ckpt.retention.policy import Retention, unknown_metric
+from ckpt.retention.prune import YOUNG, Judged, PruneContext, Pruned, carry_out, judge
 
 
 def prune(
@@ -78,16 +80,6 @@ def prune(
       ckpt prune runs/gpt --keep-last 3 --dry-run
       ckpt prune s3://bucket/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min
     """
-    from ckpt.catalog.index import instead_of
-    from ckpt.cli import output
-    from ckpt.cli.watched import open_watched, telling
-    from ckpt.config import resolve_tier
-    from ckpt.coordination.owner import read_owner
-    from ckpt.errors import NoCheckpoint
-    from ckpt.retention.guard import FixedGuard
-    from ckpt.retention.inventory import Inventory
-    from ckpt.retention.prune import PruneContext, carry_out, judge
-
     root = one_place(places([where] if where else None, [root] if root else None))
     tier = resolve_tier(root, config)
     rule = _rule(tier, keep_last, keep_every, keep_best)
@@ -132,9 +124,6 @@ def prune(
 def _rule(
     tier: Tier, keep_last: int | None, keep_every: int | None, keep_best: str | None
 ) -> Retention:
-    from ckpt.errors import ConfigError
-    from ckpt.retention.policy import Retention
-
     best = tier.best if keep_best is None else _best(keep_best)
     last = tier.keep_last if keep_last is None else keep_last
     for option, given in (("--keep-every", keep_every), ("--keep-best", keep_best)):
@@ -163,10 +152,6 @@ def _farther(
     Raises:
         CommitError: A job may run, and its farther tiers are not known.
     """
-    from ckpt.cli import output
-    from ckpt.config import load_config
-    from ckpt.errors import CommitError
-
     if owner is None or not (owner.alive or owner.is_unknown):
         return ()
     tiers = load_config(config).tiers
@@ -186,11 +171,6 @@ def _farther(
 
 def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) -> frozenset[StepRef]:
     """Steps that farther tiers lack, and so may be reading."""
-    from ckpt.catalog.index import committed
-    from ckpt.cli import output
-    from ckpt.cli.watched import open_watched
-    from ckpt.errors import CkptError
-
     late: set[StepRef] = set()
     for farther in tiers:
         taken = {
@@ -210,17 +190,11 @@ def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) ->
 
 
 def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:
-    from ckpt.cli import output
-    from ckpt.retention.policy import unknown_metric
-
     if told := unknown_metric(rule, [held.metrics for held in found]):
         output.warn(told)
 
 
 def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> None:
-    from ckpt.cli import output
-    from ckpt.retention.prune import YOUNG
-
     rows = [
         (str(one.ref.step), one.ref.attempt, output.size(one.nbytes), _what(one.state), "goes")
         for one in found
@@ -250,9 +224,6 @@ def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> 
 
 def _best(text: str) -> Best:
     """'loss:min:3', as one types it."""
-    from ckpt.config import Best
-    from ckpt.errors import ConfigError
-
     metric, *rest = (
         text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
     )

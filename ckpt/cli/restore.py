@@ -6,10 +6,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckpt.catalog.candidates import candidates
+from ckpt.catalog.index import attempts, find
+from ckpt.catalog.tiered_reader import Repair
+from ckpt.catalog.transfer import fetch_nearest
+from ckpt.catalog.verify import OnProgress, StepFolder, verify_step
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -20,15 +26,14 @@ from ckpt.cli.options import (
     places_and_step,
     workers_for,
 )
-
-if TYPE_CHECKING:
-    from ckpt.catalog.tiered_reader import Repair
-    from ckpt.catalog.verify import OnProgress
-    from ckpt.cli.watched import Watched
-    from ckpt.errors import IntegrityError
-    from ckpt.model.keys import StepRef
-    from ckpt.pipeline.workers import Workers
-    from ckpt.storage.api import StorageBackend
+from ckpt.cli.watched import Watched, open_watched, watch
+from ckpt.config import resolve_tiers
+from ckpt.errors import ConfigError, FormatUnsupported, IntegrityError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.places import is_folder
+from ckpt.storage.tiers import open_tiers
 
 _DEFAULT_FOLDER = "restored"
 
@@ -82,10 +87,6 @@ def restore(
       ckpt restore --latest --root /nvme/run42 --root s3://bucket/run42
       ckpt restore 1200 --json | jq -r .place
     """
-    from ckpt.cli import output
-    from ckpt.errors import ConfigError
-    from ckpt.storage.places import is_folder
-
     roots, step = places_and_step(where, root, step)
     if latest and step is not None:
         raise ConfigError("--latest and --step exclude each other: leave one out")
@@ -144,19 +145,11 @@ class _Found:
 
 def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watched]:
     """Nearest first."""
-    from ckpt.cli.watched import watch
-    from ckpt.config import resolve_tiers
-    from ckpt.storage.tiers import open_tiers
-
     return [watch(tier.backend, timeout) for tier in open_tiers(resolve_tiers(roots, config))]
 
 
 def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watched | None:
     """None: what is in a local folder already stays there."""
-    from ckpt.cli.watched import open_watched
-    from ckpt.errors import ConfigError
-    from ckpt.storage.places import is_folder
-
     if to is not None and not is_folder(to):
         raise ConfigError(
             f"--to {to} is a URL, and restore fetches into a local folder: copy between stores "
@@ -177,12 +170,6 @@ def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watc
 
 
 def _first_intact(sources: list[Watched], step: int | None, destination: Watched | None) -> _Found:
-    from ckpt.catalog.candidates import candidates
-    from ckpt.catalog.index import find
-    from ckpt.cli import output
-    from ckpt.errors import IntegrityError, NoCheckpoint
-    from ckpt.pipeline.workers import Workers
-
     tried = 0
     listing = Workers("list", len(sources))  # not closed: one may wait for its store still
     found = candidates(sources, step, workers=listing, lists=_attempts)
@@ -217,9 +204,6 @@ def _first_intact(sources: list[Watched], step: int | None, destination: Watched
 
 def _attempts(store: StorageBackend) -> list[StepRef]:
     """Return the attempts of a source that answers within ``--timeout``."""
-    from ckpt.catalog.index import attempts
-    from ckpt.cli.watched import Watched
-
     return store.ask(partial(attempts, store)) if isinstance(store, Watched) else attempts(store)
 
 
@@ -230,11 +214,6 @@ def _try(
     workers: Workers,
     bar: OnProgress | None,
 ) -> _Found | IntegrityError:
-    from ckpt.catalog.transfer import fetch_nearest
-    from ckpt.catalog.verify import StepFolder, verify_step
-    from ckpt.cli import output
-    from ckpt.errors import FormatUnsupported, IntegrityError
-
     if destination is None:
         checked = verify_step(sources[0], ref, workers=workers, on_progress=bar)
         if checked.faults:

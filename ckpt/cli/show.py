@@ -6,10 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
+from ckpt.catalog.index import find, own_objects, read_manifest
+from ckpt.catalog.late_metrics import late_metrics, with_late
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -22,13 +26,11 @@ from ckpt.cli.options import (
     open_root,
     place_and_step,
 )
-
-if TYPE_CHECKING:
-    import msgspec
-
-    from ckpt.model.keys import StepRef
-    from ckpt.model.manifest import Manifest
-    from ckpt.storage.api import StorageBackend
+from ckpt.cli.output import ranges
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Manifest
+from ckpt.model.values import decode, exact, following, join, parse
+from ckpt.storage.api import StorageBackend
 
 _MOST_CHARS: Final = 100
 _MOST_VALUES: Final = 10_000
@@ -56,9 +58,6 @@ def show(
       ckpt show runs/gpt 1200 --files
       ckpt show 1200 --json | jq '.tensors[].name'
     """
-    from ckpt.catalog.index import find
-    from ckpt.cli import output
-
     place, wanted = place_and_step(where, root, step)
     backend = open_root(place, config, timeout=timeout)
     refs = backend.ask(partial(find, backend, wanted))
@@ -89,17 +88,12 @@ def show(
 
 def _read(backend: StorageBackend, ref: StepRef) -> Manifest:
     """Return the manifest with the metrics that were added later."""
-    from ckpt.catalog.index import own_objects, read_manifest
-    from ckpt.catalog.late_metrics import late_metrics, with_late
-
     manifest = read_manifest(backend, ref)
     keys = [info.key for info in own_objects(backend, ref)]
     return with_late(manifest, late_metrics(backend, ref, keys))
 
 
 def _show_tensors(manifest: Manifest) -> None:
-    from ckpt.cli import output
-
     total = sum(tensor.nbytes for tensor in manifest.tensors)
     output.show_line()
     output.show_line(
@@ -129,8 +123,6 @@ def _show_tensors(manifest: Manifest) -> None:
 
 
 def _show_values(title: str, values: Mapping[str, str]) -> None:
-    from ckpt.cli import output
-
     if values:
         output.show_line()
         output.show_line(title, style="bold")
@@ -140,16 +132,12 @@ def _show_values(title: str, values: Mapping[str, str]) -> None:
 
 
 def _encoded(manifest: Manifest) -> str:
-    from ckpt.cli import output
-
     if not manifest.codecs:
         return ""
     return f", {', '.join(manifest.codecs)} makes it {output.size(manifest.stored_bytes)}"
 
 
 def _show_files(manifest: Manifest) -> None:
-    from ckpt.cli import output
-
     output.show_line()
     output.show_line("files", style="bold")
     fragments = {fragment.rank: fragment for fragment in manifest.fragments}
@@ -175,9 +163,6 @@ def _show_files(manifest: Manifest) -> None:
 
 
 def _as_json(manifest: Manifest, place: str) -> dict[str, object]:
-    from ckpt.cli import output
-    from ckpt.model.values import parse
-
     return {
         "step": manifest.step,
         "attempt": manifest.attempt,
@@ -244,7 +229,6 @@ def _plain(raw: msgspec.Raw) -> Any:
     """Values of this module's own tags as Python values; nothing is imported or called because
     of them.
     """
-    from ckpt.model.values import decode, parse
 
     def other(tag: str, node: Mapping[str, Any]) -> object:
         return _Tagged(tag, {key: decode(item, other) for key, item in node.items() if key != "$"})
@@ -254,9 +238,6 @@ def _plain(raw: msgspec.Raw) -> Any:
 
 def _values(manifest: Manifest) -> dict[str, str]:
     """One line per plain value; tensors have a table of their own."""
-    from ckpt.cli.output import ranges
-    from ckpt.model.values import following
-
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree)))
         holders: dict[str, list[int]] = {}
@@ -268,16 +249,12 @@ def _values(manifest: Manifest) -> dict[str, str]:
 
 
 def _metadata(manifest: Manifest) -> dict[str, str]:
-    from ckpt.model.values import following
-
     with following("metadata"):
         return dict(_flat("", _plain(manifest.metadata)))
 
 
 def exact_values(manifest: Manifest) -> dict[str, str]:
     """Plain values for comparing, those of each rank too: equal texts are equal values."""
-    from ckpt.model.values import exact, following
-
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree), exact))
         for rank, raw in manifest.per_rank.items():
@@ -293,8 +270,6 @@ def _flat(
     path: str, value: Any, text: Callable[[Any], str] | None = None
 ) -> Iterator[tuple[str, str]]:
     """Paths below ``path`` and their values, by ``text`` (shortened if it is left out)."""
-    from ckpt.model.values import join
-
     match value:
         case _Tagged(tag="tensor" | "array"):  # they have a table of their own
             return
@@ -319,8 +294,6 @@ def _flat(
 
 def short(value: Any) -> str:
     """A value on one line, not too long."""
-    from ckpt.model.values import exact
-
     if isinstance(value, bytes | bytearray) and len(value) > 16:
         return f"<{type(value).__name__}, {len(value)} bytes>"
     return clip(exact(value))

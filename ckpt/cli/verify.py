@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ckpt.catalog.index import find, read_packed
+from ckpt.catalog.verify import Fault, VerifyReport, verify_step
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigOption,
@@ -23,12 +26,10 @@ from ckpt.cli.options import (
     places_and_step,
     workers_for,
 )
-
-if TYPE_CHECKING:
-    from ckpt.catalog.verify import Fault, VerifyReport
-    from ckpt.errors import CkptError
-    from ckpt.model.keys import StepRef
-    from ckpt.storage.api import StorageBackend
+from ckpt.errors import CkptError, ConfigError, IntegrityError, NoCheckpoint
+from ckpt.model.keys import StepRef
+from ckpt.observe.journal import note_verified
+from ckpt.storage.api import StorageBackend
 
 
 def verify(
@@ -58,8 +59,6 @@ def verify(
       ckpt verify --all-tiers --config ckpt.toml
       ckpt verify --all --json | jq '.steps[] | select(.intact | not)'
     """
-    from ckpt.errors import ConfigError
-
     roots, step = places_and_step(where, root, step)
     if all_steps and step is not None:
         raise ConfigError("--all and a STEP exclude each other: leave one out")
@@ -71,10 +70,6 @@ def verify(
 
 
 def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> None:
-    from ckpt.catalog.index import find
-    from ckpt.cli import output
-    from ckpt.errors import IntegrityError
-
     if (backend := place.backend) is None:
         raise place.error or AssertionError(place)
     refs = backend.ask(partial(find, backend, step))
@@ -97,10 +92,6 @@ def _one(place: Reached, step: int | None, *, all_steps: bool, json: bool) -> No
 
 
 def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyReport:
-    from ckpt.catalog.verify import verify_step
-    from ckpt.cli import output
-    from ckpt.observe.journal import note_verified
-
     with workers_for(backend) as workers, output.progress(f"step {ref.step}{label}") as bar:
         report = verify_step(backend, ref, workers=workers, on_progress=bar)
     fault = "" if report.intact else f"{output.count(len(report.faults), 'fault')} found"
@@ -109,8 +100,6 @@ def _verify(backend: StorageBackend, ref: StepRef, label: str = "") -> VerifyRep
 
 
 def _show(report: VerifyReport) -> None:
-    from ckpt.cli import output
-
     name = f"step {report.ref.step} (attempt {report.ref.attempt})"
     if report.intact:
         speed = output.rate(report.verified_bytes, report.seconds)
@@ -160,15 +149,10 @@ class _Tier:
 
     @property
     def unreachable(self) -> bool:
-        from ckpt.errors import NoCheckpoint
-
         return self.error is not None and not isinstance(self.error, NoCheckpoint)
 
 
 def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: bool) -> None:
-    from ckpt.cli import output
-    from ckpt.errors import IntegrityError, NoCheckpoint
-
     tiers = at_once([partial(_look, place, step) for place in places])
     for tier in tiers:
         _check(tier, tier.refs if all_steps or step is not None else tier.refs[:1])
@@ -190,9 +174,6 @@ def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: 
 
 
 def _look(place: Reached, step: int | None) -> _Tier:
-    from ckpt.catalog.index import find
-    from ckpt.errors import CkptError
-
     if place.backend is None:
         return _Tier(place.url, error=place.error)
     try:
@@ -203,8 +184,6 @@ def _look(place: Reached, step: int | None) -> _Tier:
 
 
 def _check(tier: _Tier, refs: list[StepRef]) -> None:
-    from ckpt.errors import CkptError
-
     if tier.backend is None or tier.error:
         return
     try:
@@ -215,8 +194,6 @@ def _check(tier: _Tier, refs: list[StepRef]) -> None:
 
 
 def _show_tiers(tiers: list[_Tier]) -> None:
-    from ckpt.cli import output
-
     rows: list[tuple[str, ...]] = []
     damage: list[tuple[str, ...]] = []
     for tier in tiers:
@@ -257,8 +234,6 @@ def _width(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> int:
 
 
 def _why(tier: _Tier) -> str:
-    from ckpt.errors import NoCheckpoint
-
     error = tier.error
     return f"none: {error.detail}" if isinstance(error, NoCheckpoint) else f"unreachable: {error}"
 
@@ -283,9 +258,6 @@ def _alike(ref: StepRef, one: _Tier, two: _Tier) -> bool:
 
     A tier may encode them, and then offsets are not comparable.
     """
-    from ckpt.catalog.index import read_packed
-    from ckpt.errors import CkptError
-
     if one.backend is None or two.backend is None:
         return False
     try:

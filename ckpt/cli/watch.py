@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
+import subprocess
 from collections.abc import Generator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
+from ckpt.catalog.watching import CommittedStep, Watcher, each_step
+from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
     ConfigFileOption,
@@ -23,9 +27,6 @@ from ckpt.cli.options import (
     places,
     seconds,
 )
-
-if TYPE_CHECKING:
-    from ckpt.catalog.watching import CommittedStep
 
 _TERMINATED: Final = 128 + signal.SIGTERM
 _PLACE: Final = re.compile(r"\{(path|step|root)\}")
@@ -74,9 +75,6 @@ def watch(
       ckpt watch s3://bucket/run42 --name publish --exec './publish.sh {root} {step}'
       ckpt watch runs/gpt --once --newest --json
     """
-    from ckpt.catalog.watching import Watcher, each_step
-    from ckpt.cli import output
-
     poll_seconds = seconds("--poll", poll)
     place = one_place(places([where] if where else None, [root] if root else None))
     backend = open_root(place, config, timeout=timeout)
@@ -98,8 +96,6 @@ def watch(
 
 
 def _say(step: CommittedStep, code: int, *, json: bool) -> None:
-    from ckpt.cli import output
-
     facts = {"step": step.step, "attempt": step.ref.attempt, "path": step.path, "exit_code": code}
     if json:
         output.show_json_line(facts)
@@ -156,9 +152,6 @@ class _Signals:
 
 def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
     """Return the exit code of the command. It is stopped if this process is."""
-    import shlex
-    import subprocess
-
     named = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
     handed_on = os.environ  # noqa: TID251 - no setting is read here

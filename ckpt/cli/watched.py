@@ -11,16 +11,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
+from ckpt.cli import output
 from ckpt.errors import ConfigError, StorageError, TransientStorageError, placed
 from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, Upload
 from ckpt.storage.registry import open_backend
-
-if TYPE_CHECKING:
-    from ckpt.storage.api import Buffer, Capabilities, ObjectInfo, StorageBackend, Upload
 
 T = TypeVar("T")
 
@@ -73,8 +73,6 @@ class Watched:
             TransientStorageError: The store has not answered for ``--timeout`` seconds. Later calls
                 raise the same.
         """
-        from concurrent.futures import wait
-
         future = Workers("ask", 1).submit(work)  # not closed: it may wait for the store still
         while not future.done():
             silent = self.silent_seconds
@@ -98,8 +96,6 @@ class Watched:
 
         The line says ``text``, or for how long the store has been silent.
         """
-        from ckpt.cli import output
-
         now = time.monotonic()
         with self._lock:
             if self._gone or self._asked_at is None or now - self._asked_at < SILENT_SECONDS:
