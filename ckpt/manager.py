@@ -45,7 +45,7 @@ from ckpt.events import Observer, Observers
 from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import WHOLE, Names, Patterns, patterns_for, unfitting
-from ckpt.pending import PendingSave, check_timeout, missing_at_the_end, wait_and_log
+from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
 from ckpt.pipeline.workers import Workers, close_at_exit
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
@@ -642,7 +642,7 @@ class CheckpointManager:
     ) -> PendingSave:
         tiers = self._saver.names_of(ref.step)
         if not tiers:  # as every rank finds
-            pending = PendingSave(ref.step, 0, None, began=began)
+            pending = SaveRecord(ref.step, 0, None, began=began)
             pending.finish(SaveSkipped(ref.step, "no tier takes this step (every)"), reported=True)
             return pending
         collected = self._collect(state, patterns=patterns)
@@ -662,7 +662,7 @@ class CheckpointManager:
             job = self._jobs.job(ref, trial, prepared, snapshot, collected, notes)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
-            pending = PendingSave(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
+            pending = SaveRecord(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)
             hand_over = self._saver.hand_over(job, snapshot, pending, slot)
             self._begun = ref
             self._ledger.begin(pending, owner=self)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckpt.checks import is_number
 from ckpt.errors import CkptError, ConfigError, SaveSkipped, StepsMissing, StorageError
@@ -21,7 +21,6 @@ _SILENT_SECONDS: Final = 2.0
 """How long ``close`` waits before it logs what it waits for."""
 
 
-@final
 class PendingSave:
     """A save that was asked for: staged first, durable later.
 
@@ -161,13 +160,23 @@ class PendingSave:
         """Return True if the save is over on all tiers; ``result`` says how it ended."""
         return self._finished
 
+    @property
+    def unreported(self) -> CkptError | None:
+        """The error, if no call has raised it."""
+        return None if self._reported or not self.done() else self._error
+
     def __repr__(self) -> str:
         state = "committed" if self.done() else f"{self.progress:.0%}"
         if self._error:
             state = "skipped" if isinstance(self._error, SaveSkipped) else "failed"
         return f"<PendingSave step={self.step} {state}>"
 
-    # -- for the manager ---------------------------------------------------------------------------
+
+class SaveRecord(PendingSave):
+    """What the manager has of a save: the handle, and the means to end it.
+
+    A caller sees the handle only.
+    """
 
     def add_written(self, nbytes: int) -> None:
         """Count bytes of this rank that have been written."""
@@ -221,11 +230,6 @@ class PendingSave:
         with self._changed:
             return {**self._refused, **dict.fromkeys(sorted(self._left))}
 
-    @property
-    def unreported(self) -> CkptError | None:
-        """The error, if no call has raised it."""
-        return None if self._reported or not self.done() else self._error
-
 
 def check_timeout(timeout: float | None, hint: str = "") -> None:
     """Check a time to wait.
@@ -237,7 +241,7 @@ def check_timeout(timeout: float | None, hint: str = "") -> None:
         raise ConfigError(f"timeout={timeout!r}: give seconds{hint}")
 
 
-def wait_and_log(done: Future[Any], saves: Sequence[PendingSave], timeout: float | None) -> bool:
+def wait_and_log(done: Future[Any], saves: Sequence[SaveRecord], timeout: float | None) -> bool:
     """Wait until ``done``, which ends ``saves``, and log once which tiers it waits for.
 
     Returns:
@@ -252,13 +256,13 @@ def wait_and_log(done: Future[Any], saves: Sequence[PendingSave], timeout: float
     return bool(wait([done], None if timeout is None else timeout - first).done)
 
 
-def missing_at_the_end(saves: Sequence[PendingSave], timeout: float | None) -> StepsMissing | None:
+def missing_at_the_end(saves: Sequence[SaveRecord], timeout: float | None) -> StepsMissing | None:
     """Return one error for all of ``saves`` that some tier lacks, unless a call has raised their
     error.
 
     Saves that are under way count as given up.
     """
-    lost: list[tuple[PendingSave, str, str]] = []
+    lost: list[tuple[SaveRecord, str, str]] = []
     for save in saves:
         if not save.done() or save.unreported:
             for tier, error in save.lacking().items():
@@ -282,7 +286,7 @@ def missing_at_the_end(saves: Sequence[PendingSave], timeout: float | None) -> S
     return error
 
 
-def _under_way(saves: Sequence[PendingSave]) -> dict[str, list[int]]:
+def _under_way(saves: Sequence[SaveRecord]) -> dict[str, list[int]]:
     """Return the steps under way: URL of the tier -> steps."""
     found: dict[str, list[int]] = {}
     for save in saves:

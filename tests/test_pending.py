@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import ckpt.storage.tiers
-from ckpt import CheckpointManager, PendingSave
+from ckpt import CheckpointManager
 from ckpt.errors import AccessDenied, ConfigError, StepsMissing
-from ckpt.pending import missing_at_the_end
+from ckpt.pending import SaveRecord, missing_at_the_end
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
@@ -117,7 +117,7 @@ def test_many_threads_may_wait_for_one_save(memory: str, gate: threading.Event) 
 
 
 def test_a_fork_is_told_at_once_that_it_will_never_hear() -> None:
-    pending = PendingSave(3, 8, None, began=time.perf_counter(), tiers={"memory://a": "memory://a"})
+    pending = SaveRecord(3, 8, None, began=time.perf_counter(), tiers={"memory://a": "memory://a"})
     pid = os.fork()
     if not pid:
         code = 2
@@ -131,7 +131,7 @@ def test_a_fork_is_told_at_once_that_it_will_never_hear() -> None:
 
 
 def test_a_save_that_close_gave_up_and_that_was_committed_after_all_has_succeeded() -> None:
-    pending = PendingSave(1, 3, None, began=0.0, tiers={"/a": "/a"})
+    pending = SaveRecord(1, 3, None, began=0.0, tiers={"/a": "/a"})
     assert isinstance(missing_at_the_end([pending], 0.1), StepsMissing)
     assert pending.end_on("/a", None) is None
     pending.finish(None)

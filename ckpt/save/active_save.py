@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import CkptError, LeftToAgent, PeerFailed, SaveSkipped, StagingError
 from ckpt.events import Observers, SaveCommitted, SaveStaged, TierMissed
-from ckpt.pending import PendingSave
+from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.rank_files import SaveJob
@@ -85,7 +85,7 @@ class SaveOutcome:
     ``_free`` and ``_missed``.
     """
 
-    def __init__(self, pending: PendingSave, reports: Reports, slot_bytes: int) -> None:
+    def __init__(self, pending: SaveRecord, reports: Reports, slot_bytes: int) -> None:
         self.pending = pending
         self.staged = threading.Event()
         """Set once the observers know that the state is in host memory, so that events come in

@@ -21,7 +21,7 @@ from ckpt.errors import (
 )
 from ckpt.errors.base import few
 from ckpt.events import Observers, SaveFailed
-from ckpt.pending import PendingSave
+from ckpt.pending import PendingSave, SaveRecord
 
 _log = logging.getLogger("ckpt")
 _OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
@@ -42,7 +42,7 @@ class SaveLedger:
     def __init__(self, observers: Observers, on_error: OnError = "raise") -> None:
         self._observers, self._warns = observers, on_error == "warn"
         self._lock = threading.Lock()
-        self._pending: list[PendingSave] = []
+        self._pending: list[SaveRecord] = []
         self._saved: set[int] = set()
         self._trials: dict[int, int] = {}
         self._owners: dict[int, object] = {}
@@ -62,7 +62,7 @@ class SaveLedger:
             return len(self._failed)
 
     @property
-    def pending(self) -> list[PendingSave]:
+    def pending(self) -> list[SaveRecord]:
         """The saves that are under way, or whose error no call has raised yet, oldest first."""
         with self._lock:
             return list(self._pending)
@@ -79,7 +79,7 @@ class SaveLedger:
             self._trials[step] = trial + 1
             return trial
 
-    def begin(self, pending: PendingSave, owner: object) -> None:
+    def begin(self, pending: SaveRecord, owner: object) -> None:
         """Add a save.
 
         Args:
@@ -105,7 +105,7 @@ class SaveLedger:
         with self._lock:
             self._pending = []
 
-    def end(self, pending: PendingSave, error: CkptError | None) -> None:
+    def end(self, pending: SaveRecord, error: CkptError | None) -> None:
         """End a save: log and report its error, if there is one, and finish its handle."""
         skipped = isinstance(error, SaveSkipped | TierBehind)
         if error is not None:
@@ -124,14 +124,14 @@ class SaveLedger:
             owner = self._owners.pop(pending.step, None)
         del owner  # outside of the lock: this may be the last reference
 
-    def not_made(self, step: int, error: CkptError, *, begun: bool = False) -> PendingSave:
+    def not_made(self, step: int, error: CkptError, *, begun: bool = False) -> SaveRecord:
         """Return the handle of a save that is not made for ``error``, or has ``begun`` and fails by
         itself.
         """
         for pending in self.pending if begun else ():
             if pending.step == step:
                 return pending
-        pending = PendingSave(step, 0, None, began=time.perf_counter())
+        pending = SaveRecord(step, 0, None, began=time.perf_counter())
         self.end(pending, error)
         return pending
 

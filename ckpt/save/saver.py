@@ -24,7 +24,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
-from ckpt.pending import PendingSave
+from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
 from ckpt.save.backfill import Backfill
@@ -222,7 +222,7 @@ class Saver:
             writer.sweep(ref)
 
     def hand_over(
-        self, job: SaveJob, snapshot: Snapshot, pending: PendingSave, slot: Slot
+        self, job: SaveJob, snapshot: Snapshot, pending: SaveRecord, slot: Slot
     ) -> HandOver:
         """Return what takes a save into the background. Nothing happens until its ``begin``."""
         save = ActiveSave(
