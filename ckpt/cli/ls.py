@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -97,30 +97,55 @@ def _look(reached: Reached) -> _Tier:
         return _Tier(reached.url, {}, error)
 
 
+@dataclass(frozen=True, slots=True)
+class _Fact:
+    """What a manifest says about its step: a column of the table, and a key of the JSON.
+
+    Attributes:
+        title: The head of the column.
+        key: The key in the JSON.
+        of: Reads it from a manifest.
+        text: Shows it to people.
+        json: Shows it to programs.
+        is_number: Whether the column is aligned to the right.
+        across: Whether it is shown beside columns of several tiers, too.
+    """
+
+    title: str
+    key: str
+    of: Callable[[Manifest], Any]
+    text: Callable[[Any], str] = "{:,}".format
+    json: Callable[[Any], object] = lambda value: value
+    is_number: bool = True
+    across: bool = True
+
+    def cell(self, manifest: Manifest | None) -> str:
+        return self.text(self.of(manifest)) if manifest else "-"
+
+
+_FACTS: Final = (
+    _Fact(
+        "committed at", "committed_at", lambda manifest: manifest.created_at,
+        text=output.moment, json=output.moment_utc, is_number=False,
+    ),
+    _Fact("ranks", "world_size", lambda manifest: manifest.world_size),
+    _Fact("tensors", "tensors", lambda manifest: len(manifest.tensors), across=False),
+)  # fmt: skip
+
+
+def _facts_as_json(manifest: Manifest | None) -> dict[str, object]:
+    return {fact.key: fact.json(fact.of(manifest)) if manifest else None for fact in _FACTS}
+
+
 def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
     if tier.error:
         raise tier.error
-    entries = [tier.entries[ref] for ref in refs]
     if json:
-        output.show_json({"root": tier.url, "steps": [_as_json(entry) for entry in entries]})
+        steps = [_as_json(tier.entries[ref]) for ref in refs]
+        output.show_json({"root": tier.url, "steps": steps})
         return
-    notes = [_metadata(entry.manifest) for entry in entries]
-    columns: tuple[str, ...] = (
-        "step",
-        "attempt",
-        "committed at",
-        "ranks",
-        "tensors",
-        "size",
-        "state",
-    )
-    rows = [_row(entry) for entry in entries]
-    if any(notes):
-        columns = (*columns, "metadata")
-        rows = [(*row, _brief(note)) for row, note in zip(rows, notes, strict=True)]
-    output.show_table(
-        columns, rows, right=("step", "ranks", "tensors", "size"), elided=("metadata",)
-    )
+    cells = {ref: _size_and_state(tier.entries[ref]) for ref in refs}
+    _show([tier], refs, _FACTS, ("size", "state"), cells)
 
 
 def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
@@ -137,32 +162,40 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
         if failed and failed[0].error:  # it may hold steps
             raise failed[0].error
         raise NoCheckpoint(", ".join(tier.url for tier in tiers), "they are empty, or do not exist")
-    rows: list[tuple[str, ...]] = []
+    cells: dict[StepRef, Sequence[str]] = {}
     for ref in refs:
         known = _known(tiers, ref)
-        ranks = str(known.world_size) if known else "-"
-        when = output.moment(known.created_at) if known else "-"
-        cells = [
+        cells[ref] = [
             "unreachable" if tier in failed else _cell(tier.entries.get(ref), known)
             for tier in tiers
         ]
-        rows.append((str(ref.step), ref.attempt, when, ranks, *cells, _brief(_metadata(known))))
-    columns = (
-        "step",
-        "attempt",
-        "committed at",
-        "ranks",
-        *(tier.url for tier in tiers),
-        "metadata",
-    )
-    if not any(row[-1] for row in rows):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    without_metadata = [row[: 4 + len(tiers)] for row in rows]
-    names = output.short_names(
-        [tier.url for tier in tiers], columns[: 4 + len(tiers)], without_metadata
-    )
-    columns = tuple(names.get(column, column) for column in columns)
-    output.show_table(columns, rows, right=("step", "ranks"), elided=("metadata",))
+    facts = [fact for fact in _FACTS if fact.across]
+    _show(tiers, refs, facts, [tier.url for tier in tiers], cells)
+
+
+def _show(
+    tiers: Sequence[_Tier],
+    refs: Sequence[StepRef],
+    facts: Sequence[_Fact],
+    titles: Sequence[str],
+    cells: Mapping[StepRef, Sequence[str]],
+) -> None:
+    """Show a row for each step: facts about it, then its cells below ``titles``, and metadata."""
+    known = [_known(tiers, ref) for ref in refs]
+    columns = ["step", "attempt", *(fact.title for fact in facts), *titles]
+    rows = [
+        [str(ref.step), ref.attempt, *(fact.cell(manifest) for fact in facts), *cells[ref]]
+        for ref, manifest in zip(refs, known, strict=True)
+    ]
+    urls = [tier.url for tier in tiers if tier.url in titles]
+    names = output.short_names(urls, columns, rows)
+    columns = [names.get(column, column) for column in columns]
+    notes = [_brief(_metadata(manifest)) for manifest in known]
+    if any(notes):
+        columns.append("metadata")
+        rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
+    numbers = ("step", "size", *(fact.title for fact in facts if fact.is_number))
+    output.show_table(columns, rows, right=numbers, elided=("metadata",))
 
 
 def _show_several_as_json(
@@ -182,7 +215,7 @@ def _show_several_as_json(
         raise typer.Exit(error.exit_code if error else NoCheckpoint.exit_code)
 
 
-def _known(tiers: list[_Tier], ref: StepRef) -> Manifest | None:
+def _known(tiers: Sequence[_Tier], ref: StepRef) -> Manifest | None:
     """The manifest of any tier: they are the same."""
     return next(
         (entry.manifest for tier in tiers if (entry := tier.entries.get(ref)) and entry.manifest),
@@ -208,9 +241,7 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
     return {
         "step": ref.step,
         "attempt": ref.attempt,
-        "committed_at": output.moment_utc(known.created_at) if known else None,
-        "world_size": known.world_size if known else None,
-        "tensors": len(known.tensors) if known else None,
+        **_facts_as_json(known),
         "metadata": _metadata(known),
         "tiers": {
             tier.url: {
@@ -264,23 +295,12 @@ def _state(entry: Entry) -> tuple[str, str]:
     )
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _size_and_state(entry: Entry) -> tuple[str, str]:
     state, detail = _state(entry)
     told = f"{state}: {detail}" if detail else state
-    found = entry.manifest
-    if found is None:
-        size = output.size(entry.nbytes) if entry.nbytes else "-"
-        return (str(entry.ref.step), entry.ref.attempt, "-", "-", "-", size, told)
-    ranks, tensors = f"{found.world_size:,}", f"{len(found.tensors):,}"
-    return (
-        str(found.step),
-        found.attempt,
-        output.moment(found.created_at),
-        ranks,
-        tensors,
-        _size(found),
-        told,
-    )
+    if entry.manifest:
+        return _size(entry.manifest), told
+    return output.size(entry.nbytes) if entry.nbytes else "-", told
 
 
 def _size(manifest: Manifest) -> str:
@@ -299,9 +319,7 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "attempt": entry.ref.attempt,
         "state": state,
         "detail": detail or None,
-        "committed_at": output.moment_utc(found.created_at) if found else None,
-        "world_size": found.world_size if found else None,
-        "tensors": len(found.tensors) if found else None,
+        **_facts_as_json(found),
         "bytes": entry.nbytes,
         "metadata": _metadata(found),
         "metrics": metrics_of(found.metadata) if found else None,
