@@ -123,25 +123,17 @@ class StorageBackendOnFsspec:
         secrets: Sequence[str] = (),
         capabilities: Capabilities | None = None,
     ) -> None:
-        self._fs, self._root, self._url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
+        self._fs, self._root, self.url, self._secrets = fs, root.rstrip("/"), url, tuple(secrets)
         names = _protocols(fs)
         self._object_store = bool(names & _OBJECT_STORES)
         self._creates = bool(names & _CREATES)
         self._renames = bool(names & _RENAMES)
-        self._capabilities = capabilities or Capabilities(
+        self.capabilities = capabilities or Capabilities(
             put_if_absent=self._creates,
             shared=not names & {"memory", "file", "local"},
             part_bytes=PART_BYTES,
             parallel_parts=not self._object_store,
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         path, value = self.path_of(key), b"".join(parts)
@@ -158,7 +150,7 @@ class StorageBackendOnFsspec:
 
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
-        if not self._object_store or size < 2 * self._capabilities.part_bytes:
+        if not self._object_store or size < 2 * self.capabilities.part_bytes:
             return PutUpload(
                 self, key, size
             )  # elsewhere a file under ``open`` may be visible before it is closed
@@ -287,13 +279,10 @@ class _StreamUpload:
 
     def __init__(self, backend: StorageBackendOnFsspec, key: str, size: int) -> None:
         self._backend, self._key, self._size = backend, key, size
+        self.part_bytes = backend.capabilities.part_bytes
         self._parts: dict[int, memoryview] = {}
         self._file: Any = None
         self._sent = 0
-
-    @property
-    def part_bytes(self) -> int:
-        return self._backend.capabilities.part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < self._sent:

@@ -179,7 +179,7 @@ class GCSBackend(StorageBackendOnFsspec):
 
     def upload(self, key: str, size: int) -> Upload:
         check_key(key)
-        if size < 2 * self._capabilities.part_bytes:
+        if size < 2 * self.capabilities.part_bytes:
             return PutUpload(self, key, size)
         self._check_bucket(key)
         bucket, _, name = self.path_of(key).partition("/")

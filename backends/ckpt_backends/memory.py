@@ -74,19 +74,11 @@ class MemoryBackend:
     """One prefix of a named store. Threads: every method from any thread, at once."""
 
     def __init__(self, store: _Store, url: str, prefix: str, *, shared: bool) -> None:
-        self._store, self._url = store, url
+        self._store, self.url = store, url
         self._prefix = f"{prefix}/" if prefix else ""
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             put_if_absent=True, shared=shared, part_bytes=_PART_BYTES, takes_parts=True
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         return self.place(key, b"".join(parts), if_absent=if_absent)
@@ -154,11 +146,8 @@ class _MemoryUpload:
 
     def __init__(self, backend: MemoryBackend, key: str, size: int) -> None:
         self._backend, self._key, self._value = backend, key, bytearray(size)
+        self.part_bytes = _PART_BYTES
         self._written: dict[int, int] = {}
-
-    @property
-    def part_bytes(self) -> int:
-        return _PART_BYTES
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < 0 or offset + data.nbytes > len(self._value):

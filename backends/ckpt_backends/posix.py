@@ -112,9 +112,10 @@ class PosixBackend(RootedFolder):
         direct: bool = True,
         striping: Striping | None = None,
     ) -> None:
-        self._root, self._direct = root, direct
+        self.url = self._root = root
+        self._direct = direct
         self._striping = striping or Striping(root, 0)
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             put_if_absent=put_if_absent,
             shared=shared,
             part_bytes=_PART_BYTES,
@@ -124,14 +125,6 @@ class PosixBackend(RootedFolder):
         )
         self._root_synced = False
         self._remember_root()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def url(self) -> str:
-        return self._root
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
@@ -149,7 +142,7 @@ class PosixBackend(RootedFolder):
                 finally:
                     os.close(fd)
                 self.publish(
-                    temporary, target, if_absent=if_absent and self._capabilities.put_if_absent
+                    temporary, target, if_absent=if_absent and self.capabilities.put_if_absent
                 )
             except BaseException:
                 self.remove_temporary(temporary)
@@ -375,12 +368,9 @@ class _PosixUpload:
             writer,
             size,
         )
+        self.part_bytes = _PART_BYTES
         self._written: dict[int, int] = {}
         self._failed: StorageError | None = None
-
-    @property
-    def part_bytes(self) -> int:
-        return _PART_BYTES
 
     def write(self, offset: int, data: memoryview) -> None:
         data = data.cast("B")

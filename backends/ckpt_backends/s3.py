@@ -395,15 +395,11 @@ class _S3Upload:
         self, backend: S3Backend, key: str, size: int, *, upload_id: str, part_bytes: int
     ) -> None:
         self._backend, self._key, self._size = backend, key, size
-        self._id, self._part_bytes = upload_id, part_bytes
+        self._id, self.part_bytes = upload_id, part_bytes
         self._done: dict[int, tuple[dict[str, Any], int]] = {}
 
-    @property
-    def part_bytes(self) -> int:
-        return self._part_bytes
-
     def write(self, offset: int, data: memoryview) -> None:
-        number, odd = divmod(offset, self._part_bytes)
+        number, odd = divmod(offset, self.part_bytes)
         if odd or offset + data.nbytes > self._size:
             raise StorageError(
                 self._key, f"bytes {offset} to {offset + data.nbytes} are not part of this upload"

@@ -116,16 +116,12 @@ class ObstoreUpload:
         *,
         part_bytes: int,
     ) -> None:
-        self._bucket, self._key, self._size, self._part_bytes = bucket, key, size, part_bytes
+        self._bucket, self._key, self._size, self.part_bytes = bucket, key, size, part_bytes
         self._before = bucket.etag_of(key)
         with bucket.errors(key):
             self._file: Any = writer.open(path, part_bytes)
         self._early: dict[int, bytes] = {}
         self._sent = 0
-
-    @property
-    def part_bytes(self) -> int:
-        return self._part_bytes
 
     def write(self, offset: int, data: memoryview) -> None:
         if offset < self._sent:

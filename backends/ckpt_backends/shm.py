@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Final
 
 from ckpt.errors import AccessDenied, ConfigError, LinkRefused, ObjectNotFound, StorageError
-from ckpt.storage.api import Capabilities, ObjectInfo, check_key
+from ckpt.storage.api import ObjectInfo, check_key
 from ckpt_backends.oserrors import mapped
 from ckpt_backends.posix import PosixBackend
 
@@ -104,7 +104,8 @@ class ShmBackend(PosixBackend):
     def __init__(self, name: str) -> None:
         super().__init__(f"{_SHM}/{_folder(name)}", shared=False, direct=False)
         self._name = name
-        self._capabilities = replace(self._capabilities, alignment=1)
+        self.url = f"shm://{name}"
+        self.capabilities = replace(self.capabilities, alignment=1)
         self._lock = threading.Lock()
         self._held: list[int] = []
         """The folder, and those of its name that were removed since.
@@ -115,14 +116,6 @@ class ShmBackend(PosixBackend):
         self._told = False
         with suppress(StorageError):  # the calls that follow say what is wrong with it
             self._top()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def url(self) -> str:
-        return f"shm://{self._name}"
 
     def identity(self) -> str:
         with mapped("", missing=StorageError):

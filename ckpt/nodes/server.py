@@ -296,17 +296,10 @@ class NodeStore:
 
     def __init__(self, tier: int, url: str, peers: Sequence[Peer]) -> None:
         self._tier, self._peers = tier, peers
-        self._url = f"{url} of other nodes"
+        self.url = f"{url} of other nodes"
+        self.capabilities = Capabilities(put_if_absent=False, shared=True)
         self._dead: set[int] = set()
         self._reached: dict[int, str] = {}
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(put_if_absent=False, shared=True)
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     def folders(self, prefix: str) -> Iterator[str]:
         """Return the steps that the nodes have announced."""
@@ -430,15 +423,8 @@ class Union:
 
     def __init__(self, own: StorageBackend, others: NodeStore) -> None:
         self._own, self._others = own, others
+        self.url, self.capabilities = own.url, others.capabilities
         self.put, self.upload, self.delete = others.put, others.upload, others.delete
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._others.capabilities
-
-    @property
-    def url(self) -> str:
-        return self._own.url
 
     def folders(self, prefix: str) -> Iterator[str]:
         return iter({*self._own.folders(prefix), *self._others.folders(prefix)})

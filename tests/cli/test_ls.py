@@ -306,7 +306,7 @@ def test_a_store_that_answers_slowly_is_waited_for(
 ) -> None:
     slow = [Rule(verb="head", key="manifest", fault=Delay(0.3))]
     monkeypatch.setattr(
-        "ckpt.storage.registry.open_backend",
+        "ckpt.cli.watched.open_backend",
         lambda url, options: FaultyBackend(open_backend(url, options), slow),
     )
     ran = cli("ls", "--timeout", "0.8")
