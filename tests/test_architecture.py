@@ -144,7 +144,7 @@ LATE_IMPORTS = {
     "ckpt/cli/main.py": {"ckpt", "os"},  # --help needs none of it
     "ckpt/cli/output.py": {"rich"},  # a bar is shown on terminals only
     "ckpt/cli/serve.py": {"ckpt"},  # --help needs no web server
-    "ckpt/cli/top.py": {"ckpt"},
+    "ckpt/cli/top.py": {"ckpt", "rich"},
     "ckpt/model/encoding.py": {"zstandard"},
     "ckpt/model/packed.py": {"zstandard"},
     "ckpt/storage/registry.py": {"fsspec"},  # slow: only foreign schemes need it
