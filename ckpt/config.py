@@ -48,6 +48,7 @@ MEMORY: Final = "memory"
 
 OnBusy = Literal["wait", "skip"]
 OnError = Literal["raise", "warn"]
+OnSuspicious = Literal["warn", "raise", "ignore"]
 Overlap = Literal["auto", "off"]
 Mode = Literal["min", "max"]
 Copies = Literal["one", "per_node"]
@@ -61,6 +62,7 @@ _MAX_CHUNK_BYTES: Final = 64 << 20
 _SAVE_KEYS: Final = (
     "on_busy",
     "on_error",
+    "on_suspicious",
     "overlap",
     "chunk_mib",
     "commit_timeout_seconds",
@@ -72,6 +74,7 @@ _SAVE_KEYS: Final = (
     "cpus",
     "copies",
     "check",
+    "check_finite",
     "exit_seconds",
     "agent",
 )
@@ -215,6 +218,10 @@ class SaveConfig:
             The next save tries again, and ``close`` logs how many saves failed. Mistakes in the
             call itself (`ConfigError`, `UnsupportedValue`, `StepExists`, `ManagerClosed`) are
             always raised, but a pattern that fits no name on any of several ranks fails the save.
+        on_suspicious: What happens when the step has advanced and no trained tensor has changed
+            since the last save: "warn" logs a warning; "raise" also raises `SuspiciousState` from
+            the next call of the manager; "ignore" compares nothing. The step is committed in any
+            case.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
             everything on return.
         check: How a save makes sure that the copy is the state at the call, also after changes that
@@ -223,6 +230,8 @@ class SaveConfig:
             copy. "full" compares every byte, for one more pass over the state in the call and one
             in the background; it suits a first run and tests. "off" compares version counters
             alone.
+        check_finite: Whether a trained tensor that holds NaN or Inf is suspicious too. To find out,
+            each trained tensor is read once more in the background.
         chunk_bytes: The most bytes of a chunk, the unit of checksum, retry and transfer. Smaller
             tensors have smaller chunks (``ckpt.model.chunks``).
         commit_timeout_seconds: How long to wait for the other ranks before a save fails.
@@ -246,6 +255,7 @@ class SaveConfig:
 
     on_busy: OnBusy = "wait"
     on_error: OnError = "raise"
+    on_suspicious: OnSuspicious = "warn"
     overlap: Overlap = "auto"
     chunk_bytes: int = 16 << 20
     commit_timeout_seconds: float = 600.0
@@ -257,12 +267,14 @@ class SaveConfig:
     cpus: frozenset[int] | None = None
     copies: Copies = "one"
     check: CheckMode = "sampled"
+    check_finite: bool = False
     exit_seconds: float = 10.0
     agent: AgentMode = "off"
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
         one_of("on_error", self.on_error, get_args(OnError))
+        one_of("on_suspicious", self.on_suspicious, get_args(OnSuspicious))
         one_of("copies", self.copies, get_args(Copies))
         one_of("check", self.check, get_args(CheckMode))
         one_of("agent", self.agent, get_args(AgentMode))
@@ -285,6 +297,8 @@ class SaveConfig:
             whole("staging_bytes", self.staging_bytes, 1 << 20, 1 << 50)
         whole("threads", self.threads, 1, 256)
         whole("nice", self.nice, 0, 19)
+        if self.check_finite not in (True, False):
+            raise ConfigError(f"check_finite={shown(self.check_finite)}: give true or false")
         if self.cpus is not None:
             if not self.cpus:
                 raise ConfigError(
@@ -299,6 +313,7 @@ class Settings(TypedDict, total=False):
 
     on_busy: OnBusy
     on_error: OnError
+    on_suspicious: OnSuspicious
     overlap: Overlap
     chunk_bytes: int
     commit_timeout_seconds: float
@@ -310,6 +325,7 @@ class Settings(TypedDict, total=False):
     cpus: frozenset[int] | None
     copies: Copies
     check: CheckMode
+    check_finite: bool
     exit_seconds: float
     agent: AgentMode
 

@@ -70,6 +70,16 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSuspicious:
+    """The step is committed, and its trained tensors show that training is dead: see
+    `SuspiciousState`.
+    """
+
+    step: int
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDamaged:
     """A restore found a step that is whole on no tier and goes on with the one before.
 
@@ -125,6 +135,7 @@ Event = (
     | SaveCommitted
     | TierMissed
     | SaveFailed
+    | SaveSuspicious
     | StepDamaged
     | Repaired
     | CommitFinished

@@ -111,17 +111,16 @@ class CheckpointManager:
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
         self._observers = Observers(observers)
-        self._ledger = SaveLedger(self._observers, self._config.on_error)
+        self._ledger = SaveLedger(self._observers, self._config)
         notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
         reports = Reports(self._ledger, self._observers, notices)
         self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # the saver lets the other ranks know how it ends
-        self._restores = 0
+        self._restores, self._closed = 0, False
         self._stop: StopSignals | None = None
         # outlive a restore: a tier that does not answer must not hold it up
         self._listers = Workers("list", 4 * len(self._tiers))
-        self._closed = False
         self._inside: dict[int, str] = {}
         self._fence.listen()  # a step that is captured before the first save is replayed after it
         # handled around all of this manager's life: it does not end it
@@ -529,7 +528,8 @@ class CheckpointManager:
             AgentError: ``detach``, and there is no agent. If the job had none, the manager is still
                 open. Else it is closed, and a nearer tier has the steps.
             StepsMissing: A tier lacks steps that were to go there, and no call has raised that yet.
-            CkptError: A save has failed on all tiers, and no call has raised its error yet.
+            CkptError: A save has failed on all tiers, or was suspicious
+                (``on_suspicious="raise"``), and no call has raised its error yet.
         """
         check_timeout(timeout)
         if detach and not self._closed:
@@ -660,6 +660,7 @@ class CheckpointManager:
                 slot, collected.parts, ref.step, overlap=overlap, check=check
             )
             job = self._jobs.job(ref, trial, prepared, snapshot, collected, notes)
+            job = self._saver.suspicions.watch(job, collected)
             self._fence.guard(collected.optimizers)
             snapshot.copy_eager()
             pending = SaveRecord(ref.step, prepared.plan.size, snapshot, began=began, tiers=tiers)

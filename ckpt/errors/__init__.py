@@ -47,6 +47,7 @@
     │   ├── KindMismatch                    a tensor here, a plain value there
     │   └── OptimizerMismatch               the state of another kind of optimizer
     ├── UnsupportedValue           exit 8   the state holds a value that is not supported
+    ├── SuspiciousState                     a step shows that training is dead; exit 1
     ├── ThreadLimit                         no more threads can be started; exit 1
     ├── ManagerClosed              exit 9   the manager was closed
     └── AgentError                 exit 10  the node's agent cannot be reached, or refuses
@@ -87,6 +88,7 @@ from ckpt.errors.saving import (
     StagingError,
     StepExists,
     StepsMissing,
+    SuspiciousState,
     TensorChanged,
     TensorIncomplete,
     TierBehind,
@@ -154,6 +156,7 @@ __all__ = [
     "StepExists",
     "StepsMissing",
     "StorageError",
+    "SuspiciousState",
     "TensorChanged",
     "TensorIncomplete",
     "ThreadLimit",

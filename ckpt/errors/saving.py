@@ -204,6 +204,27 @@ class LeftToAgent(CommitError):
         super().__init__(f"step {step} was left to the agent: ckpt agent status shows it")
 
 
+class SuspiciousState(CkptError):
+    """The trained tensors of a step show that training is dead. The step itself is committed.
+
+    Attributes:
+        names: Some of the tensors.
+        since: The step of the last save, if no trained tensor has changed since; None if ``names``
+            hold NaN or Inf.
+    """
+
+    def __init__(self, step: int, names: Sequence[str], *, since: int | None) -> None:
+        self.step, self.names, self.since = step, tuple(names), since
+        named = few(self.names)
+        told = (
+            f"trained tensors hold NaN or Inf ({named}): restore an earlier step"
+            if since is None
+            else f"no trained tensor has changed since step {since} ({named}): check that the "
+            "optimizer of the state is the one that steps, its gradients, and its learning rate"
+        )
+        super().__init__(f'step {step}: {told} (on_suspicious="ignore" ends this check)')
+
+
 class UnsupportedValue(CkptError):
     """The state holds a value that cannot be saved or restored, such as one that needs pickle."""
 

@@ -27,6 +27,7 @@ from ckpt.events import (
     SaveCommitted,
     SaveFailed,
     SaveStaged,
+    SaveSuspicious,
     StepDamaged,
     TierMissed,
 )
@@ -147,7 +148,7 @@ def record_of(event: Event) -> Record:
             return Record(at=at, event=name, step=step, nbytes=nbytes, seconds=seconds, tiers=tiers)
         case SaveCommitted(step=step, tier=tier, nbytes=nbytes, durable_seconds=seconds):
             return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
-        case SaveFailed(step=step, error=error):
+        case SaveFailed(step=step, error=error) | SaveSuspicious(step=step, error=error):
             return _failure(Record(at=at, event=name, step=step), error)
         case (
             TierMissed(step=step, tier=tier, error=error)

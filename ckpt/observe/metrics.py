@@ -19,6 +19,7 @@ from ckpt.events import (
     SaveCommitted,
     SaveFailed,
     SaveStaged,
+    SaveSuspicious,
     StepDamaged,
     TierMissed,
 )
@@ -93,6 +94,8 @@ class Metrics:
                 series.tier_misses(event.tier, type(event.error).__name__).inc()
             case SaveFailed():
                 series.failures(type(event.error).__name__).inc()
+            case SaveSuspicious():
+                series.suspicious_saves().inc()
             case StepDamaged():
                 series.damaged_steps(event.tier).inc()
             case Repaired():

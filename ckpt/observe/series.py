@@ -30,6 +30,7 @@ SERIES: Final[dict[str, tuple[_Kind, tuple[str, ...], str]]] = {
     "damaged_steps": ("counter", _TIER, "Steps that a restore passed over as damaged."),
     "finished_commits": ("counter", (), "Commits of dead jobs that a restore has finished."),
     "failures": ("counter", ("error",), "Saves that failed or were skipped, by error class."),
+    "suspicious_saves": ("counter", (), "Committed steps that show that training is dead."),
     "tier_misses": ("counter", (*_TIER, "error"), "Steps that did not get to the tier."),
     "staged_step": ("gauge", (), "The newest step in host memory."),
     "restored_step": ("gauge", (), "The step that was restored last."),

@@ -8,7 +8,7 @@ import time
 from itertools import chain
 from typing import Final, TypeGuard
 
-from ckpt.config import OnError
+from ckpt.config import SaveConfig
 from ckpt.errors import (
     CkptError,
     ConfigError,
@@ -16,11 +16,12 @@ from ckpt.errors import (
     SaveSkipped,
     StepExists,
     StepsMissing,
+    SuspiciousState,
     TierBehind,
     UnsupportedValue,
 )
 from ckpt.errors.base import few
-from ckpt.events import Observers, SaveFailed
+from ckpt.events import Observers, SaveFailed, SaveSuspicious
 from ckpt.pending import PendingSave, SaveRecord
 
 _log = logging.getLogger("ckpt")
@@ -34,13 +35,14 @@ class SaveLedger:
 
     Args:
         observers: They get a `SaveFailed` for each save that ends with an error.
-        on_error: "warn": no later call raises the error of a save.
+        config: Whether later calls raise the errors of saves that have failed or are suspicious.
 
     Thread safety: all methods may be called from any thread. ``_lock`` guards all fields.
     """
 
-    def __init__(self, observers: Observers, on_error: OnError = "raise") -> None:
-        self._observers, self._warns = observers, on_error == "warn"
+    def __init__(self, observers: Observers, config: SaveConfig) -> None:
+        self._observers, self._warns = observers, config.on_error == "warn"
+        self._raises_suspicions = config.on_suspicious == "raise"
         self._lock = threading.Lock()
         self._pending: list[SaveRecord] = []
         self._saved: set[int] = set()
@@ -48,6 +50,7 @@ class SaveLedger:
         self._owners: dict[int, object] = {}
         self._skipped = 0
         self._failed: list[int] = []
+        self._suspicions: list[SuspiciousState] = []
 
     @property
     def skipped(self) -> int:
@@ -124,6 +127,15 @@ class SaveLedger:
             owner = self._owners.pop(pending.step, None)
         del owner  # outside of the lock: this may be the last reference
 
+    def suspect(self, error: SuspiciousState, *, logs: bool) -> None:
+        """Report a step that is committed and suspicious; ``logs``: in the log too."""
+        if logs:
+            _log.warning("ckpt: %s", error)
+        self._observers.notify(SaveSuspicious(step=error.step, error=error))
+        if self._raises_suspicions:
+            with self._lock:
+                self._suspicions.append(error)
+
     def not_made(self, step: int, error: CkptError, *, begun: bool = False) -> SaveRecord:
         """Return the handle of a save that is not made for ``error``, or has ``begun`` and fails by
         itself.
@@ -139,12 +151,13 @@ class SaveLedger:
         """Return True if a log line is all that comes of an error of a save."""
         return self._warns and isinstance(error, CkptError) and not isinstance(error, _OF_THE_CALL)
 
-    def end_all(self, missing: StepsMissing | None) -> StepsMissing | None:
-        """Return what is ``missing`` at the end, to be raised. If failures are only warned of, log
-        it and how many saves have failed, and return None.
+    def end_all(self, missing: StepsMissing | None) -> CkptError | None:
+        """Return the error to be raised at the end: what is ``missing``, or a suspicious step. If
+        failures are only warned of, log what is missing and how many saves have failed.
         """
+        suspicion = next(iter(self._suspicions), None)
         if not self._warns:
-            return missing
+            return missing or suspicion
         if missing is not None:
             _log.warning("ckpt: %s", missing)
         with self._lock:
@@ -157,13 +170,13 @@ class SaveLedger:
                 *("s" if len(lost) > 1 else "",) * 2,
                 few(list(map(str, lost)), quote=False),
             )
-        return None
+        return suspicion
 
     def raise_unreported(self, *, kept: bool = True, but: PendingSave | None = None) -> None:
         """Raise the first error that no call has raised yet.
 
         Args:
-            kept: Whether errors of saves count that some tier has.
+            kept: Whether errors of saves count that some tier has, and suspicious steps.
             but: A save whose error does not count, since the caller has its handle.
 
         Raises:
@@ -177,3 +190,8 @@ class SaveLedger:
                 with self._lock:
                     self._pending = [save for save in self._pending if save is not pending]
                 raise error
+        if kept:
+            with self._lock:
+                suspicion = self._suspicions.pop(0) if self._suspicions else None
+            if suspicion is not None:
+                raise suspicion

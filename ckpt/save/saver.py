@@ -31,6 +31,7 @@ from ckpt.save.backfill import Backfill
 from ckpt.save.job_steps import EarlierSteps, JobSteps, TierSteps
 from ckpt.save.rank_files import SaveJob
 from ckpt.save.slot_steps import SlotSteps
+from ckpt.save.suspicion import Suspicions
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
 from ckpt.staging.device import Devices
@@ -145,8 +146,8 @@ class Saver:
             self._backfill = Backfill(
                 self._durable[0], self._durable[1:], earlier, self.steps, config
             )
-        self._lock = threading.Lock()
-        self._swept, self._left = False, threading.Event()
+        self.suspicions = Suspicions(coordinator.clone(), reports.ledger, config)
+        self._lock, self._swept, self._left = threading.Lock(), False, threading.Event()
         self._untaken: int | None = None
         self._copier = Workers("copy", 1)
         self._reserver = Workers("slots", 1, nice=config.nice, cpus=config.cpus)
@@ -218,6 +219,7 @@ class Saver:
         any more.
         """
         self.steps.set_restored(ref)
+        self.suspicions.forget()
         for writer in self._writers:
             writer.sweep(ref)
 
@@ -354,6 +356,8 @@ class Saver:
         job = replace(save.job, known=known)
         save.outcome.committed(writer.url)
         self._on_commit(writer, job.ref)
+        if not save.job.known:  # it is on its first tier
+            self.suspicions.examine(job)
         if writer.in_memory and farther:
             self._serve(farther, replace(save, job=job))
             return

@@ -1,0 +1,185 @@
+"""Whether the tensors that are saved show that training is dead.
+
+Training is dead if the step has advanced and none of the trained tensors has changed since the
+save before, or if one of them holds NaN or Inf. A rank sees that of its own part of the image, from
+the checksums of its chunks. The alarm is raised if no rank has seen a change. A rank that has seen
+one posts that, and does not wait for the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Final
+
+import msgspec
+
+from ckpt.adapters.walk.collect import Collected
+from ckpt.config import SaveConfig
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import LEADER
+from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.errors import CkptError, SuspiciousState
+from ckpt.model.manifest import Chunk
+from ckpt.save.ledger import SaveLedger
+from ckpt.save.rank_files import SaveJob
+from ckpt.save.trained import Chunks, ScannedImage, Trained
+
+_log = logging.getLogger("ckpt")
+_WAIT_SECONDS: Final = 60.0
+"""How long ranks wait for each other. If that is too short, there is no alarm for the step."""
+_MOST_NAMES: Final = 8
+
+
+class _Finding(msgspec.Struct, frozen=True):
+    """What a rank has seen of a step, or all ranks together.
+
+    Attributes:
+        changed: Whether a trained tensor has changed, or may have; None if this rank writes none.
+        since: The step that it was compared with.
+        unchanged: Some of the trained tensors.
+        not_finite: Tensors that hold NaN or Inf.
+    """
+
+    changed: bool | None
+    since: int = -1
+    unchanged: tuple[str, ...] = ()
+    not_finite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """The newest save: its chunk table, and where the trained tensors are in it."""
+
+    step: int
+    chunks: Chunks
+    table: Sequence[Chunk]
+
+    def changed(self, before: _Seen) -> bool | None:
+        """Return whether a trained tensor has changed since ``before``, or may have.
+
+        None if this rank writes none of those that both saves have.
+        """
+        mine, other = self.chunks, before.chunks
+        if not (mine.whole and other.whole and mine.trained.era == other.trained.era):
+            return True
+        both = [name for name in mine.places if name in other.places]
+        return any(self.of(name) != before.of(name) for name in both) if both else None
+
+    def of(self, name: str) -> list[str]:
+        """Return the checksums of this rank's chunks of a tensor."""
+        return [self.table[index].checksum for index in self.chunks.places[name]]
+
+
+class Suspicions:
+    """Looks at the saves of one manager, and reports those that show that training is dead.
+
+    Args:
+        coordinator: A connection to the other ranks of its own.
+        ledger: Where an alarm is reported.
+        config: Whether there is an alarm, and whether numbers are looked at.
+
+    Thread safety: ``watch`` and ``forget`` are for the training thread, ``examine`` for any.
+    ``_lock`` guards ``_seen`` and ``_subject``.
+    """
+
+    def __init__(self, coordinator: Coordinator, ledger: SaveLedger, config: SaveConfig) -> None:
+        self._coordinator, self._ledger = coordinator, ledger
+        self._on, self._scans = config.on_suspicious != "ignore", config.check_finite
+        self._lock = threading.Lock()
+        self._era = 0
+        self._seen: _Seen | None = None
+        self._subject = ""
+
+    def watch(self, job: SaveJob, collected: Collected) -> SaveJob:
+        """Return ``job`` so that its trained tensors are looked at when it is committed."""
+        if not self._on:
+            return job
+        trained = Trained.of(collected, self._era)
+        image = ScannedImage.of(job.image, job.plan, trained) if self._scans else job.image
+        return replace(job, trained=trained, image=image)
+
+    def forget(self) -> None:
+        """A restore has changed the trained tensors: later saves are not compared with earlier
+        ones.
+        """
+        self._era += 1
+
+    def examine(self, job: SaveJob) -> None:
+        """Look at a save that is committed on its first tier. It never raises."""
+        if job.trained is None:
+            return
+        try:
+            with self._lock:
+                finding = self._agreed(job, self._own(job, job.trained))
+        except CkptError as error:
+            _log.debug("ckpt: step %d is not compared: %s", job.ref.step, error)
+            return
+        if finding.not_finite or finding.changed is False:
+            found = SuspiciousState(
+                job.ref.step,
+                finding.not_finite or finding.unchanged,
+                since=None if finding.not_finite else finding.since,
+            )
+            self._ledger.suspect(found, logs=self._coordinator.rank == LEADER)
+
+    def _own(self, job: SaveJob, trained: Trained) -> _Finding:
+        """Return what this rank sees, and remember the save."""
+        before, step = self._seen, job.ref.step
+        bad = _few([job.image.found]) if isinstance(job.image, ScannedImage) else ()
+        same_plan = before is not None and before.chunks.still(job.plan, trained)
+        chunks = before.chunks if before and same_plan else Chunks.of(job.plan, trained)
+        now = _Seen(step, chunks, job.known)
+        if before is not None and step <= before.step and trained.era == before.chunks.trained.era:
+            return _Finding(True, not_finite=bad)  # a farther tier was later than the nearest
+        self._seen = now
+        changed = True if before is None else now.changed(before)
+        unchanged = () if changed else _few([chunks.places])
+        return _Finding(changed, before.step if before else -1, unchanged, bad)
+
+    def _agreed(self, job: SaveJob, own: _Finding) -> _Finding:
+        """Return what all ranks together have seen."""
+        coordinator = self._coordinator
+        if coordinator.world_size == 1:
+            return own
+        last, self._subject = self._subject, f"trained/{job.ref.folder}"
+        if last:
+            coordinator.forget(last)
+        coordinator.post(self._subject, msgspec.json.encode(own))
+        wait = Wait(_WAIT_SECONDS, "the comparison with the last save", job.ref.step)
+        if not self._scans:
+            if own.changed:
+                return own
+            if coordinator.rank != LEADER:
+                first = _decoded(gather(coordinator, self._subject, wait, ranks=[LEADER]).values())
+                if first[0].changed:
+                    return first[0]
+
+        def decide() -> bytes:
+            return msgspec.json.encode(
+                _together(_decoded(gather(coordinator, self._subject, wait).values()))
+            )
+
+        decided = leader_decides(coordinator, self._subject, decide, wait)
+        return msgspec.json.decode(decided, type=_Finding)
+
+
+def _decoded(messages: Iterable[bytes]) -> list[_Finding]:
+    return [msgspec.json.decode(message, type=_Finding) for message in messages]
+
+
+def _together(findings: Sequence[_Finding]) -> _Finding:
+    known = [finding.changed for finding in findings if finding.changed is not None]
+    return _Finding(
+        any(known) if known else None,
+        max(finding.since for finding in findings),
+        _few(finding.unchanged for finding in findings),
+        _few(finding.not_finite for finding in findings),
+    )
+
+
+def _few(names: Iterable[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(sorted(set(chain.from_iterable(names)))[:_MOST_NAMES])
