@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
 
 from ckpt.catalog.index import Entry, survey
+from ckpt.catalog.pins import all_pins, live_of
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
@@ -52,7 +53,7 @@ def ls(
 
     Only manifests are read: "committed" means that a checkpoint is complete, and `ckpt verify`
     shows whether its data is intact. "incomplete" is a save that is still under way or was cut
-    short. It is never restored.
+    short. It is never restored. No retention removes a step that is "pinned" (`ckpt pin`).
 
     The root "memory" stands for everything that this user's jobs have in the memory of this
     machine. Each is listed under its URL, shm://NAME, by which the other commands find it.
@@ -81,20 +82,24 @@ def ls(
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """The steps of a tier, or the reason why there are none."""
+    """The steps of a tier, and when the last pin on each ends; or the reason why there are none."""
 
     url: str
-    entries: dict[StepRef, Entry]
+    entries: dict[StepRef, Entry] = field(default_factory=dict[StepRef, Entry])
+    pinned: dict[StepRef, int] = field(default_factory=dict[StepRef, int])
     error: CkptError | None = None
 
 
 def _look(reached: Reached) -> _Tier:
     if (store := reached.backend) is None:
-        return _Tier(reached.url, {}, reached.error)
+        return _Tier(reached.url, error=reached.error)
     try:
-        return _Tier(reached.url, {entry.ref: entry for entry in store.ask(partial(survey, store))})
+        found = store.ask(partial(survey, store))
+        pins = live_of(store.ask(partial(all_pins, store)))
     except CkptError as error:
-        return _Tier(reached.url, {}, error)
+        return _Tier(reached.url, error=error)
+    ends = {ref: max(pin.until for pin in held) for ref, held in pins.items()}
+    return _Tier(reached.url, {entry.ref: entry for entry in found}, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +146,10 @@ def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
     if tier.error:
         raise tier.error
     if json:
-        steps = [_as_json(tier.entries[ref]) for ref in refs]
+        steps = [_as_json(tier, ref) for ref in refs]
         output.show_json({"root": tier.url, "steps": steps})
         return
-    cells = {ref: _size_and_state(tier.entries[ref]) for ref in refs}
+    cells = {ref: _size_and_state(tier, ref) for ref in refs}
     _show([tier], refs, _FACTS, ("size", "state"), cells)
 
 
@@ -166,8 +171,7 @@ def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None
     for ref in refs:
         known = _known(tiers, ref)
         cells[ref] = [
-            "unreachable" if tier in failed else _cell(tier.entries.get(ref), known)
-            for tier in tiers
+            "unreachable" if tier in failed else _cell(tier, ref, known) for tier in tiers
         ]
     facts = [fact for fact in _FACTS if fact.across]
     _show(tiers, refs, facts, [tier.url for tier in tiers], cells)
@@ -223,12 +227,13 @@ def _known(tiers: Sequence[_Tier], ref: StepRef) -> Manifest | None:
     )
 
 
-def _cell(entry: Entry | None, known: Manifest | None) -> str:
+def _cell(tier: _Tier, ref: StepRef, known: Manifest | None) -> str:
     """Return how much of a step is on one tier."""
+    entry = tier.entries.get(ref)
     if entry is None:
         return "-"
     if entry.manifest:
-        return _size(entry.manifest)
+        return _size(entry.manifest) + (", pinned" if ref in tier.pinned else "")
     if entry.damage:
         return "damaged: its manifest cannot be read"
     of = f" of {known.world_size}" if known else ""
@@ -250,6 +255,7 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
                 "stored_bytes": entry.manifest.stored_bytes if entry.manifest else entry.nbytes,
                 "codecs": list(entry.manifest.codecs) if entry.manifest else [],
                 "finished_ranks": None if entry.manifest else entry.finished_ranks,
+                "pinned_until": _pinned_until(tier, ref),
             }
             for tier in tiers
             if (entry := tier.entries.get(ref))
@@ -295,9 +301,16 @@ def _state(entry: Entry) -> tuple[str, str]:
     )
 
 
-def _size_and_state(entry: Entry) -> tuple[str, str]:
+def _pinned_until(tier: _Tier, ref: StepRef) -> str | None:
+    return output.moment_utc(tier.pinned[ref]) if ref in tier.pinned else None
+
+
+def _size_and_state(tier: _Tier, ref: StepRef) -> tuple[str, str]:
+    entry = tier.entries[ref]
     state, detail = _state(entry)
     told = f"{state}: {detail}" if detail else state
+    if ref in tier.pinned:
+        told += f", pinned until {output.moment(tier.pinned[ref])}"
     if entry.manifest:
         return _size(entry.manifest), told
     return output.size(entry.nbytes) if entry.nbytes else "-", told
@@ -311,7 +324,8 @@ def _size(manifest: Manifest) -> str:
     return f"{stored} ({', '.join(manifest.codecs)} of {output.size(manifest.nbytes)})"
 
 
-def _as_json(entry: Entry) -> dict[str, object]:
+def _as_json(tier: _Tier, ref: StepRef) -> dict[str, object]:
+    entry = tier.entries[ref]
     state, detail = _state(entry)
     found = entry.manifest
     return {
@@ -325,4 +339,5 @@ def _as_json(entry: Entry) -> dict[str, object]:
         "metrics": metrics_of(found.metadata) if found else None,
         "stored_bytes": found.stored_bytes if found else entry.nbytes,
         "codecs": list(found.codecs) if found else [],
+        "pinned_until": _pinned_until(tier, ref),
     }

@@ -40,6 +40,7 @@ Examples:
   ckpt top runs/gpt                               watch it in the terminal
   ckpt copy runs/gpt s3://bucket/run42 --all      put it somewhere else
   ckpt prune runs/gpt --keep-last 3 --dry-run     what need not be kept?
+  ckpt advise runs/gpt --failures-per-day 2       how often to save?
   ckpt pin runs/gpt 1200 --for 2h                 keep it for now
   ckpt watch runs/gpt --exec 'eval.sh {path}'     do something with each new step
   ckpt finalize runs/gpt                          finish a save whose job died
@@ -121,6 +122,7 @@ COMMANDS: Final = {
     "diff": ("diff:diff", "Compare two checkpoints."),
     "serve": ("serve:serve", "Show runs on a page in the browser, live."),
     "top": ("top:top", "Show runs at a glance in the terminal, live."),
+    "advise": ("advise:advise", "Show how often to save, and what is lost per day."),
     "copy": ("copy:copy", "Copy checkpoints between any two places."),
     "prune": ("prune:prune", "Remove checkpoints that need not be kept."),
     "pin": ("pin:pin", "Keep a step from being removed for some time."),

@@ -68,6 +68,7 @@ def test_json_holds_what_the_table_holds(cli: Cli, steps: dict[int, Written]) ->
         "metrics": {},
         "stored_bytes": steps[300].manifest.nbytes,
         "codecs": [],
+        "pinned_until": None,
     }
 
 

@@ -67,3 +67,16 @@ def test_the_reason_of_another_user_cannot_steer_the_terminal(cli: Cli, runs: Pa
     cli("pin", 1, "--reason", "\x1b]52;c;AAAA\x07")
     ran = cli("unpin")
     assert "\x1b" not in ran.out
+
+
+def test_the_list_shows_pins(cli: Cli, runs: Path, tmp_path: Path) -> None:
+    cli("pin", 1)
+    lines = cli("ls").out.splitlines()
+    assert ["pinned until" in line for line in lines[1:]] == [True, False, False]
+    assert [bool(step["pinned_until"]) for step in cli("ls", "--json").json["steps"]] == [
+        True,
+        False,
+        False,
+    ]
+    several = cli("ls", "runs", "other")
+    assert [", pinned" in line for line in several.out.splitlines()[1:]] == [True, False, False]

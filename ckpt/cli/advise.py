@@ -1,0 +1,136 @@
+"""``ckpt advise``: how often to save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from ckpt.cli import output
+from ckpt.cli.options import (
+    ConfigFileOption,
+    JsonOption,
+    PlaceArgument,
+    RootOption,
+    one_place,
+    places,
+    seconds,
+)
+from ckpt.config import resolve_tier
+from ckpt.errors import ConfigError
+from ckpt.observe.advice import Advice, Assumed, Measured, measured
+from ckpt.observe.advice import advise as advice_of
+from ckpt.observe.history import history_of
+from ckpt.observe.journal import JournalReader
+
+
+def advise(
+    where: PlaceArgument = None,
+    failures: Annotated[
+        float | None,
+        typer.Option(
+            "--failures-per-day",
+            metavar="N",
+            help="Of the whole job. Default: how often the journal says that it began again.",
+        ),
+    ] = None,
+    restart: Annotated[
+        str, typer.Option(metavar="TIME", help="From a failure until training runs again.")
+    ] = "5m",
+    drag: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="What training loses per save while it streams; `python -m bench train` "
+            "measures it.",
+        ),
+    ] = "",
+    root: RootOption = None,
+    config: ConfigFileOption = None,
+    json: JsonOption = False,
+) -> None:
+    r"""Show how often to save, and what training time is lost per day.
+
+    The journal of the run (observers=[Journal(ROOT)]) has the stall of each save, and the time
+    until it is durable on each tier. For each tier the table shows the interval with the least
+    loss, if a restart takes the newest step of that tier. An interval shorter than the time until a
+    step is durable there is of no use, so it is the least.
+
+    \b
+    Examples:
+      ckpt advise runs/gpt --failures-per-day 2 --restart 3m
+      ckpt advise runs/gpt --drag 0.1s --json
+    """
+    place = one_place(places([where] if where else None, [root] if root else None))
+    url = resolve_tier(place, config).url
+    records = JournalReader(url).read()
+    if not records:
+        raise ConfigError(
+            f"{url} has no journal: train with CheckpointManager({url!r}, "
+            f"observers=[Journal({url!r})])"
+        )
+    found = measured(records, history_of(records))
+    if failures is None and not found.failures_per_day > 0:
+        raise ConfigError(
+            "the journal shows no failure, or covers less than an hour: give --failures-per-day"
+        )
+    assumed = Assumed(
+        failures_per_day=found.failures_per_day if failures is None else failures,
+        restart_seconds=seconds("--restart", restart),
+        drag_seconds=seconds("--drag", drag) if drag else 0.0,
+    )
+    advice = advice_of(found, assumed)
+    if json:
+        output.show_json(
+            {
+                "root": url,
+                "measured": asdict(found),
+                "assumed": asdict(assumed),
+                "tiers": [asdict(each) for each in advice],
+            }
+        )
+    else:
+        _show(found, assumed, advice, drag=bool(drag), observed=failures is None)
+
+
+def _show(
+    found: Measured, assumed: Assumed, advice: Sequence[Advice], *, drag: bool, observed: bool
+) -> None:
+    rows = [
+        (
+            each.tier,
+            output.duration(each.durable_seconds),
+            _long(each.interval_seconds) + (" (durable)" if each.is_bound else ""),
+            f"{each.lost_minutes:.1f} min",
+            f"{each.lost_minutes_now:.1f} min" if math.isfinite(each.lost_minutes_now) else "-",
+        )
+        for each in advice
+    ]
+    columns = ("tier", "durable after", "save every", "lost per day", "lost per day now")
+    output.show_table(columns, rows, right=columns[1:])
+    output.show_facts(
+        {
+            "stall": f"{output.duration(found.stall_seconds)} per save (median)",
+            "drag": f"{output.duration(assumed.drag_seconds)} per save"
+            if drag
+            else "not in the journal, taken as 0: give --drag",
+            "interval now": _long(found.interval_seconds),
+            "failures": f"{assumed.failures_per_day:.2g} per day"
+            + (", as the journal shows" if observed else ""),
+            "restart": _long(assumed.restart_seconds),
+            "host memory": f"{output.size(found.nbytes)} to {output.size(2 * found.nbytes)} per "
+            "rank: one image, or two where they pay",
+        }
+    )
+
+
+def _long(number: float) -> str:
+    """'45 s', '12 min', '3.5 h'."""
+    if not math.isfinite(number):
+        return "-"
+    if number < 120:
+        return f"{number:.3g} s"
+    return f"{number / 60:.3g} min" if number < 7200 else f"{number / 3600:.3g} h"
