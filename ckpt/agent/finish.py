@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,25 +188,37 @@ class Finish:
         there = max((held.ref.step for held in self._own(near)), default=-1)
         for root in self._memory:
             line = [held for held in self._own(root) if held.ref.step > there]
-            copier = self._copier(near, [root, *self._durable[1:]])
+            # without a capacity nothing is evicted
+            waiting = self._waiting() if near.tier.tier.capacity is not None and line else ()
+            copier = self._copier(near, [root, *self._durable[1:]], waiting)
             going = {held.ref: held for held in (*line[:1], *copier.lacking(line, len(line)))}
             for held in going.values():
                 self._copy(copier, held)
 
     def _take_farther(self, far: _Root) -> None:
-        nearer = [*self._durable[:1], *self._memory]
-        line = {held.ref: held for root in reversed(nearer) for held in self._own(root)}
         others = [root for root in self._durable[1:] if root is not far]
-        copier = self._copier(far, [*nearer, *others])
-        # what waited in the queue, and what it had given out
-        for held in copier.lacking(list(line.values()), self._job.backlog + 1):
+        copier = self._copier(far, [*self._durable[:1], *self._memory, *others])
+        for held in self._lacking(copier, self._line()):
             self._attempt(partial(self._copy, copier, held))
 
-    def _copier(self, target: _Root, sources: Sequence[_Root]) -> StepCopier:
+    def _line(self) -> list[StoredStep]:
+        """Return the steps that farther tiers may get."""
+        nearer = [*self._durable[:1], *self._memory]
+        return list({held.ref: held for root in nearer[::-1] for held in self._own(root)}.values())
+
+    def _lacking(self, copier: StepCopier, line: Sequence[StoredStep]) -> list[StoredStep]:
+        """Return what waited in the queue, and what it had given out."""
+        return copier.lacking(line, self._job.backlog + 1)
+
+    def _copier(
+        self, target: _Root, sources: Sequence[_Root], waiting: Iterable[StepRef] = ()
+    ) -> StepCopier:
+        durable = [root.tier.backend for root in self._durable if root is not target]
         return StepCopier(
             target.tier,
             target.claim,
             [root.tier.backend for root in sources],
+            FixedGuard(waiting, durable),
             confirm=partial(self._confirm, target),
         )
 
@@ -228,17 +240,27 @@ class Finish:
         _log.info("ckpt: step %d is on %s now, in %.2f s", step, url, time.perf_counter() - began)
 
     def _prune(self, root: _Root) -> None:
-        rule, ref_of = Retention.of(root.tier.tier), [held.ref for held in self._own(root)]
-        if rule.keeps_all or not ref_of:
+        rule = Retention.of(root.tier.tier)
+        if rule.keeps_all or not self._own(root):
             return
         self._confirm(root)
-        left = FixedGuard(self._waiting(ref_of) if root is self._durable[0] else ())
+        left = FixedGuard(self._waiting() if root is self._durable[0] else ())
         context = PruneContext(own=self._me.attempt, alive=False, guard=left, claim=root.claim)
         prune(root.tier.backend, rule, context)
 
-    def _waiting(self, refs: Sequence[StepRef]) -> list[StepRef]:
-        """Return those of ``refs`` that a farther tier may still read from the nearest one."""
-        return list(refs) if self._errors else []
+    def _waiting(self) -> set[StepRef]:
+        """Return the steps that a farther tier may still read from the nearest durable one: those
+        that it lacks, or all if one could not be asked.
+        """
+        line = self._line()
+        every = {held.ref for held in line}
+        if self._errors:
+            return every
+        try:
+            copiers = [self._copier(far, []) for far in self._durable[1:]]
+            return {held.ref for copier in copiers for held in self._lacking(copier, line)}
+        except CkptError:  # the part that copies there reports it
+            return every
 
     def _give_back(self, root: _Root) -> None:
         """Remove the record of a job that has handed its root over, as closing would have."""

@@ -92,6 +92,23 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
         ConfigError: ``seconds`` or ``reason`` is out of bounds. Nothing was written.
         NoCheckpoint: The step is not committed there, or is being removed.
     """
+    return _put(backend, ref, seconds, reason, look_for_removal=True)
+
+
+def renewed(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
+    """Put a pin that replaces ``pin`` and ends later. Raises as ``put_pin`` does.
+
+    The claim marker of a removal that has given way to ``pin`` does not matter, as long as ``pin``
+    holds: each removal since has met one of the two pins.
+    """
+    later = _put(backend, pin.ref, seconds, reason, look_for_removal=not pin.is_live)
+    remove_pin(backend, pin)
+    return later
+
+
+def _put(
+    backend: StorageBackend, ref: StepRef, seconds: float, reason: str, *, look_for_removal: bool
+) -> Pin:
     if not 0 < seconds <= LONGEST_SECONDS:
         raise ConfigError(f"a pin of {seconds:g} s: give more than 0 s and at most 366 days")
     if len(reason) > _MOST_REASON:
@@ -101,7 +118,7 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
     with about(backend.url):
         _RETRY.call(lambda: backend.put(pin.key, [data]))
         try:
-            marked = _RETRY.call(partial(is_there, backend, ref.claim_marker))
+            marked = look_for_removal and _RETRY.call(partial(is_there, backend, ref.claim_marker))
             stays = not marked and is_committed(backend, ref)
         except CkptError:
             remove_pin(backend, pin)
@@ -111,13 +128,6 @@ def put_pin(backend: StorageBackend, ref: StepRef, seconds: float, reason: str =
         why = f"step {ref.step} is being removed" if marked else f"step {ref.step} is not there"
         raise NoCheckpoint(backend.url, why)
     return pin
-
-
-def renewed(backend: StorageBackend, pin: Pin, seconds: float, reason: str = "") -> Pin:
-    """Put a pin that replaces ``pin`` and ends later. Raises as ``put_pin`` does."""
-    later = put_pin(backend, pin.ref, seconds, reason)
-    remove_pin(backend, pin)
-    return later
 
 
 def remove_pin(backend: StorageBackend, pin: Pin) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from ckpt.catalog.index import is_committed
 from ckpt.model.keys import StepRef
+from ckpt.storage.api import StorageBackend
 
 
 class StepGuard(Protocol):
@@ -32,16 +34,22 @@ class StepGuard(Protocol):
 
 
 class FixedGuard(StepGuard):
-    """The guard that keeps the same steps all the time, and knows of no copies elsewhere.
+    """The guard that keeps the same steps all the time.
+
+    Args:
+        refs: The steps that stay.
+        elsewhere: The stores of the other durable tiers.
 
     Thread safety: any thread may call it.
     """
 
-    def __init__(self, refs: Iterable[StepRef] = ()) -> None:
-        self._refs = frozenset(refs)
+    def __init__(
+        self, refs: Iterable[StepRef] = (), elsewhere: Iterable[StorageBackend] = ()
+    ) -> None:
+        self._refs, self._elsewhere = frozenset(refs), tuple(elsewhere)
 
     def waiting(self) -> frozenset[StepRef]:
         return self._refs
 
-    def is_elsewhere(self, ref: StepRef) -> bool:  # noqa: ARG002 - part of the protocol
-        return False
+    def is_elsewhere(self, ref: StepRef) -> bool:
+        return any(is_committed(store, ref) for store in self._elsewhere)

@@ -26,19 +26,18 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True)
 class _CopyGuard(StepGuard):
-    """The guard of a farther tier while ``ref`` is copied there: newer steps stay, and the near
-    tier has the rest.
-    """
+    """The guard of a tier while ``ref`` is copied there: newer steps and those of ``guard`` stay."""
 
     far: StorageBackend
-    near: StorageBackend
+    guard: StepGuard
     ref: StepRef
 
     def waiting(self) -> frozenset[StepRef]:
-        return frozenset(other for other in attempts(self.far) if other > self.ref)
+        newer = frozenset(other for other in attempts(self.far) if other > self.ref)
+        return newer | self.guard.waiting()
 
     def is_elsewhere(self, ref: StepRef) -> bool:
-        return is_committed(self.near, ref)
+        return self.guard.is_elsewhere(ref)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,8 @@ class StepCopier:
     Attributes:
         tier: The tier that gets the steps.
         claim: The job's hold on its root.
-        sources: The stores that have the steps, nearest first.
+        sources: The stores that have the steps, nearest first. They may be in memory.
+        guard: The steps of the tier that stay while it gets others.
         retry: How requests are retried.
         confirm: Called before a manifest is put. It raises if the steps must not become checkpoints
             there any more.
@@ -57,6 +57,7 @@ class StepCopier:
     tier: OpenTier
     claim: Claim
     sources: Sequence[StorageBackend]
+    guard: StepGuard
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     confirm: Callable[[], object] = lambda: None
 
@@ -90,7 +91,7 @@ class StepCopier:
         self.claim.bring(held.ref)
         far, codec = self.tier, self.tier.tier.codec
         has_capacity = far.tier.capacity is not None
-        evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.sources[0], held.ref))
+        evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
         # else its size comes with the encoding
         known = codec == NO_CODEC or held.is_encoded
         if has_capacity:

@@ -24,6 +24,7 @@ from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import job_of
+from ckpt.retention.guard import FixedGuard
 from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
@@ -103,9 +104,14 @@ class Backfill:
     def _go(self, writer: TierWriter, line: Sequence[StoredStep]) -> None:
         """Copy those of ``line`` that the tier of ``writer`` lacks."""
         near, far = self._near.url, writer.url
-        others = [other.tier.backend for other in self._far if other is not writer]
+        others = [self._near.tier, *(other.tier for other in self._far if other is not writer)]
+        durable = [other.backend for other in others if not other.in_memory]
         copier = StepCopier(
-            writer.tier, writer.root, [self._near.tier.backend, *others], self._retry
+            writer.tier,
+            writer.root,
+            [other.backend for other in others],
+            FixedGuard(elsewhere=durable),
+            self._retry,
         )
         try:
             going = self._retry.call(partial(copier.lacking, line, self._config.backlog))

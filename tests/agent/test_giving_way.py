@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.agent.conftest import python
+from tests.agent.conftest import memory_folder, python
 
 TRAINER = """
 import os, sys, msgspec, torch
@@ -185,6 +187,46 @@ def test_a_tier_that_cannot_be_opened_costs_no_other(tmp_path: Path, dead: Job) 
     assert ended.outcome == "failed"
     assert "nosuch" in ended.error
     assert {far for _, far in copied} == {"farther"}
+
+
+@pytest.fixture
+def full(tmp_path: Path, dead: Job) -> Iterator[Job]:
+    """The job with step 3 in memory alone. "near" has steps 1 and 2, and room for no more."""
+    near, memory = Tier(str(tmp_path / "near")), Tier(f"shm://test-{os.getpid()}")
+    folder = memory_folder(memory)
+    [newest] = (tmp_path / "near").glob("step-000000003.*")
+    size = sum(file.stat().st_size for file in newest.iterdir())
+    shutil.copytree(tmp_path / "near", folder)
+    shutil.rmtree(newest)
+    for one in (1, 2):
+        shutil.rmtree(next(folder.glob(f"step-00000000{one}.*")))
+    near = dataclasses.replace(near, capacity=2 * size + size // 2)
+    first = tuple(fields_of(tier, tier.url) for tier in (memory, near))
+    yield msgspec.structs.replace(dead, tiers=(*first, dead.tiers[1]))
+    shutil.rmtree(folder)
+
+
+def test_a_full_near_tier_keeps_what_the_far_one_lacks(tmp_path: Path, full: Job) -> None:
+    ended, _ = finish(full)
+    assert "farther tiers wait for these steps: 1, 2" in ended.error
+    assert steps(tmp_path / "near") == [1, 2]
+    assert steps(tmp_path / "far") == [1, 2, 3]
+    assert finish(full)[0] == Ended("done")
+    assert steps(tmp_path / "near") == [2, 3]
+
+
+def test_a_copy_in_memory_does_not_make_a_step_durable(tmp_path: Path, full: Job) -> None:
+    """There is room for one step, and memory has the only one on the disk too."""
+    shutil.rmtree(next((tmp_path / "near").glob("step-000000001.*")))
+    [second] = (tmp_path / "near").glob("step-000000002.*")
+    shutil.copytree(second, memory_folder(Tier(full.tiers[0]["url"])) / second.name)
+    capacity = full.tiers[1]["capacity"] // 2
+    one = msgspec.structs.replace(
+        full, tiers=(full.tiers[0], {**full.tiers[1], "capacity": capacity})
+    )
+    ended, _ = finish(one)
+    assert "the newest has no other copy" in ended.error
+    assert steps(tmp_path / "near") == [2]
 
 
 def test_a_save_that_lacks_only_its_manifest_is_finished(tmp_path: Path, dead: Job) -> None:

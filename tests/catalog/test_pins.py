@@ -21,7 +21,7 @@ from ckpt.retention.claim import Claim
 from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PINNED, judge, prune, remove, sweep
-from ckpt.storage.api import StorageBackend
+from ckpt.storage.api import StorageBackend, is_there
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Raise, Rule, SimulatedCrash
 
@@ -189,6 +189,18 @@ def test_a_renewed_pin_replaces_the_one_before(tmp_path: Path) -> None:
     later = renewed(backend, first, 120)
     assert all_pins(backend) == [later]
     assert later.until > first.until
+
+
+def test_a_pin_is_renewed_after_a_removal_has_given_way(tmp_path: Path) -> None:
+    backend = save(tmp_path, 1)
+    (held,) = Inventory(backend).look()
+    first = put_pin(backend, held.ref, 60)
+    assert not remove(backend, held)
+    assert is_there(backend, held.ref.claim_marker)
+    later = renewed(backend, first, 120)
+    assert all_pins(backend) == [later]
+    assert not remove(backend, held)
+    assert steps(backend) == [1]
 
 
 def test_foreign_and_damaged_files_among_the_pins_are_no_pins(tmp_path: Path) -> None:
