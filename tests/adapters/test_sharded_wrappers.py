@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt.adapters.walk.collect import collect
+from ckpt.adapters.walk.memory import Memory
 from ckpt.adapters.walk.prepare import PlanCache
 from ckpt.errors import KindMismatch, ReplicasDiverged, UnsupportedValue
 from tests.adapters.ranks import mesh_of, rank_of
@@ -162,3 +163,37 @@ def test_another_class_on_another_number_of_ranks_is_an_error() -> None:
     images, manifest = save_ranks(2, lambda rank: cut(WHOLE, rank, 2))
     with rank_of(0, 1), pytest.raises(KindMismatch):
         restore({"w": torch.zeros(16, 6)}, images, manifest, 0, 1)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_block_size_that_equals_the_size_of_a_part_is_compared_as_it_is(kind: type) -> None:
+    """The size of the tensor is a ``torch.Size``, which follows the number of ranks."""
+
+    def state(rank: int, ranks: int, block: Any) -> State:
+        found = cut(WHOLE, rank, ranks)
+        found["w"]._local_tensor.signed = kind(block)
+        return found
+
+    images, manifest = save_ranks(2, lambda rank: state(rank, 2, (8, 6)))
+    with rank_of(0, 1):
+        with pytest.raises(KindMismatch):
+            restore(state(0, 1, (16, 6)), images, manifest, 0, 1)
+        target = state(0, 1, (8, 6))
+        restore(target, images, manifest, 0, 1)
+        assert insides(target["w"]) == insides(cut(WHOLE, 0, 1)["w"])
+
+
+def test_a_part_replaced_around_the_same_tensors_makes_a_new_segment() -> None:
+    model, memory = torch.nn.Module(), Memory()
+    with rank_of(0, 2):
+        held = cut(WHOLE, 0, 2)["w"]
+        model.register_buffer("w", held)
+
+        def segment() -> Any:
+            return collect({"model": model}, rank=0, memory=memory).parts[0]
+
+        first = segment()
+        assert segment() is first
+        part = held._local_tensor
+        held._local_tensor = Blocks(part.codes, part.scale, part.table)
+        assert segment() is not first

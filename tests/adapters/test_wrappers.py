@@ -414,6 +414,54 @@ def test_a_class_whose_flattening_fails_is_refused_by_name(kind: type, text: str
         saved({"t": kind(torch.ones(2), torch.ones(2))})
 
 
+class Computed(TwoTensor):
+    """One whose attribute is computed from another tensor."""
+
+    @property
+    def sum(self) -> torch.Tensor:
+        return self.a + self.b
+
+    def __tensor_flatten__(self) -> Any:
+        return ["a", "sum"], None
+
+
+class Stored(TwoTensor):
+    """One that makes a tensor whenever it is flattened."""
+
+    def __tensor_flatten__(self) -> Any:
+        self.sum = self.a + self.b
+        return ["a", "sum"], None
+
+
+class Viewed(TwoTensor):
+    """One whose attribute is a view of a tensor that it keeps."""
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.b.view(-1)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["a", "flat"], None
+
+
+@pytest.mark.parametrize("kind", [Computed, Stored])
+def test_an_attribute_that_is_a_new_tensor_each_time_is_refused_by_name(kind: type) -> None:
+    root = saved({"t": two(1)})
+    for attempt in (saved, lambda state: restored(root, state)):
+        with pytest.raises(UnsupportedValue, match="'sum' is a new tensor each time") as refused:
+            attempt({"t": kind(torch.ones(6, 4), torch.ones(6, 4))})
+        assert refused.value.name == "t"
+    with pytest.raises(UnsupportedValue, match="'sum' is a new tensor each time") as refused:
+        saved({"t": TwoTensor(kind(torch.ones(6, 4), torch.ones(6, 4)), two(1))})
+    assert refused.value.name == "t/a"
+
+
+def test_an_attribute_may_be_a_view_of_a_tensor_that_the_wrapper_keeps() -> None:
+    target = Viewed(torch.zeros(2), torch.zeros(2))
+    restored(saved({"t": Viewed(torch.ones(2), torch.ones(2))}), {"t": target})
+    assert torch.equal(target.b, torch.ones(2))
+
+
 def test_a_wrapper_on_the_meta_device_is_refused_by_name() -> None:
     empty = TwoTensor(torch.empty(6, 4, device="meta"), torch.empty(6, 4, device="meta"))
     with pytest.raises(UnsupportedValue, match=r"'t' is a .*TwoTensor on the meta device"):
@@ -583,6 +631,25 @@ def test_a_segment_is_used_again_until_a_wrapper_holds_another_tensor() -> None:
     assert now[0] is first[0]
     assert now[1] is not first[1]
     assert any(item.tensor is moment.codes for item in now[1].held)
+
+
+@pytest.mark.parametrize("make", [two, nested])
+def test_a_wrapper_replaced_around_the_same_tensors_makes_a_new_segment(
+    make: Callable[[int], Any],
+) -> None:
+    state, memory = in_a_buffer(make(1)), Memory()
+
+    def segment() -> Any:
+        return collect(state, rank=0, memory=memory).parts[0]
+
+    first = segment()
+    assert segment() is first
+    held = state["model"].table
+    if make is nested:
+        held.a = TwoTensor(held.a.a, held.a.b)
+    else:
+        state["model"].table = TwoTensor(held.a, held.b)
+    assert segment() is not first
 
 
 def test_metadata_is_that_of_each_save() -> None:

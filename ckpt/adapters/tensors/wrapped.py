@@ -17,9 +17,15 @@ from typing import Any, Final, NamedTuple, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckpt.adapters.tensors.layout import PLAIN, boxes_of, held_in, mesh_ranks, replicas_of
+from ckpt.adapters.tensors.layout import (
+    PLAIN,
+    boxes_of,
+    held_in,
+    mesh_ranks,
+    replicas_of,
+)
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
-from ckpt.adapters.torch_private import plain_alias
+from ckpt.adapters.torch_private import plain_alias, storage_identity
 from ckpt.errors import UnsupportedValue
 from ckpt.model.values import Node, encode, join
 
@@ -60,6 +66,7 @@ class Layer:
         kind: The qualified name of the class.
         values: The metadata, as it is compared and saved.
         inner: The tensors inside, by the names of their attributes.
+        held: The wrapper itself.
         alias: A plain tensor with the version counter of the wrapper, which operations on the
             wrapper move, and not always those of the tensors inside.
     """
@@ -67,6 +74,7 @@ class Layer:
     kind: str
     values: Node
     inner: Mapping[str, torch.Tensor | Layer]
+    held: torch.Tensor
     alias: torch.Tensor
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,12 +85,12 @@ class Layer:
             else:
                 yield join(path, name), part
 
-    def aliases(self) -> Iterator[torch.Tensor]:
-        """The aliases of this wrapper and of those inside."""
-        yield self.alias
+    def layers(self) -> Iterator[Layer]:
+        """This wrapper and those inside."""
+        yield self
         for part in self.inner.values():
             if isinstance(part, Layer):
-                yield from part.aliases()
+                yield from part.layers()
 
     def node(self, name: str, stored: Callable[[str], str]) -> Node:
         """Return the node of the tree for the wrapper ``name``.
@@ -116,7 +124,8 @@ class Apart:
         layer: What it consists of on this rank.
         sources: The innermost tensors by their paths in the wrapper.
         watched: Tensors with version counters besides those of the innermost tensors.
-        key: Differs if the sources differ though the innermost tensors are the same.
+        key: Differs if the sources or the wrappers differ though the innermost tensors are the
+            same.
     """
 
     layer: Layer
@@ -136,27 +145,50 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
     if not isinstance(tensor, DTensor):
         layer = _layer(name, held, _as_it_is)
         found = {path: Inside(leaf) for path, leaf in layer.leaves()}
-        return Apart(layer, found, tuple(layer.aliases()), (layer.kind, tuple(found)))
-    here, whole = tuple(held.shape), tuple(tensor.shape)
+        return Apart(layer, found, _aliases(layer), (_identities(layer), tuple(found)))
+    here, whole = held.shape, tensor.shape
     layer = _layer(name, held, lambda size: whole if size == here else size)
     found = _sharded(name, tensor, layer)
     spec = tensor._spec
-    key = (layer.kind, tuple(found), spec.mesh, spec.placements, spec.tensor_meta)
-    return Apart(layer, found, (tensor, *layer.aliases()), key)
+    key = (_Same(tensor), _identities(layer), tuple(found), spec.mesh, spec.placements)
+    return Apart(layer, found, (tensor, *_aliases(layer)), (*key, spec.tensor_meta))
+
+
+class _Same:
+    """A tensor that equals itself only."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self._held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._held is self._held
+
+    def __hash__(self) -> int:
+        return id(self._held)
+
+
+def _identities(layer: Layer) -> Hashable:
+    return tuple(_Same(each.held) for each in layer.layers())
+
+
+def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
+    return tuple(each.alias for each in layer.layers())
 
 
 # -- one layer -------------------------------------------------------------------------------------
 
-_Resize = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+_Resize = Callable[[torch.Size], torch.Size]
 
 
-def _as_it_is(size: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_it_is(size: torch.Size) -> torch.Size:
     return size
 
 
 def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
-    """``resize``: from a size in the metadata to that of the whole tensor, if it is the size of
-    this rank's part.
+    """``resize``: from a ``torch.Size`` in the metadata to that of the whole tensor, if it is the
+    size of this rank's part. Other tuples and lists may be block sizes, and stay as they are.
     """
     kind = _qualified(type(held))
     if held.is_meta:
@@ -169,8 +201,8 @@ def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
             "save its parts under names of their own",
         )
     try:
-        attributes, metadata = held.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = {str(attribute): getattr(held, attribute) for attribute in attributes}
+        parts, metadata = _flattened(held)
+        again, _ = _flattened(held)
     except Exception as error:
         raise UnsupportedValue(
             name, f"{kind} whose __tensor_flatten__() raises {type(error).__name__}", f"{error}"
@@ -184,13 +216,42 @@ def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
                 "of it",
                 "correct the class",
             )
+        if not _is_kept(part, again.get(attribute)):
+            raise UnsupportedValue(
+                name,
+                f"{kind} whose {attribute!r} is a new tensor each time it is read",
+                "name the tensors that it keeps in __tensor_flatten__()",
+            )
         wraps = is_wrapper(part) and not isinstance(part, DTensor)
         inner[attribute] = _layer(join(name, attribute), part, _as_it_is) if wraps else part
     try:
         values = _values(metadata, f"the metadata of {name}", resize)
     except RecursionError:
         raise UnsupportedValue(name, f"{kind} with metadata nested too deeply") from None
-    return Layer(kind, values, inner, alias)
+    return Layer(kind, values, inner, held, alias)
+
+
+def _flattened(held: Any) -> tuple[dict[str, Any], Any]:
+    """Return the tensors inside of a wrapper by their attributes, and the metadata."""
+    attributes, metadata = held.__tensor_flatten__()
+    return {str(attribute): getattr(held, attribute) for attribute in attributes}, metadata
+
+
+def _is_kept(one: torch.Tensor, two: Any) -> bool:
+    """Return True if two reads of an attribute have the same memory."""
+    if one is two:
+        return True
+    if not isinstance(two, torch.Tensor) or type(one) is not type(two):
+        return False
+    one, two = held_in(one), held_in(two)
+    if _flattens(type(one)):
+        (parts, _), (again, _) = _flattened(one), _flattened(two)
+        return all(_is_kept(part, again.get(name)) for name, part in parts.items())
+    return (
+        one.layout == two.layout == torch.strided
+        and storage_identity(one) == storage_identity(two)
+        and one.storage_offset() == two.storage_offset()
+    )
 
 
 def _has_memory(alias: torch.Tensor) -> bool:
@@ -218,7 +279,7 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
             named = dict(zip(names, value, strict=True))
             return {"class": _qualified(type(value)), "fields": inside(named)}
         case list() | tuple():
-            items = resize(tuple(value))
+            items = resize(value) if isinstance(value, torch.Size) else value
             return [_values(item, f"{path}/{i}", resize) for i, item in enumerate(items)]
         case dict() if all(type(key) is str and not key.startswith("$") for key in value):
             return inside(value)
