@@ -24,6 +24,7 @@ from torch import nn
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
+from bench.rank_exit import exit_rank
 from ckpt.integrations.torchtitan import CkptManager
 
 
@@ -102,7 +103,6 @@ def main() -> None:
     print(f"state {size >> 20} MiB, optimizer step {_ms(plain)}, load {os.getloadavg()[0]:.1f}")
     for name, found in stalls.items():
         print(f"{name:18} stall {_ms(found[1:])}")
-    dist.destroy_process_group()
 
 
 def _ms(seconds: list[float]) -> str:
@@ -113,3 +113,4 @@ def _ms(seconds: list[float]) -> str:
 
 if __name__ == "__main__":
     main()
+    exit_rank()

@@ -31,8 +31,8 @@ from ckpt.model.manifest import FragmentRef
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.coordination.world import World
-from tests.crash.test_kill import ROOT
 from tests.distributed.survivors import run_world, told
+from tests.kit.worlds import ROOT
 
 STUCK = """
 import sys, signal, torch

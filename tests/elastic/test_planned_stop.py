@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from tests.crash.test_kill import ROOT
+from tests.kit.worlds import ROOT
 
 GRACE = 0.7
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.test_kill import ROOT
 from tests.faults.conftest import Count
+from tests.kit.worlds import ROOT
 from tests.processes import run
 
 TIMES = 50
