@@ -221,7 +221,8 @@ class SaveConfig:
         on_suspicious: What happens when the step has advanced and no trained tensor has changed
             since the last save: "warn" logs a warning; "raise" also raises `SuspiciousState` from
             the next call of the manager; "ignore" compares nothing. The step is committed in any
-            case.
+            case. A rank that sees no change waits for the others in the background, for at most 60
+            s, before its next save streams.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
             everything on return.
         check: How a save makes sure that the copy is the state at the call, also after changes that
@@ -255,7 +256,7 @@ class SaveConfig:
 
     on_busy: OnBusy = "wait"
     on_error: OnError = "raise"
-    on_suspicious: OnSuspicious = "warn"
+    on_suspicious: OnSuspicious = "ignore"
     overlap: Overlap = "auto"
     chunk_bytes: int = 16 << 20
     commit_timeout_seconds: float = 600.0

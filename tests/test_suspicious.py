@@ -32,6 +32,7 @@ class Job:
         )
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.seen: list[SaveSuspicious] = []
+        settings = {"on_suspicious": "warn", **settings}
         self.manager = CheckpointManager(root, observers=[self._note], **settings)
 
     def _note(self, event: Event) -> None:

@@ -21,7 +21,7 @@ def steps_named(root: Path, mode: str) -> list[int]:
             seen.append(event.step)
 
     net, optimizer = build(mode, seed=0)
-    with CheckpointManager(root / mode, observers=[note]) as manager:
+    with CheckpointManager(root / mode, observers=[note], on_suspicious="warn") as manager:
         for number in range(1, 5):
             if number != 3:
                 step(net, optimizer, number)
