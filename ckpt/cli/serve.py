@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
 
 import typer
 
@@ -49,9 +50,10 @@ def serve(
     Each ROOT is a run. Roots that a journal names as tiers of one run are shown together. Each
     --config FILE is a run with all of its tiers. The page only shows, and changes nothing.
 
-    It is for this machine alone unless --host says otherwise. Then requests need a token, which is
-    part of the address that is printed. Nothing is encrypted: reach another machine by an SSH
-    tunnel (`ssh -L 8472:127.0.0.1:8472 node`) where others can listen.
+    It is for this machine alone unless --host says otherwise. Then requests need a token: the one
+    in --token-file, or a new one, which is part of the address that is printed. Nothing is
+    encrypted: reach another machine by an SSH tunnel (`ssh -L 8472:127.0.0.1:8472 node`) where
+    others can listen.
 
     \b
     Examples:
@@ -67,8 +69,9 @@ def serve(
     token = read_token(token_file, needed=host not in _LOOPBACK)
     listener = listen(host, port)
     output.show_line(f"the page is at {address(listener, host)}")
-    if token:  # it is no secret of the user's: it is for who reads this line
-        output.show_plain(f"the address with its token: {address(listener, host)}?token={token}")
+    if token and token_file is None:  # a new one, which is known from this line alone
+        given = quote(token, safe="")
+        output.show_plain(f"the address with its token: {address(listener, host)}?token={given}")
     run(runs, listener, token, interval)
 
 

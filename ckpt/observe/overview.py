@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from ckpt.config import Tier
 from ckpt.errors import CkptError
+from ckpt.errors.text import redact
 from ckpt.observe.history import Arrival, History, SavedStep, history_of
 from ckpt.observe.journal import JournalReader
 from ckpt.observe.listing import ListedStep, TierListing
@@ -176,12 +177,12 @@ class RunWatch:
     Thread safety: one thread at a time.
 
     Args:
-        name: What the run is called.
+        name: What the run is called. Credentials in it become ``***``.
         tiers: Its tiers, nearest first. One that cannot be opened is shown with its error.
     """
 
     def __init__(self, name: str, tiers: Sequence[Tier]) -> None:
-        self.name = name
+        self.name = redact(name)
         self.tiers = [_watch(url, tier) for url, tier in zip(urls_of(tiers), tiers, strict=True)]
         self._journals = [JournalReader(tier.url) for tier in self.tiers if is_folder(tier.url)]
 

@@ -201,7 +201,10 @@ def _ago(seconds: float) -> str:
 
 
 def _short(url: str) -> str:
-    """A name for a place: the end of a long one."""
+    """A name for a place: the end of a long one. It is cleaned first: a part of a URL no longer
+    shows what in it is secret.
+    """
+    url = clean(url)
     if url.startswith("shm://"):
         return "memory"
     return url if len(url) <= 32 else f"…{url[-31:]}"

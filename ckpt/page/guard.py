@@ -83,7 +83,7 @@ class Guard:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._fits(request.cookies.get(self._cookie, "")) or self._fits(bearer):
             return None
-        return _refuse("this page needs its token: open the address that ckpt serve printed", 401)
+        return _refuse("this page needs its token: add ?token=TOKEN to the address", 401)
 
     def _fits(self, given: str) -> bool:
         return secrets.compare_digest(given.encode(), self._token.encode())

@@ -116,6 +116,22 @@ def test_another_address_needs_a_token(cli: Cli, steps: dict[int, Written]) -> N
         server.communicate()
 
 
+def test_the_token_of_a_file_is_not_printed(cli: Cli, steps: dict[int, Written]) -> None:
+    needs_packages()
+    Path("token").write_text("correct-horse-battery")
+    server, address = start("--host", "0.0.0.0", "--token-file", "token")
+    try:
+        port = address.rstrip("/").rpartition(":")[2]
+        url = f"http://127.0.0.1:{port}/"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=60)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        out, err = server.communicate(timeout=60)
+    assert "token" not in out + err
+    assert "correct-horse-battery" not in out + err
+
+
 def test_it_starts_without_torch(cli: Cli, steps: dict[int, Written]) -> None:
     needs_packages()
     code = (
