@@ -491,11 +491,21 @@ def agent_memory_seconds() -> float:
 
 def environment_for_agent() -> dict[str, str]:
     """Return the environment that the clients of object stores need, without the variables of
-    launchers and devices.
+    launchers and devices, and without those that are not UTF-8, which no message can hold.
     """
     return {
-        name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_AGENT)
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_NOT_FOR_AGENT) and _is_unicode(name + value)
     }
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that the interpreter has read as surrogates
+        return False
+    return True
 
 
 def _seconds(variable: str, default: float) -> float:

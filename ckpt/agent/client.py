@@ -151,7 +151,13 @@ def start(place: Place, timeout: float) -> None:
     Raises:
         AgentError: It could not be started.
     """
-    log = place.open_log()
+    try:
+        log = place.open_log()
+    except OSError as error:
+        raise AgentError(
+            f"the agent's log {place.log} cannot be opened ({error.strerror}): remove it, or set "
+            "CKPT_AGENT_FOLDER to another folder"
+        ) from None
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "ckpt.agent", "start"],

@@ -159,11 +159,18 @@ class Entry:
         code = self.worker.wait()
         self._let_go()
         outcome = self.progress.ended or Ended("failed", f"its worker ended with exit code {code}")
-        self.progress.ended, self.since = outcome, time.time()
         if outcome.outcome == "failed":
-            pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
-            self.failures += 1
-            self.next_at = time.time() + pause
+            return self.fail(outcome.error)
+        self.progress.ended, self.since = outcome, time.time()
+        return outcome
+
+    def fail(self, why: str) -> Ended:
+        """Count a failed try, and plan the next one."""
+        outcome = Ended("failed", why)
+        self.progress.ended, self.since = outcome, time.time()
+        pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
+        self.failures += 1
+        self.next_at = time.time() + pause
         return outcome
 
     def cancel(self) -> None:

@@ -166,10 +166,10 @@ def encode(message: msgspec.Struct) -> bytes:
     """
     try:
         data = msgspec.msgpack.encode(message)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, OverflowError, UnicodeEncodeError) as error:
         raise AgentError(
             f"a message to the agent holds a value that is not plain ({error}): give options of "
-            "tiers as strings and numbers"
+            "tiers as numbers and as strings of UTF-8"
         ) from None
     if len(data) > MOST_BYTES:
         raise AgentError(f"a message of {len(data)} bytes is too long: {MOST_BYTES} are allowed")

@@ -43,6 +43,7 @@ from ckpt.agent.messages import (
     frames,
 )
 from ckpt.agent.place import Lock, Place, check_peer
+from ckpt.agent.reports import Ended
 from ckpt.errors import AgentError
 
 _log = logging.getLogger("ckpt")
@@ -168,7 +169,11 @@ class Agent:
             self._works = self._may_work.take()
         for entry in due if self._works else ():
             if not self._is_held_up(entry):
-                reports = entry.begin(self._place, self._may_work)
+                try:
+                    reports = entry.begin(self._place, self._may_work)
+                except OSError as error:  # no memory or no process is left
+                    self._after(entry, entry.fail(f"no worker could be started: {error}"))
+                    continue
                 self._selector.register(
                     reports, selectors.EVENT_READ, partial(self._on_report, entry, reports)
                 )
@@ -239,7 +244,10 @@ class Agent:
         except (msgspec.MsgspecError, AgentError) as error:
             _log.warning("ckpt: the reports for job %s cannot be read: %s", entry.attempt, error)
         self._selector.unregister(reports)
-        ended = entry.finish()
+        self._after(entry, entry.finish())
+
+    def _after(self, entry: Entry, ended: Ended) -> None:
+        """Decide what follows a try that has ended."""
         if ended.error:
             _log.warning("ckpt: job %s: %s", entry.attempt, ended.error)
         if ended.outcome == "superseded":

@@ -26,7 +26,7 @@ from ckpt.storage.tiers import OpenTier
 
 @dataclass(frozen=True, slots=True)
 class _CopyGuard(StepGuard):
-    """The guard of a tier while ``ref`` is copied there: newer steps and those of ``guard`` stay."""
+    """The guard of a tier that gets ``ref``: newer steps stay, and those of ``guard``."""
 
     far: StorageBackend
     guard: StepGuard

@@ -9,17 +9,19 @@ import struct
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 
+from ckpt import CheckpointManager
 from ckpt.agent.client import connect, reach, start, status
 from ckpt.agent.messages import VERSION, Detach, Job, Process, Stop, Welcome, encode
 from ckpt.agent.place import Place
 from ckpt.coordination.owner import Owner, process_started
 from ckpt.errors import AgentError
-from tests.agent.conftest import holders, until
+from tests.agent.conftest import holders, job_of, python, until
 from tests.cli.conftest import Cli, cli
 from tests.processes import ended
 from tests.users import ATTACKER, act_as, only_root
@@ -51,6 +53,39 @@ def test_it_is_started_once_in_a_session_of_its_own_and_is_small(place: Place) -
     assert os.stat(place.socket).st_mode & 0o077 == 0
     first.close()
     second.close()
+
+
+def test_a_variable_that_is_not_utf8_is_left_out(place: Place, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ODD", "\udcff")
+    with CheckpointManager(tmp_path, agent="required"):
+        found = status(place)
+    assert found is not None
+    assert [one.state for one in found.jobs] == ["running"]
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_with_the_way_out(place: Place) -> None:
+    os.mkdir(place.log)
+    with pytest.raises(AgentError, match="set CKPT_AGENT_FOLDER"):
+        start(place, 20)
+
+
+def test_a_worker_that_cannot_start_is_a_failed_try(place: Place, tmp_path: Path) -> None:
+    """Its environment is longer than the kernel takes."""
+    connection = reach(place)
+    script = """
+import os, sys
+from ckpt import CheckpointManager
+os.environ["LONG"] = "x" * (1 << 18)
+manager = CheckpointManager(sys.argv[1], agent="required")
+os.kill(os.getpid(), 9)
+"""
+    python(script, tmp_path, code=-signal.SIGKILL)
+    assert until(lambda: (one := job_of(place)) and one.state == "waiting" and one.error)
+    found = status(place)
+    assert found is not None
+    assert "Argument list too long" in found.jobs[-1].error
+    assert found.pid == connection.welcome.pid
+    connection.close()
 
 
 def test_two_that_start_at_once_become_one(place: Place) -> None:
