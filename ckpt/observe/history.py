@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -73,6 +73,7 @@ class History:
 def history_of(records: Sequence[Record]) -> History:
     """Return the history that ``records``, oldest first, tell."""
     found, troubles = History(), list[Record]()
+    under_way: set[int] = set()  # what this job has staged
     for record in records:
         match record.event:
             case "SaveStaged":
@@ -83,6 +84,7 @@ def history_of(records: Sequence[Record]) -> History:
                     record.nbytes,
                     {tier: Arrival() for tier in record.tiers},
                 )
+                under_way.add(record.step)
             case "SaveCommitted" | "CommitFinished":
                 save = found.saves.setdefault(record.step, SavedStep(record.step, record.at))
                 save.tiers[record.tier] = Arrival("committed", record.seconds)
@@ -97,7 +99,8 @@ def history_of(records: Sequence[Record]) -> History:
                 found.restores.append(Restore(record, tuple(troubles)))
                 troubles = []
             case _ if record.event == OPENED:
-                _cut(found)
+                _cut(found.saves[step] for step in under_way)
+                under_way.clear()
             case _ if record.event == VERIFIED:
                 found.verified[record.step, record.tier] = record
             case _:
@@ -108,9 +111,9 @@ def history_of(records: Sequence[Record]) -> History:
     return found
 
 
-def _cut(found: History) -> None:
-    """The job that had begun the saves under way has ended."""
-    for save in found.saves.values():
+def _cut(saves: Iterable[SavedStep]) -> None:
+    """The job that had begun the saves has ended."""
+    for save in saves:
         for arrival in save.tiers.values():
             if arrival.state == "saving":
                 arrival.state = "cut"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -42,6 +43,8 @@ VERIFIED: Final = "Verified"
 """The name of the record of a step that was compared with its checksums."""
 _MOST_TEXT: Final = 500
 _MOST_FILES: Final = 128
+_MOST_BYTES: Final = 64 << 20
+"""What a reader takes of all files together. The files of low ranks come first."""
 _OLD: Final = ".old"
 
 
@@ -206,20 +209,25 @@ class JournalReader:
 
     def __init__(self, root: str) -> None:
         self._folder = journal_of(root)
-        self._known: dict[str, tuple[tuple[int, int], list[Record]]] = {}
+        self._known: dict[str, tuple[tuple[int, int, int], list[Record]]] = {}
 
     def read(self) -> list[Record]:
-        """Return all records, oldest first. Lines that are no records are left out."""
-        found: list[Record] = []
+        """Return all records, oldest first. Lines that are no records are left out.
+
+        Of a large file it is the newest lines, and of many large files those of low ranks.
+        """
+        found, left = list[Record](), _MOST_BYTES
         for name in self._names():
             path = os.path.join(self._folder, name)
             try:
                 status = os.stat(path)
-                state = (status.st_mtime_ns, status.st_size)
+                size = min(status.st_size, 2 * LIMIT_BYTES, left)
+                state = (status.st_mtime_ns, status.st_size, size)
                 if name not in self._known or self._known[name][0] != state:
-                    self._known[name] = (state, list(_records(path)))
+                    self._known[name] = (state, list(_records(path, size)))
             except OSError:  # put aside just now
                 continue
+            left -= size
             found += self._known[name][1]
         return sorted(found, key=lambda record: record.at)
 
@@ -231,10 +239,14 @@ class JournalReader:
         return [name for name in names if name.endswith((".jsonl", ".jsonl" + _OLD))][:_MOST_FILES]
 
 
-def _records(path: str) -> Iterator[Record]:
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 2 * LIMIT_BYTES))
-        for line in file.read(2 * LIMIT_BYTES).splitlines():
+def _records(path: str, size: int) -> Iterator[Record]:
+    """The records in the last ``size`` bytes of a regular file. Any other file has none."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            return
+        file.seek(max(0, status.st_size - size))
+        for line in file.read(size).splitlines():
             with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
                 yield _decoder.decode(line)
 
@@ -250,6 +262,11 @@ def _failure(record: Record, error: BaseException) -> Record:
 
 def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting for a process at the other end of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _write(file: int, record: Record) -> None:

@@ -18,6 +18,7 @@ _USUAL: Final = 2.5
 """A chart is at most this many times as high as its 95th percentile, so that one slow save does not
 flatten all others.
 """
+_TINY: Final = 1e-290
 
 Points = Sequence[tuple[int, float]]
 """Steps, ascending, and a value for each."""
@@ -102,8 +103,11 @@ def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]
 
 
 def nice(value: float) -> float:
-    """Return the least of 1, 2 and 5 times a power of ten that is not below ``value``."""
-    if not value > 0 or not math.isfinite(value):
+    """Return the least of 1, 2 and 5 times a power of ten that is not below ``value``.
+
+    It is 1 for what is no measurement: 0 and less, and where a power of ten is not exact.
+    """
+    if not _TINY < value < 1 / _TINY:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     return next(each * power for each in (1, 2, 5, 10) if each * power >= value * 0.999999)

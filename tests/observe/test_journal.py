@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from ckpt.errors import ConfigError, OutOfSpace
 from ckpt.events import Repaired, Restored, SaveCommitted, SaveFailed, SaveStaged, TierMissed
 from ckpt.observe import journal as journals
 from ckpt.observe.history import history_of
-from ckpt.observe.journal import Journal, JournalReader, note_verified
+from ckpt.observe.journal import OPENED, Journal, JournalReader, Record, note_verified
 
 
 def staged(step: int, *tiers: str) -> SaveStaged:
@@ -133,6 +136,40 @@ def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, line: bytes) ->
     journal(staged(2, "a"))
     journal.close()
     assert set(history_of(JournalReader(str(tmp_path / "run")).read()).saves) >= {1}
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_is_no_regular_file_is_passed_over(tmp_path: Path) -> None:
+    with contextlib.closing(Journal(tmp_path / "run", rank=0)) as journal:
+        journal(staged(1, "a"))
+    os.mkfifo(tmp_path / "run.journal" / "rank-00001.jsonl")
+    (tmp_path / "run.journal" / "rank-00002.jsonl").mkdir()
+    assert lines(tmp_path / "run") == ["Opened", "SaveStaged"]
+
+
+def test_what_is_read_of_all_files_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        with contextlib.closing(Journal(tmp_path / "run", rank=rank)) as journal:
+            for step in range(10):
+                journal(SaveFailed(step=step, error=OSError("disk")))
+    reader = JournalReader(str(tmp_path / "run"))
+    assert len(reader.read()) == 41
+    size = (tmp_path / "run.journal" / "rank-00000.jsonl").stat().st_size
+    monkeypatch.setattr(journals, "_MOST_BYTES", size + size // 2)
+    found = reader.read()
+    assert 11 < len(found) < 21
+    assert found[-1].step == 9
+
+
+def test_many_jobs_and_many_saves_are_read_in_linear_time() -> None:
+    saves = [Record(at=n, event="SaveStaged", step=n, tiers=("a",)) for n in range(8000)]
+    begun = [Record(at=n, event=OPENED) for n in range(8000, 16000)]
+    began = time.process_time()
+    found = history_of([*saves, *begun])
+    assert time.process_time() - began < 1
+    assert {save.tiers["a"].state for save in found.saves.values()} == {"cut"}
 
 
 def test_a_folder_that_cannot_be_written_costs_one_log_line(
