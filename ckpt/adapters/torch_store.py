@@ -234,8 +234,11 @@ def find_coordinator() -> Coordinator:
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return TorchStoreCoordinator()
-    # To tell a launcher's world from a lone process.
-    for variable, way in _WORLDS.items():
-        if int(os.environ.get(variable) or "1") > 1:  # noqa: TID251
-            raise ConfigError(f"{variable} says there are several ranks: {way}")
+    if (variable := world_of_launcher()) is not None:
+        raise ConfigError(f"{variable} says there are several ranks: {_WORLDS[variable]}")
     return SingleCoordinator()
+
+
+def world_of_launcher() -> str | None:
+    """Return the variable with which a launcher says that there are several ranks, if one does."""
+    return next((name for name in _WORLDS if int(os.environ.get(name) or "1") > 1), None)  # noqa: TID251

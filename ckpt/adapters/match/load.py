@@ -35,7 +35,7 @@ from ckpt.adapters.walk.collect import find_parameters
 from ckpt.adapters.walk.items import Part
 from ckpt.adapters.walk.modules import asked, items_of, unwrapped
 from ckpt.adapters.walk.objects import declares_state, is_stateful, look_again, walk_objects
-from ckpt.adapters.walk.stand_in import Refilled, StandIn
+from ckpt.adapters.walk.stand_in import Checked, Refilled, StandIn
 from ckpt.errors import ConfigError, KindMismatch, RestoreError
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import Node, join
@@ -227,7 +227,10 @@ class _Match:
                 if not is_mapping(node):
                     self._all.expect(node, path, "object")
                 made = self._all.values.order(node["v"] if tag(node) == "object" else node, path)
-                self._actions.append(lambda: target.load_state_dict(made()))
+                load = target.load_state_dict
+                if isinstance(target, Checked):
+                    target.check_saved(made())
+                self._actions.append(lambda: load(made()))
             case _:
                 self._plain(target, node, path, put)
 

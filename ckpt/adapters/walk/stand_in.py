@@ -7,6 +7,7 @@ What they save has the names and shapes that plain PyTorch's would have, so one 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,6 +46,17 @@ class Refilled(ABC):
     def targets(self) -> dict[str, Any]:
         """Return what a restore fills and then gives to ``load_state_dict``, with the names of
         ``state_dict()`` and the present values.
+        """
+
+
+class Checked(ABC):
+    """An object that refuses some of what was saved before the restore changes anything."""
+
+    @abstractmethod
+    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise a ``CkptError`` if ``load_state_dict`` must not get this; changes nothing.
+
+        The values of tensors and arrays in it have not been read yet.
         """
 
 
