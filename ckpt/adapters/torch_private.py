@@ -13,14 +13,17 @@ save reads of thousands of tensors (``Tensor._version``, ``DTensor._local_tensor
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import reduce
 from importlib import import_module
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError
@@ -186,13 +189,26 @@ def has_frozen_graphs() -> bool:
 # -- optimizers ------------------------------------------------------------------------------------
 
 
-def without_step_hooks(optimizer: Optimizer) -> Any:
-    """Return another object with the attributes of ``optimizer`` and without its step hooks."""
+def stand_in_of(optimizer: Optimizer, settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return another optimizer of the same class with a copy of ``settings``, and the copy.
+
+    It has deep copies of the attributes of ``optimizer``, and no hooks, groups or state. Device
+    meshes and process groups stay the same objects.
+    """
     made: Any = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    made._optimizer_step_pre_hooks = OrderedDict[int, Any]()
-    made._optimizer_step_post_hooks = OrderedDict[int, Any]()
-    return made
+    memo: dict[int, Any] = {id(optimizer): made}
+    attributes = dict(vars(optimizer))
+    for name, value in attributes.items():
+        if name == "state":
+            memo[id(value)] = defaultdict[Any, dict[Any, Any]](dict)
+        elif name == "param_groups":
+            memo[id(value)] = []
+        elif name.startswith("_optimizer_") and name.endswith("_hooks"):
+            memo[id(value)] = OrderedDict[int, Any]()
+        elif isinstance(value, DeviceMesh | ProcessGroup):
+            memo[id(value)] = value
+    vars(made).update(deepcopy(attributes, memo))
+    return made, deepcopy(dict(settings), memo)
 
 
 # -- ZeroRedundancyOptimizer -----------------------------------------------------------------------

@@ -4,7 +4,9 @@ and filled as the tensors inside of them.
 
 from __future__ import annotations
 
+import random
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -717,6 +719,51 @@ def test_a_restore_that_fails_leaves_such_an_optimizer_without_state() -> None:
     with pytest.raises(EntryMissing):
         restored(root, again | {"gone": torch.ones(2)})
     assert parts(again) == before
+    assert not again["optimizer"].state
+
+
+class Counting(Quantised):
+    """One that keeps state in attributes of its own, and draws random numbers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.count = torch.zeros(1)
+        self.seen: dict[str, list[int]] = {"sizes": []}
+        self.generator = torch.Generator().manual_seed(3)
+        self.own_step = self.step  # bound to the optimizer itself
+
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        self.seen["sizes"].append(len(self.param_groups[0]["params"]))
+        self.param_groups[0]["history"].append(random.random())
+        torch.rand(2, generator=self.generator)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_such_a_step_leaves_the_optimizer_s_own_attributes(is_refused: bool) -> None:
+    state = trained()
+    state["optimizer"].param_groups[0]["history"] = []
+    again = fresh()
+    optimizer = again["optimizer"] = Counting(again["model"].parameters())
+    optimizer.param_groups[0]["history"] = history = []
+    generator, numbers = optimizer.generator.get_state(), random.getstate()
+    if is_refused:
+        with pytest.raises(EntryMissing):
+            restored(saved(state), again | {"gone": torch.ones(2)})
+    else:
+        restored(saved(state), again)
+        assert parts(again) == parts(state)
+    assert (optimizer.count.item(), optimizer.seen, history) == (0, {"sizes": []}, [])
+    assert torch.equal(optimizer.generator.get_state(), generator)
+    assert random.getstate() == numbers
+
+
+def test_an_attribute_that_cannot_be_copied_is_an_error_before_a_step() -> None:
+    again = fresh()
+    again["optimizer"].lock = threading.Lock()
+    with pytest.raises(RestoreError, match=r"take one optimizer step before restoring"):
+        restored(saved(trained()), again)
     assert not again["optimizer"].state
 
 

@@ -6,14 +6,14 @@ that owns the class.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import random
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ckpt.adapters.torch_private import without_step_hooks
+from ckpt.adapters.torch_private import stand_in_of
 from ckpt.errors import RestoreError
 
 
@@ -22,20 +22,22 @@ def state_of_step(
 ) -> Mapping[Any, Any]:
     """The state of ``parameter`` after a first step with a gradient of zeros.
 
-    A stand-in of the optimizer steps a stand-in of the parameter, without the hooks of the
-    optimizer. Neither these two nor the random number generators change.
+    A stand-in of the optimizer, with copies of its attributes, steps a stand-in of the parameter,
+    without the hooks of the optimizer. Neither these two nor the random numbers of torch and of
+    Python's ``random`` change. What the step does to objects outside of the optimizer stays.
 
     Raises:
-        RestoreError: The step fails; ``name`` is what it should have made.
+        RestoreError: The step fails, or an attribute cannot be copied; ``name`` is what the step
+            should have made.
     """
     kind = type(optimizer)
-    stand_in = without_step_hooks(optimizer)
-    stand_in.state = defaultdict[Any, dict[Any, Any]](dict)
+    numbers = random.getstate()
     try:
         with torch.random.fork_rng():
             zeros = torch.zeros_like(parameter.detach())
             zeros.grad = torch.zeros_like(zeros)
-            settings = {key: _copy(value) for key, value in group.items() if key != "params"}
+            settings = {key: value for key, value in group.items() if key != "params"}
+            stand_in, settings = stand_in_of(optimizer, settings)
             stand_in.param_groups = [{**settings, "params": [zeros]}]
             kind.step(stand_in)
     except Exception as error:  # code of the optimizer
@@ -43,8 +45,6 @@ def state_of_step(
             f"{name!r} is not there yet, and a step of {kind.__qualname__} that would make it "
             f"fails ({error!r}): take one optimizer step before restoring"
         ) from error
+    finally:
+        random.setstate(numbers)
     return dict(stand_in.state[zeros])
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
