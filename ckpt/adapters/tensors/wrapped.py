@@ -157,16 +157,16 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
 class _Same:
     """A tensor that equals itself only."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("held",)
 
     def __init__(self, held: torch.Tensor) -> None:
-        self._held = held
+        self.held = held
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._held is self._held
+        return isinstance(other, _Same) and other.held is self.held
 
     def __hash__(self) -> int:
-        return id(self._held)
+        return id(self.held)
 
 
 def _identities(layer: Layer) -> Hashable:
