@@ -199,9 +199,15 @@ def each_step(
         for step in found:
             if over.is_set():
                 return
-            with suppress(NoCheckpoint), watcher.holding(step):  # it may be gone by now
-                yield step
-                watcher.done(step)
+            try:
+                with suppress(NoCheckpoint), watcher.holding(step):  # it may be gone by now
+                    yield step
+                    watcher.done(step)
+            except TransientStorageError as error:
+                if poll_seconds is None:
+                    raise
+                _log.warning("ckpt: step %d comes again at the next look: %s", step.step, error)
+                break
         if poll_seconds is None:
             return
         over.wait(poll_seconds)

@@ -7,8 +7,9 @@ import re
 import shlex
 import signal
 import subprocess
+import time
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Annotated, Final
 
 import typer
@@ -28,6 +29,9 @@ from ckpt.cli.options import (
     seconds,
 )
 
+_END_SECONDS: Final = 30.0
+"""How long what the command has started may take to end after a signal."""
+_LOOK_SECONDS: Final = 0.05
 _TERMINATED: Final = 128 + signal.SIGTERM
 _PLACE: Final = re.compile(r"\{(path|step|root)\}")
 
@@ -151,16 +155,33 @@ class _Signals:
 
 
 def _run(command: str, step: CommittedStep, signals: _Signals) -> int:
-    """Return the exit code of the command. It is stopped if this process is."""
+    """Return the exit code of the command. If this process is stopped, the command and what it has
+    started get SIGTERM, and are waited for.
+    """
     named = {"path": step.path, "step": str(step.step), "root": step.root}
     command = _PLACE.sub(lambda place: shlex.quote(named[place[1]]), command)
     handed_on = os.environ  # noqa: TID251 - no setting is read here
     environment = {**handed_on, **{f"CKPT_{key.upper()}": value for key, value in named.items()}}
     signals.hold()
-    with subprocess.Popen(command, shell=True, env=environment) as process:  # noqa: S602
+    with subprocess.Popen(  # noqa: S602
+        command, shell=True, env=environment, process_group=0
+    ) as process:
         try:
             signals.release()
             return process.wait()
         except BaseException:
-            process.terminate()
+            signals.hold()
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            _await_group(process.pid)
             raise
+
+
+def _await_group(group: int) -> None:
+    """Wait until the processes of a group have ended, but not for one that ignores SIGTERM."""
+    deadline = time.monotonic() + _END_SECONDS
+    with suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(_LOOK_SECONDS)

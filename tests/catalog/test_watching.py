@@ -12,12 +12,13 @@ import torch
 
 import ckpt
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog import watching
+from ckpt.catalog import pins, watching
 from ckpt.catalog.index import attempts, committed
 from ckpt.catalog.pins import all_pins
 from ckpt.catalog.watching import Watcher, each_step
 from ckpt.errors import AccessDenied, ConfigError, TransientStorageError
 from ckpt.model.keys import StepRef
+from ckpt.pipeline.retry import RetryPolicy
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 
@@ -141,6 +142,32 @@ def test_a_store_that_is_away_for_a_while_is_asked_again(
     with caplog.at_level("WARNING", "ckpt"):
         assert next(iter(each_step(watcher, 0.01))).step == 1
     assert "there was no look at new steps" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["pins", "watchers"])
+def test_a_step_comes_again_if_the_store_does_not_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    save(tmp_path, 1, 2)
+    backend, away = open_backend(str(tmp_path)), [True]
+    put = backend.put
+
+    def odd(key: str, *args: Any, **how: Any) -> Any:
+        if key.startswith(folder) and away:
+            away.clear()
+            raise TransientStorageError(key, "no answer")
+        return put(key, *args, **how)
+
+    monkeypatch.setattr(backend, "put", odd)
+    monkeypatch.setattr(watching, "_RETRY", RetryPolicy(attempts=1))
+    monkeypatch.setattr(pins, "_RETRY", RetryPolicy(attempts=1))
+    found, stop = [], threading.Event()
+    for step in each_step(Watcher(backend, "eval"), 0.01, stop):
+        found.append(step.step)
+        if step.step == 2:
+            stop.set()
+    assert found == ([1, 2] if folder == "pins" else [1, 1, 2])
+    assert "step 1 comes again at the next look" in caplog.text
 
 
 def test_a_store_that_only_lets_one_read_is_an_error(tmp_path: Path) -> None:

@@ -15,6 +15,9 @@ from ckpt.storage.registry import open_backend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli
 
+CHILD = "sh -c 'trap \"sleep 0.3; echo ended; exit\" TERM; echo began; sleep 1000 & wait'; true"
+"""A shell whose child takes a moment to end."""
+
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
@@ -76,8 +79,8 @@ def test_bad_input_is_one_clear_error(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int) -> None:
-    command = "echo began; exec sleep 1000"
+@pytest.mark.parametrize("command", ["echo began; exec sleep 1000", CHILD])
+def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int, command: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "ckpt.cli.main", "watch", str(runs), "--exec", command],
         stdout=subprocess.PIPE,
@@ -88,10 +91,11 @@ def test_a_signal_ends_the_command_and_the_pin(runs: Path, number: int) -> None:
     assert process.stdout.readline() == b"began\n"
     assert len(list((runs / "pins").iterdir())) == 1
     os.kill(process.pid, number)
-    with process.stdout as told:
-        assert told.read() == b""  # the command has ended too
     assert process.wait() == (143 if number == signal.SIGTERM else 130)
     assert list(runs.glob("pins/*")) == []
+    os.set_blocking(process.stdout.fileno(), False)
+    with process.stdout as told:
+        assert told.read() == (b"ended\n" if command == CHILD else b"")  # all of it has ended
     assert not (runs / "watchers").exists()
 
 
