@@ -40,6 +40,7 @@ from ckpt.storage.tiers import as_tiers, urls_of
 REFERENCE: Final = "ckpt.json"
 TESTED: Final = "2.60"
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
+_MOST_BYTES: Final = 64 << 10  # of a reference
 _DRAIN_SECONDS: Final = 120.0  # what Ray waits if a preemption has no deadline
 _LATE_SECONDS: Final = 300.0  # after that it has taken the workers away
 
@@ -118,7 +119,8 @@ class RayCheckpoints:
 
         Raises:
             RestoreError: A step that was reported is not there, or the state does not fit.
-            ConfigError: ``checkpoint`` is none of this class.
+            ConfigError: ``checkpoint`` is none of this class, or Ray knows of a checkpoint of
+                another root and ``checkpoint`` does not name it.
         """
         if checkpoint is not None:
             return self._restore_reported(state, checkpoint, options)
@@ -127,6 +129,13 @@ class RayCheckpoints:
         if reported is None:
             return report
         if report is None:  # the tiers are other ones than before
+            root, step = _read(reported)
+            if root != self.root:
+                raise ConfigError(
+                    f"Ray knows of step {step} at {root}, and the checkpoints of this run are at "
+                    f"{self.root}: give restore(state, checkpoint=ray.train.get_checkpoint()) to "
+                    "begin with that one"
+                )
             return self._restore_reported(state, reported, options)
         root, step = _read(reported)
         if root == self.root and report.step < step:
@@ -257,7 +266,7 @@ def _read(checkpoint: Any) -> tuple[str, int]:
     path = posixpath.join(checkpoint.path, REFERENCE)
     try:
         with checkpoint.filesystem.open_input_stream(path) as file:
-            found = json.loads(file.read())
+            found = json.loads(file.read(_MOST_BYTES))
         return str(found["root"]), int(found["step"])
     except FileNotFoundError:
         raise ConfigError(

@@ -176,6 +176,30 @@ def test_saves_that_may_fail_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_reported_root_is_followed_only_if_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RayCheckpoints(tmp_path / "other") as other:
+        other.manager.save({"step": 7}, 7)
+    reference = {"root": other.root, "step": 7}
+    (tmp_path / "ckpt.json").write_text(json.dumps(reference))
+    reported = ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem())
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: reported)
+    with RayCheckpoints(tmp_path / "run") as checkpoints:
+        state = {"step": 0}
+        with pytest.raises(ConfigError, match=f"(?s){other.root}.*{checkpoints.root}"):
+            checkpoints.restore(state)
+        assert state == {"step": 0}
+        checkpoints.restore(state, reported)
+        assert state == {"step": 7}
+
+
+def test_a_reference_is_read_to_a_bound(tmp_path: Path) -> None:
+    (tmp_path / "ckpt.json").write_text('{"root": "runs", ' + " " * (64 << 10) + '"step": 7}')
+    with pytest.raises(RestoreError, match="is damaged"):
+        door._read(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
+
+
 @pytest.mark.parametrize(("installed", "warns"), [("2.60.1", False), ("2.61.0", True)])
 def test_an_untested_release_warns_once(
     installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
