@@ -46,6 +46,9 @@ class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return count()
 
+    def __repr__(self) -> str:  # the name of a test, the same in each process
+        return "Endless()"
+
 
 class Life:
     """The ranks of a job, one after the other in each step."""
