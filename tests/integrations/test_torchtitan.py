@@ -488,7 +488,8 @@ def test_two_ranks_of_fsdp2_killed_in_mid_save_have_the_losses_of_their_own_mana
     )
     assert done.stdout == "ended 0 0\nended 1 -9\nended 2 0\n", log.read_text()[-6000:]
     attempts = list((folder / "CkptManager").glob("step-000000006.*"))
-    assert [(each / "manifest.json").exists() for each in attempts].count(False) == 1
+    # what the killed job had begun of it may be cleared away by now
+    assert [(each / "manifest.json").exists() for each in attempts].count(True) == 1
     for rank in range(2):
         whole = json.loads((folder / f"whole-{rank}.json").read_text())
         resumed = json.loads((folder / f"resumed-{rank}.json").read_text())
