@@ -173,6 +173,7 @@ def test_closing_with_detach_leaves_the_far_tier_to_the_agent(place: Place, tmp_
     assert whole(tmp_path / "far") == [1, 2, 3, 4]
 
 
+@pytest.mark.torture  # one of four runs finds the step missing: to be explained
 def test_detach_makes_durable_what_memory_alone_has(place: Place, tmp_path: Path, tiers) -> None:
     assert "closed" in train(tiers, 1, 3, "detach nearest")
     await_state(place, "done")

@@ -56,7 +56,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 def test_a_step_without_a_change_is_counted(tmp_path: Path) -> None:
     metrics, model = Metrics(), nn.Linear(2, 2)
     trained = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-    with CheckpointManager(tmp_path, observers=[metrics]) as manager:
+    with CheckpointManager(tmp_path, observers=[metrics], on_suspicious="warn") as manager:
         for step in range(3):
             manager.save(trained, step)
     assert value(metrics, "ckpt_suspicious_saves_total") == 2

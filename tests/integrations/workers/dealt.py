@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.integrations.data import ElasticSampler
 
@@ -63,8 +64,8 @@ def main(root: str, save_at: int, stop_at: int) -> None:
                     break
                 if job.state["step"] == stop_at:
                     break
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    exit_rank()
