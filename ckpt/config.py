@@ -247,7 +247,8 @@ class SaveConfig:
         cpus: The cores that these threads may use; None for all cores of the process.
         copies: Whether data that several ranks hold is written once ("one"), or once on each node
             that has local tiers ("per_node"), so that these outlive the loss of other nodes.
-        exit_seconds: How long ``close`` continues the saves under way while an exception ends the
+        exit_seconds: How long the end of a script waits for what ``close(detach=True)`` left under
+            way, and how long ``close`` continues the saves under way while an exception ends the
             process.
         agent: Whether an agent of this node finishes what the job leaves when it ends or dies.
             "auto" starts one, and goes on without it if that fails; "required" raises `AgentError`

@@ -46,7 +46,7 @@ from ckpt.model.keys import StepRef, step_of
 from ckpt.model.metrics import METRICS, Metrics, as_metrics
 from ckpt.model.patterns import WHOLE, Names, Patterns, patterns_for, unfitting
 from ckpt.pending import PendingSave, SaveRecord, check_timeout, missing_at_the_end, wait_and_log
-from ckpt.pipeline.workers import Workers, close_at_exit
+from ckpt.pipeline.workers import Workers, await_at_exit, close_at_exit
 from ckpt.restore.report import RestoreReport
 from ckpt.restore.restorer import Replicas, RestoreContext, RestoreOptions, Restorer
 from ckpt.retention.added_metrics import add_metrics
@@ -585,14 +585,14 @@ class CheckpointManager:
         """Finish what only this process can, and leave the rest to the agent.
 
         What is left here then, such as a part of a file on its way to a slow tier, ends on a thread
-        that nothing waits for.
+        that only the end of the script waits for, at most for ``exit_seconds``.
         """
         assert self._agent is not None
         try:
             self._saver.detach()
             self._agent.detach()
         finally:
-            Workers("end", 1).submit(self._finish, reason)
+            await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
 
     def _finish(self, reason: str) -> None:
         """All of ``close`` that may take long.

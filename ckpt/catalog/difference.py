@@ -21,7 +21,7 @@ class Difference:
         values: Same dtype and shape, other bytes.
         equal: How many are the same to the bit.
         read_names: How many had to be read for that.
-        unread: Those of which only reading would tell.
+        unread: Those whose data has to be read for an answer.
     """
 
     only_one: list[str] = field(default_factory=list[str])

@@ -40,8 +40,8 @@ class ListedStep:
     Attributes:
         state: "committed" has a manifest. "damaged" has one that cannot be trusted. "incomplete"
             has none.
-        nbytes: Of all data files as they were staged; of an incomplete step, what lies there.
-        stored_bytes: Of all data files as they lie there.
+        nbytes: Of all data files as they were staged; of an incomplete step, of the files there.
+        stored_bytes: Of all data files as they are stored.
         reason: Why it is damaged.
     """
 

@@ -258,6 +258,15 @@ def close_at_exit(owner: Closes) -> None:
     threading._register_atexit(close)  # type: ignore[attr-defined]
 
 
+def await_at_exit(work: Future[Any], seconds: float) -> None:
+    """Let the end of the script wait for ``work``, at most for ``seconds``.
+
+    A thread that works while the interpreter is finalized can abort the process, where torch takes
+    the GIL in C++.
+    """
+    threading._register_atexit(wait, [work], seconds)  # type: ignore[attr-defined]
+
+
 def _unhandled() -> BaseException | None:
     """Return the exception that ends the script, if the interpreter knows it."""
     if hasattr(sys, "ps1") or sys.flags.interactive:

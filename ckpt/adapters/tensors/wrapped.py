@@ -40,7 +40,7 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def wrappers_in(tensors: Sequence[Source]) -> Iterator[int]:
-    """The indices of the wrappers among ``tensors``, of which there may be thousands."""
+    """Return the indices of the wrappers among ``tensors``. There may be thousands of tensors."""
     if PLAIN.issuperset(map(type, tensors)):
         return
     kinds = set[type](map(type, tensors))
@@ -60,7 +60,7 @@ def kind_of(tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """One wrapper: the tensors inside of it, some of which may be wrappers too.
+    """One wrapper and the tensors inside of it. Some of these may be wrappers too.
 
     Attributes:
         kind: The qualified name of the class.
@@ -262,7 +262,7 @@ def _has_memory(alias: torch.Tensor) -> bool:
 
 
 def _values(value: Any, path: str, resize: _Resize) -> Node:
-    """The metadata as plain values, of which it is enough that they can be compared.
+    """The metadata as plain values. They are only compared.
 
     Devices are left out, since a restore leaves a tensor on its device.
     """

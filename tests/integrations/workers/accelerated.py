@@ -8,40 +8,18 @@ trained in a file.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-import ckpt.storage.tiers
 from ckpt.integrations.accelerate import AcceleratorCheckpoints
 from tests.integrations.accelerate_job import Job, accelerator, forget
+from tests.kit.deadly import die_in_the_save_of
 
 SAVED, KILLED = 14, 18  # both within an epoch
-
-
-class Deadly:
-    """A store in which a rank dies when it has written its file of step KILLED."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def upload(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        begun = self._inner.upload(key, *args, **kwargs)
-        return LastUpload(begun) if f"{KILLED:09d}" in key else begun
-
-
-class LastUpload(Deadly):
-    def finish(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def job(mode: str, seed: int) -> Job:
@@ -69,8 +47,7 @@ def main(folder: Path, mode: str, life: str) -> None:
         (folder / f"first-{rank}.json").write_text(json.dumps(reference.train()))
         forget()
 
-        opened = ckpt.storage.tiers.open_backend
-        ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))
+        die_in_the_save_of(KILLED)
         killed = job(mode, 7)
         checkpoints = AcceleratorCheckpoints(killed.accelerator, folder / "run")
 

@@ -9,8 +9,6 @@ Each attempt of each worker leaves its losses in a file.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,30 +20,11 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 
-import ckpt.storage.tiers
 from ckpt import PerRank, RngState, Tier
 from ckpt.integrations.ray import RayCheckpoints, run_root
+from tests.kit.deadly import die_in_the_save_of
 
 STEPS, KILLED = 8, 6
-
-
-class Deadly:
-    """A store in which the worker dies when it has written its file of step KILLED."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def upload(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        begun = self._inner.upload(key, *args, **kwargs)
-        return LastUpload(begun) if f"{KILLED:09d}" in key else begun
-
-
-class LastUpload(Deadly):
-    def finish(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(config: dict[str, Any]) -> None:
@@ -54,8 +33,7 @@ def train(config: dict[str, Any]) -> None:
     reported = ray.train.get_checkpoint()
     if config["kills"] and rank == 1 and not (folder / "killed").exists():
         (folder / "killed").touch()
-        opened = ckpt.storage.tiers.open_backend
-        ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))
+        die_in_the_save_of(KILLED)
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 1))
     model = prepare_model(net)

@@ -8,45 +8,22 @@ leaves its losses in a file.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torchtitan.components.checkpointer import CheckpointManager
 
-import ckpt.storage.tiers
 from ckpt.integrations.torchtitan import CkptManager
 from tests.integrations.titan_job import config, losses, trainer
+from tests.kit.deadly import die_in_the_save_of
 
 STEPS, KILLED = 7, 6
 
 
-class Deadly:
-    """A store in which a rank dies when it has written its file of step KILLED."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def upload(self, key: str, *args: Any, **kwargs: Any) -> Any:
-        begun = self._inner.upload(key, *args, **kwargs)
-        return LastUpload(begun) if f"{KILLED:09d}" in key else begun
-
-
-class LastUpload(Deadly):
-    def finish(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main(folder: Path, life: str) -> None:
     if life == "killed":
-        opened = ckpt.storage.tiers.open_backend
-        ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))
+        die_in_the_save_of(KILLED)
     kind = CheckpointManager if life == "whole" else CkptManager
     checkpoint = kind.Config(
         enable=True, interval=2, folder=f"{kind.__name__}", last_save_model_only=False
