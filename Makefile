@@ -8,8 +8,9 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Two workers, one file after the other in the order of tests/conftest.py.
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers, since many tests wait for others' processes; one file after the other in the order
+# of tests/conftest.py.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 INTEGRATIONS_STAMP := $(VENV)/.integrations-installed

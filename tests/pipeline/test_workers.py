@@ -98,7 +98,8 @@ def test_threads_have_names_for_people_and_for_the_system():
     with Workers("napkin", 1) as group:
         assert group.submit(threading.current_thread).result().name.startswith("ckpt-napkin")
         assert "ckpt-napkin-0" in os_threads()
-    assert "ckpt-napkin-0" not in os_threads()
+    while "ckpt-napkin-0" in os_threads():  # the system's thread ends a little after Python's
+        pass
 
 
 def test_a_long_name_is_cut_not_refused():
