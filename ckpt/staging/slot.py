@@ -83,7 +83,7 @@ class Slot:
             SlotLost: Its file is gone.
             HostMemoryExhausted: Others have taken what was cut off.
         """
-        if self._file is None:
+        if self._file is None or self._file.is_whole(self.capacity):
             return
         descriptor = self._file.open()
         try:
@@ -168,6 +168,14 @@ class _File:
     path: str
     device: int
     inode: int
+
+    def is_whole(self, nbytes: int) -> bool:
+        """Return True if it is in its place and has at least ``nbytes``."""
+        try:
+            found = os.lstat(self.path)
+        except OSError:
+            return False
+        return self._is(found) and found.st_size >= nbytes
 
     def open(self) -> int:
         """A descriptor of it. Raises ``SlotLost`` if it is gone."""
