@@ -44,6 +44,7 @@ DEBUG_VARIABLE: Final = "CKPT_DEBUG"
 AGENT_FOLDER_VARIABLE: Final = "CKPT_AGENT_FOLDER"
 AGENT_IDLE_VARIABLE: Final = "CKPT_AGENT_IDLE_SECONDS"
 AGENT_MEMORY_VARIABLE: Final = "CKPT_AGENT_MEMORY_SECONDS"
+DOMAIN_VARIABLE: Final = "CKPT_FAILURE_DOMAIN"
 MEMORY: Final = "memory"
 
 OnBusy = Literal["wait", "skip"]
@@ -148,6 +149,8 @@ class Tier:
             safetensors.
         required: Whether a save fails if it does not reach the tier. Otherwise the log says so.
             None: every tier but memory is required.
+        replicas: On how many other nodes the files of each node are kept, too, so that a step
+            outlives the loss of a node. For tiers that are local to a node.
     """
 
     url: str
@@ -160,6 +163,7 @@ class Tier:
     required: bool | None = None
     codec: str = NO_CODEC
     local: bool | None = None
+    replicas: int = 0
 
     def __new__(cls, *args: object, **fields: object) -> Self:
         """Raise the error of ``ckpt.toml`` for unknown fields. The fields are set as for any
@@ -194,6 +198,7 @@ class Tier:
             raise ConfigError(f"required={shown(self.required)}: give true or false")
         if self.local not in (None, True, False):
             raise ConfigError(f"local={shown(self.local)}: give true or false")
+        whole("replicas", self.replicas, 0, 16)
         parse_codec(self.codec)
 
     @property
@@ -247,6 +252,8 @@ class SaveConfig:
         cpus: The cores that these threads may use; None for all cores of the process.
         copies: Whether data that several ranks hold is written once ("one"), or once on each node
             that has local tiers ("per_node"), so that these outlive the loss of other nodes.
+        replicate_mb_per_s: The rate in MB/s at which each node copies the files of other nodes
+            (``Tier(replicas=...)``); None for as fast as it goes.
         exit_seconds: How long the end of a script waits for what ``close(detach=True)`` left under
             way, and how long ``close`` continues the saves under way while an exception ends the
             process.
@@ -270,6 +277,7 @@ class SaveConfig:
     copies: Copies = "one"
     check: CheckMode = "sampled"
     check_finite: bool = False
+    replicate_mb_per_s: float | None = None
     exit_seconds: float = 10.0
     agent: AgentMode = "off"
 
@@ -292,6 +300,11 @@ class SaveConfig:
         if not is_number(self.exit_seconds) or not 0 <= self.exit_seconds < float("inf"):
             raise ConfigError(
                 f"exit_seconds={self.exit_seconds!r}: give a number of seconds, such as 10"
+            )
+        rate = self.replicate_mb_per_s
+        if rate is not None and not (is_number(rate) and 0 < rate < float("inf")):
+            raise ConfigError(
+                f"replicate_mb_per_s={shown(rate)}: give a number of MB/s above 0, or leave it out"
             )
         whole("slots", self.slots, 1, 16)
         whole("backlog", self.backlog, 1, 1000)
@@ -328,6 +341,7 @@ class Settings(TypedDict, total=False):
     copies: Copies
     check: CheckMode
     check_finite: bool
+    replicate_mb_per_s: float | None
     exit_seconds: float
     agent: AgentMode
 
@@ -488,6 +502,11 @@ def agent_memory_seconds() -> float:
     trainer that is started again restores from memory.
     """
     return _seconds(AGENT_MEMORY_VARIABLE, 300.0)
+
+
+def failure_domain() -> str:
+    """Return what this node shares with the nodes that fail together with it, such as its rack."""
+    return os.environ.get(DOMAIN_VARIABLE, "")
 
 
 def environment_for_agent() -> dict[str, str]:

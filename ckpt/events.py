@@ -48,6 +48,23 @@ class SaveCommitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReplicated:
+    """This node has copies of other nodes' files of the step (``Tier(replicas=...)``).
+
+    Only the lowest rank of each node gets this event.
+
+    Attributes:
+        nbytes: The size of these files.
+        seconds: The seconds that the copying took.
+    """
+
+    step: int
+    tier: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierMissed:
     """The step did not become a checkpoint on the tier, and never will.
 
@@ -133,6 +150,7 @@ class Restored:
 Event = (
     SaveStaged
     | SaveCommitted
+    | NodeReplicated
     | TierMissed
     | SaveFailed
     | SaveSuspicious

@@ -599,7 +599,7 @@ class CheckpointManager:
 
         ``reason``: why this rank leaves the others, if it does.
         """
-        self._saver.finish()
+        self._saver.finish(leaves=bool(reason))
         self._fence.remove()
         self._plans.forget()
         self._memory.forget()

@@ -1,9 +1,10 @@
-"""Files of one step from the local tiers of other nodes, over TCP, while a restore lasts.
+"""Files of a few steps from the local tiers of other nodes, over TCP, while a restore lasts or
+buddies copy them.
 
 The lowest rank of each node serves. A request is of one fixed form: a token that only the job's
 ranks know, the tier, a key, an offset and a length; one to a connection. What can be read is the
-manifests and, of the one step that is being restored, the files that a save makes; nothing can be
-written. What arrives is checked as what comes from any store: chunk by chunk.
+manifests and, of the steps that are being restored or copied, the files that a save makes. Nothing
+can be written. What arrives is checked as what comes from any store: chunk by chunk.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _WAITING: Final = 1024
 _WAITING_PER_ADDRESS: Final = 128
 """Of those, as many from one address: its ranks and their threads."""
 _KEY_BYTES: Final = 1024
+_ALLOWED: Final = 4
+"""Steps that may be read at once. A restore reads one, and buddies copy the last few."""
 _PAUSE_SECONDS: Final = 0.1
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 5.0
@@ -111,7 +114,7 @@ class NodeServer:
     """
 
     def __init__(self, stores: Mapping[int, StorageBackend]) -> None:
-        self._stores, self._allowed = stores, ""
+        self._stores, self._allowed = stores, deque[str](maxlen=_ALLOWED)
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.served_bytes = 0
         self._changed = threading.Condition()
@@ -126,9 +129,11 @@ class NodeServer:
         self._workers.submit(self._listen)
 
     def allow(self, ref: StepRef) -> None:
-        """The files of ``ref`` may be read from now on, and those of no other step."""
+        """The files of ``ref`` may be read from now on, and those of the last few steps that were
+        allowed before. All others may not.
+        """
         with self._changed:
-            self._allowed = ref.folder
+            self._allowed.append(ref.folder)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -282,9 +287,9 @@ class NodeServer:
             return
         with self._changed:
             self._changed.wait_for(
-                lambda: self._closing or self._allowed == folder, _CONNECT_SECONDS
+                lambda: self._closing or folder in self._allowed, _CONNECT_SECONDS
             )
-            if self._allowed != folder:
+            if folder not in self._allowed:
                 raise ObjectNotFound(key)
 
 

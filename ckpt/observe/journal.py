@@ -23,6 +23,7 @@ from ckpt.errors import ConfigError
 from ckpt.events import (
     CommitFinished,
     Event,
+    NodeReplicated,
     Repaired,
     Restored,
     SaveCommitted,
@@ -54,7 +55,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         at: When it was written, in seconds since 1970.
         event: The class of the event.
-        seconds: The stall, the time to the commit, or the time of the restore.
+        seconds: The stall, the time to the commit, or that of the restore or the copying.
         error: The class of the error.
         reason: The message of the error, or why a repair was made.
     """
@@ -171,7 +172,10 @@ def record_of(event: Event) -> Record:
             )
         case CommitFinished(step=step, tier=tier):
             return Record(at=at, event=name, step=step, tier=tier)
-        case Restored(step=step, tier=tier, nbytes=nbytes, seconds=seconds):
+        case (
+            Restored(step=step, tier=tier, nbytes=nbytes, seconds=seconds)
+            | NodeReplicated(step=step, tier=tier, nbytes=nbytes, seconds=seconds)
+        ):
             return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
 
 

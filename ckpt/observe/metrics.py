@@ -14,6 +14,7 @@ from ckpt.errors import ConfigError
 from ckpt.events import (
     CommitFinished,
     Event,
+    NodeReplicated,
     Repaired,
     Restored,
     SaveCommitted,
@@ -90,6 +91,10 @@ class Metrics:
                 self._staged(event)
             case SaveCommitted():
                 self._committed(event)
+            case NodeReplicated():
+                series.replicated_step(event.tier).set(event.step)
+                series.replica_seconds(event.tier).observe(event.seconds)
+                series.replica_bytes(event.tier).inc(event.nbytes)
             case TierMissed():
                 series.tier_misses(event.tier, type(event.error).__name__).inc()
             case SaveFailed():

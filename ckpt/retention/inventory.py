@@ -86,13 +86,14 @@ class StoredStep:
 class Inventory:
     """The steps of a tier.
 
-    It remembers whole steps, which never change. Each look costs a listing of the root, a listing
+    It remembers whole steps, of which only the metrics and the copies of other nodes' files change.
+    Each look costs a listing of the root, a listing
     of the pins, and one request for every known step.
 
     Args:
         part: Whether other nodes may have the rest of each step.
         late_metrics: Whether known steps are looked at again for metrics that were added since,
-            for a listing each.
+            for a listing each. With ``part`` they always are.
 
     Thread safety:
         One thread at a time.
@@ -160,8 +161,10 @@ class Inventory:
         )
 
     def _again(self, held: StoredStep) -> StoredStep:
-        """Return a step that is known, with the metrics that were added since."""
-        if not self._late_metrics:
+        """Return a step that is known, with the metrics and the copies of other nodes' files that
+        were added since.
+        """
+        if not (self._late_metrics or self._part):
             return held
         objects = tuple(own_objects(self._backend, held.ref))
         if len(objects) == len(held.objects):

@@ -241,7 +241,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
                 with suppress(OutOfSpace):
                     marked = claim_committed_for_removal(backend, held.ref)
     backend.delete(held.ref.manifest)
-    for key in {*(info.key for info in held.objects), *_late_metrics_of(backend, held.ref)}:
+    for key in {*(info.key for info in held.objects), *_added_since(backend, held.ref, marked)}:
         if key != held.ref.claim_marker:
             backend.delete(key)
     discard(backend, held.unfinished)
@@ -250,10 +250,12 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
     return True
 
 
-def _late_metrics_of(backend: StorageBackend, ref: StepRef) -> list[str]:
-    """Return the keys of metrics that were added to a step, perhaps after it was looked at."""
+def _added_since(backend: StorageBackend, ref: StepRef, marked: bool) -> list[str]:
+    """Return the keys of what may have come into a step since it was looked at: metrics, and, if
+    the claim marker stands, copies of other nodes' files.
+    """
     keys = [info.key for info in own_objects(backend, ref)]
-    return [key for key in keys if is_late_metrics(key.rpartition("/")[2])]
+    return [key for key in keys if marked or is_late_metrics(key.rpartition("/")[2])]
 
 
 def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:

@@ -24,6 +24,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.errors import CkptError, LeftToAgent, SaveSkipped, TensorChanged, ThreadLimit
 from ckpt.model.keys import StepRef
+from ckpt.nodes.replicas import NodeReplicas
 from ckpt.pending import SaveRecord
 from ckpt.pipeline.workers import Once, Workers
 from ckpt.save.active_save import ActiveSave, HandOver, Reports, SaveOutcome
@@ -93,6 +94,10 @@ class Saver:
         config: How to save.
         reports: Where the outcomes of saves go.
 
+    Raises:
+        ConfigError: A tier with replicas is not local.
+        CommitTimeout: There is a tier with replicas, and some node did not come in time.
+
     Thread safety: only the training thread may call the methods, except for ``finish``, which the
     closing thread calls once, after the last save was handed over. ``_untaken`` belongs to the
     training thread until then. ``_lock`` guards ``_swept``. All other fields are set once, or guard
@@ -106,8 +111,8 @@ class Saver:
         config: SaveConfig,
         reports: Reports,
     ) -> None:
-        self._config, self._reports = config, reports
-        self._is_leader = coordinator.rank == LEADER
+        self._replicas = NodeReplicas.of(tiers, coordinator, config, reports.observers)
+        self._config, self._reports, self._is_leader = config, reports, coordinator.rank == LEADER
         durable = [tier for tier in tiers if not tier.in_memory]
         # of several nodes' own tiers the leader sees only a part
         fills = self._is_leader and len(durable) > 1 and not durable[0].nodes
@@ -240,10 +245,13 @@ class Saver:
     def _give_up(self, ref: StepRef, trial: int, reason: str) -> None:
         self._abort_all(self.writers_of(ref.step), _AbortedStep(ref, trial, reason), awaited=True)
 
-    def finish(self) -> None:
+    def finish(self, *, leaves: bool = False) -> None:
         """Finish all saves, stop the threads and release the roots.
 
         The slots stay until ``slots.close``, because a caller may hold views of them.
+
+        Args:
+            leaves: Whether this rank leaves the others. It waits for no copies on other nodes then.
         """
         self._finish_images()
         if self._untaken is not None:
@@ -266,6 +274,8 @@ class Saver:
             self._warn_of_steps_in_memory()
         for writer in self._writers:
             writer.close(self.steps.durable_step)
+        if self._replicas is not None:
+            self._replicas.close(wait=not leaves)
 
     def detach(self) -> None:
         """Finish what only this process can, and leave the rest to the agent. ``finish`` follows.
@@ -440,6 +450,8 @@ class Saver:
             awaited = awaited and not writer.tier.required
 
     def _on_commit(self, writer: TierWriter, ref: StepRef) -> None:
+        if self._replicas is not None:
+            self._replicas.committed(writer.tier, ref)
         if not writer.in_memory:
             self.steps.set_durable(ref)
             if self._backfill is not None:

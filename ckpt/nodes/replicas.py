@@ -1,0 +1,369 @@
+"""Copies of a node's files on its buddies, so that a step outlives the loss of the node.
+
+After each commit on a local tier with ``replicas``, the lowest rank of each node reads the files of
+the nodes that it is a buddy of, over TCP, and stores them in its own folder beside the files of
+its own ranks. A restore finds them there as it finds the files of any node.
+
+Nodes read, and never write to each other. Each chunk is checked before the file appears.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Self
+
+import msgspec
+
+from ckpt.catalog.fragments import load_fragment
+from ckpt.catalog.index import is_committed, read_packed
+from ckpt.catalog.transfer import copy_files
+from ckpt.catalog.verify import StepFolder
+from ckpt.config import SaveConfig, failure_domain
+from ckpt.coordination.api import Coordinator
+from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.errors import CkptError, ConfigError, StorageError
+from ckpt.events import NodeReplicated, Observers
+from ckpt.model.keys import StepRef
+from ckpt.model.manifest import Fragment, Manifest, StoredFile
+from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step
+from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
+from ckpt.pipeline.retry import RetryPolicy
+from ckpt.pipeline.workers import Workers
+from ckpt.plan.buddies import buddies
+from ckpt.plan.restore import ChunkRead
+from ckpt.storage.tiers import Nodes, OpenTier
+
+_START_SECONDS: Final = 300.0
+_END_SECONDS: Final = 60.0
+"""How long ``close`` waits for the buddies."""
+_SUBJECT: Final = "replicas"
+_MISSED: Final = 3
+"""Steps in a row that a buddy does not get before a warning says so."""
+
+_log = logging.getLogger("ckpt")
+
+
+class _Node(msgspec.Struct, frozen=True):
+    """The lowest rank of a node: how it is reached, and its failure domain."""
+
+    peer: Peer
+    domain: str
+
+
+class NodeReplicas:
+    """The copies that this node keeps, and the server that the others copy from.
+
+    Args:
+        tiers: The tiers with replicas, which this rank is the lowest of its node of.
+        nodes: All nodes of the job, by their lowest rank.
+        server: Serves this node's files.
+        coordinator: The connection to the other ranks.
+        config: How to save.
+        observers: Are told of each step that was copied.
+
+    Thread safety: ``committed`` may be called from any thread, ``close`` by the owner, once.
+        ``_lock`` guards ``_newest``. The other fields are set once, or belong to the thread that
+        copies.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[OpenTier],
+        nodes: Mapping[int, _Node],
+        server: NodeServer,
+        coordinator: Coordinator,
+        config: SaveConfig,
+        observers: Observers,
+    ) -> None:
+        self._server, self._coordinator, self._observers = server, coordinator, observers
+        self._patience = min(config.commit_timeout_seconds, _END_SECONDS)
+        self._pace = _Pace(config.replicate_mb_per_s)
+        self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
+        self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
+        self._lock = threading.Lock()
+        self._newest: dict[int, StepRef] = {}
+        self._tiers = {tier.index: _ring_of(tier, nodes, coordinator.rank) for tier in tiers}
+
+    @classmethod
+    def of(
+        cls,
+        tiers: Sequence[OpenTier],
+        coordinator: Coordinator,
+        config: SaveConfig,
+        observers: Observers,
+    ) -> Self | None:
+        """Return the replicas that this rank keeps and serves; None if it does neither.
+
+        All ranks call it, with the same tiers.
+
+        Raises:
+            ConfigError: A tier with replicas is not local.
+            CommitTimeout: Some node has not posted its address in time.
+        """
+        wanted = [tier for tier in tiers if tier.tier.replicas]
+        for tier in wanted:
+            if not tier.local:
+                raise ConfigError(
+                    f"replicas={tier.tier.replicas} of {tier.url}: all nodes share this tier, so "
+                    "its steps outlive any node: leave replicas out, or declare local=True"
+                )
+        apart = [(tier, tier.nodes) for tier in wanted if tier.nodes is not None]
+        if not apart:
+            return None
+        mine = [tier for tier, nodes in apart if coordinator.rank in nodes.firsts]
+        server = NodeServer({tier.index: tier.backend for tier in mine}) if mine else None
+        try:
+            nodes = _exchange([nodes for _, nodes in apart], server, coordinator)
+        except BaseException:
+            if server is not None:
+                server.close()
+            raise
+        return None if server is None else cls(mine, nodes, server, coordinator, config, observers)
+
+    def committed(self, tier: OpenTier, ref: StepRef) -> None:
+        """The step is a checkpoint on ``tier``: let others read it, and copy theirs. Returns at
+        once.
+        """
+        if tier.index not in self._tiers:
+            return
+        self._server.allow(ref)
+        with self._lock:
+            waits = tier.index in self._newest
+            self._newest[tier.index] = ref
+        if not waits:
+            self._copying.submit(self._copy, tier.index)
+
+    def close(self, *, wait: bool) -> None:
+        """Stop. With ``wait``, this node and its buddies copy the last step before, as fast as it
+        goes.
+        """
+        self._pace.end(now=not wait)
+        self._copying.close(cancel=not wait)
+        self._writing.close(cancel=not wait)
+        for ring in self._tiers.values():
+            ring.forget_evicted()
+        if wait:
+            self._await_buddies()
+        self._server.close()
+
+    def _copy(self, index: int) -> None:
+        with self._lock:
+            ref = self._newest.pop(index)
+        ring, began = self._tiers[index], time.perf_counter()
+        try:
+            nbytes = ring.copy(ref, self._writing, self._pace)
+        except CkptError as error:
+            if not self._pace.stopped:
+                ring.missed(ref, error)
+            return
+        seconds = time.perf_counter() - began
+        if nbytes is not None:
+            self._observers.notify(
+                NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
+            )
+
+    def _await_buddies(self) -> None:
+        """Return when the buddies of this node have copied what they could."""
+        subject = f"{_SUBJECT}/done"
+        keepers = {rank for ring in self._tiers.values() for rank in ring.keepers}
+        try:
+            self._coordinator.post(subject, b"done")
+            gather(self._coordinator, subject, Wait(self._patience, "the copies"), ranks=keepers)
+        except CkptError as error:
+            _log.warning(
+                "ckpt: whether other nodes have copied the last step is unknown: %s", error
+            )
+
+
+@dataclass(slots=True)
+class _Ring:
+    """The part of one node in the copies of one tier. The thread that copies has it.
+
+    Attributes:
+        sources: How the nodes are reached whose files this node keeps, by their number.
+        keepers: The lowest ranks of the nodes that keep this node's files.
+    """
+
+    tier: OpenTier
+    nodes: Nodes
+    sources: Mapping[int, Peer]
+    keepers: Sequence[int]
+    _kept: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
+    _missed: int = 0
+
+    def copy(self, ref: StepRef, workers: Workers, pace: _Pace) -> int | None:
+        """Copy the other nodes' files of a committed step; return their size, or None if the step
+        is not here any more.
+
+        Raises:
+            CkptError: A file cannot be read there or written here. What was copied is removed.
+        """
+        backend = self.tier.backend
+        folder = StepFolder(backend, ref, workers, RetryPolicy(patience_seconds=0))
+        kept = self._kept.setdefault(ref, [])
+        try:
+            manifest, _ = read_packed(backend, ref)
+            nbytes = sum(
+                self._copy_node(folder, manifest, node, kept, pace) for node in self.sources
+            )
+        except BaseException:
+            self._remove(ref)
+            raise
+        if not is_committed(backend, ref):  # its slot was needed meanwhile
+            self._remove(ref)
+            return None
+        self._missed = 0
+        for older in [other for other in self._kept if other < ref]:
+            if self.tier.in_memory:
+                self._remove(older)
+            self._kept.pop(older, None)  # the retention of a folder removes its copies
+        return nbytes
+
+    def _copy_node(
+        self, folder: StepFolder, manifest: Manifest, node: int, kept: list[str], pace: _Pace
+    ) -> int:
+        ref, files = folder.ref, manifest.file_map()
+        peer = self.sources[node]
+        theirs = [part for part in manifest.fragments if self.nodes.of[part.rank] == node]
+        sizes = {
+            files[part.rank].name: files[part.rank].size for part in theirs if part.rank in files
+        }
+        announced = {self.tier.index: {ref.folder: Step(listed=True, files=sizes)}}
+        store = NodeStore(
+            self.tier.index, self.tier.url, [msgspec.structs.replace(peer, tiers=announced)]
+        )
+        parts = [
+            (part.name, *load_fragment(store, ref, manifest, part, files.get(part.rank)))
+            for part in theirs
+        ]
+        stored = [found for _, fragment, _ in parts if (found := _stored(ref, fragment))]
+        kept += [file.key for file in stored]
+        copy_files(_fetch(store, stored, pace), stored, folder, on_bytes=pace.spend)
+        for name, _, data in parts:  # last: a fragment says that its file is there
+            kept.append(ref.key(name))
+            folder.backend.put(ref.key(name), [data])
+        return sum(file.size for file in stored)
+
+    def missed(self, ref: StepRef, error: CkptError) -> None:
+        """A step was not copied."""
+        self._missed += 1
+        level = logging.WARNING if self._missed == _MISSED else logging.DEBUG
+        _log.log(
+            level,
+            "ckpt: step %d on %s: the files of other nodes were not copied to this node, nor those "
+            "of the %d steps before: %s. If saves come faster than copies, save less often or "
+            "raise slots",
+            ref.step,
+            self.tier.url,
+            self._missed - 1,
+            error,
+        )
+
+    def forget_evicted(self) -> None:
+        """Remove copies of steps of which this node has no part any more."""
+        for ref in list(self._kept):
+            with suppress(CkptError):
+                if not is_committed(self.tier.backend, ref):
+                    self._remove(ref)
+
+    def _remove(self, ref: StepRef) -> None:
+        for key in self._kept.pop(ref, []):
+            with suppress(CkptError):
+                self.tier.backend.delete(key)
+
+
+class _Pace:
+    """Holds the copying to a rate in MB/s (None: as fast as it goes), and can end it.
+
+    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``.
+    """
+
+    def __init__(self, mb_per_s: float | None) -> None:
+        self._seconds_per_byte = 1e-6 / mb_per_s if mb_per_s else 0.0
+        self._hurry, self._stopped, self._lock = threading.Event(), False, threading.Lock()
+        self._free_at = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def end(self, *, now: bool) -> None:
+        """Wait no more; with ``now``, let ``check`` raise."""
+        self._stopped = now
+        self._hurry.set()
+
+    def check(self) -> None:
+        """Raise ``StorageError`` if nothing more is to be copied."""
+        if self._stopped:
+            raise StorageError("replicas", "the copying of other nodes' files has ended")
+
+    def spend(self, nbytes: int) -> None:
+        """Return when ``nbytes`` more may follow those before."""
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(now, self._free_at) + nbytes * self._seconds_per_byte
+            left = self._free_at - now
+        self._hurry.wait(left)
+
+
+def _fetch(
+    store: NodeStore, files: Sequence[StoredFile], pace: _Pace
+) -> Callable[[Sequence[ChunkRead], Sink], int]:
+    """Return what reads chunks of ``files`` from another node."""
+    reader, of_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
+
+    def fetch(reads: Sequence[ChunkRead], sink: Sink) -> int:
+        for run in runs_of(reads):
+            pace.check()
+            for _, error in reader.read(run, of_rank[run.rank], sink):
+                raise error
+        return 0
+
+    return fetch
+
+
+def _stored(ref: StepRef, fragment: Fragment) -> StoredFile | None:
+    if fragment.file is None:
+        return None
+    return StoredFile.of(ref, fragment.file, next(iter(fragment.encoded), None))
+
+
+def _exchange(
+    rings: Sequence[Nodes], server: NodeServer | None, coordinator: Coordinator
+) -> dict[int, _Node]:
+    """Return all nodes, by their lowest rank. All ranks call it."""
+    ranks = {rank for nodes in rings for rank in nodes.firsts}
+    if server is not None:
+        peer = Peer(coordinator.rank, server.addresses, server.port, server.token.hex(), {})
+        coordinator.post(_SUBJECT, msgspec.json.encode(_Node(peer, failure_domain())))
+
+    def decide() -> bytes:
+        wait = Wait(_START_SECONDS, "the address of its node")
+        messages = gather(coordinator, _SUBJECT, wait, ranks=ranks)
+        return b"[" + b",".join(messages.values()) + b"]"
+
+    wait = Wait(_START_SECONDS + 30, "the addresses of the nodes")
+    decided = leader_decides(coordinator, _SUBJECT, decide, wait)
+    coordinator.forget(_SUBJECT)
+    return {node.peer.rank: node for node in msgspec.json.decode(decided, type=list[_Node])}
+
+
+def _ring_of(tier: OpenTier, known: Mapping[int, _Node], rank: int) -> _Ring:
+    nodes = tier.nodes
+    assert nodes is not None
+    lowest = nodes.firsts
+    chosen = buddies([known[first].domain for first in lowest], tier.tier.replicas)
+    here = nodes.of[rank]
+    return _Ring(
+        tier,
+        nodes,
+        sources={
+            node: known[lowest[node]].peer for node, keepers in enumerate(chosen) if here in keepers
+        },
+        keepers=[lowest[node] for node in chosen[here]],
+    )

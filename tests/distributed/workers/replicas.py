@@ -1,0 +1,261 @@
+"""FOLDER SCENE: four ranks on four nodes, each with a root of its own and copies on a buddy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from bench.rank_exit import exit_rank
+from ckpt import CheckpointManager, Tier
+from ckpt.errors import CkptError, ConfigError, NoCheckpoint, OutOfSpace
+from ckpt.events import Event, NodeReplicated
+from ckpt.model.keys import StepRef
+from ckpt.nodes.replicas import _Ring
+from ckpt.nodes.server import NodeServer
+from ckpt.storage.api import Upload
+from ckpt_backends.posix import PosixBackend
+from tests.distributed.workers import nets
+from tests.distributed.workers.nets import assert_same, full, step
+
+STEPS = (1, 2, 3)
+
+
+def tiers(root: Path, **settings: Any) -> list[Tier]:
+    return [Tier(str(root / f"node{dist.get_rank()}"), local=True, keep_last=2, **settings)]
+
+
+def trained(number: int) -> tuple[Any, Any]:
+    """The model and the optimizer after so many steps."""
+    model, optimizer = nets.build("fsdp", 0)
+    for each in range(1, number + 1):
+        step(model, optimizer, each)
+    return model, optimizer
+
+
+def save(
+    manager: CheckpointManager,
+    steps: Sequence[int] = STEPS,
+    after: Callable[[], object] = dist.barrier,
+) -> None:
+    model, optimizer = nets.build("fsdp", 0)
+    for number in steps:
+        step(model, optimizer, number)
+        manager.save({"model": model, "optimizer": optimizer, "step": number})
+        after()
+
+
+def restored(places: Sequence[Tier]) -> int | None:
+    """The step that is restored, when it is what was saved; None if there is none."""
+    model, optimizer = nets.build("fsdp", 1)
+    step(model, optimizer, 99)
+    state = {"model": model, "optimizer": optimizer, "step": -1}
+    with CheckpointManager(places) as manager:
+        try:
+            report = manager.restore(state)
+        except NoCheckpoint:
+            return None
+    assert report is not None
+    assert report.repaired == (), report
+    assert_same(full(model, optimizer), full(*trained(report.step)))
+    return report.step
+
+
+def alone(work: Callable[[], object]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
+def without(base: Path, *nodes: int) -> Path:
+    """The folders as they are after ``nodes`` were lost."""
+    other = base.parent / f"{base.name}-{'-'.join(map(str, nodes))}"
+
+    def make() -> None:
+        shutil.copytree(base, other)
+        for node in nodes:
+            shutil.rmtree(other / f"node{node}")
+
+    alone(make)
+    return other
+
+
+def files(base: Path, number: int, pattern: str = "*.safetensors") -> list[list[int]]:
+    """The ranks whose files each node has of a step."""
+    return [
+        sorted(
+            int(path.name[5:10])
+            for path in (base / f"node{node}").glob(f"step-{number:09d}.*/{pattern}")
+        )
+        for node in range(4)
+    ]
+
+
+def on_disk(root: Path) -> None:
+    base = root / "disk"
+    with CheckpointManager(tiers(base, replicas=1), chunk_bytes=1 << 14) as manager:
+        save(manager)
+    dist.barrier()
+    assert files(base, 3) == [[0, 3], [0, 1], [1, 2], [2, 3]]
+    assert files(base, 3, "rank-*.json") == files(base, 3)
+    assert files(base, 1) == [[], [], [], []], files(
+        base, 1
+    )  # a node's retention removes the copies too
+    for node in range(4):
+        assert restored(tiers(without(base, node))) == 3
+    assert restored(tiers(without(base, 0, 2))) == 3
+    assert restored(tiers(without(base, 0, 1))) is None  # a node and its buddy
+
+
+def in_racks(root: Path) -> None:
+    """Ranks 0 and 1 are in one rack, 2 and 3 in another."""
+    os.environ["CKPT_FAILURE_DOMAIN"] = "ab"[dist.get_rank() // 2]
+    base = root / "racks"
+    with CheckpointManager(tiers(base, replicas=1), replicate_mb_per_s=50) as manager:
+        save(manager, (1,))
+    for lost in ((0, 1), (2, 3)):
+        assert restored(tiers(without(base, *lost))) == 1
+    del os.environ["CKPT_FAILURE_DOMAIN"]
+
+
+def on_two_buddies(root: Path) -> None:
+    base = root / "two"
+    with CheckpointManager(
+        tiers(base, replicas=2, codec="zstd"), copies="per_node", chunk_bytes=1 << 14
+    ) as manager:
+        save(manager, (1, 2))
+    for lost in ((0, 1), (1, 2), (0, 3)):
+        assert restored(tiers(without(base, *lost))) == 2
+
+
+def unfaithful(root: Path) -> None:
+    """The node of rank 1 sends wrong bytes, then nothing, and then knows another token.
+
+    Its buddy keeps nothing of it, says so, and no save fails.
+    """
+    serve, rank = NodeServer._answer, dist.get_rank()
+    sent: list[int] = []
+
+    def corrupt(self: NodeServer, connection: socket.socket, request: bytearray) -> None:
+        class Wrong:
+            def sendall(self, data: memoryview) -> None:
+                sent.append(len(data))
+                whole = bytes(data)
+                wrong = len(whole) > 4096
+                connection.sendall(bytes([whole[0] ^ 1]) + whole[1:] if wrong else whole)
+
+        serve(self, Wrong(), request)  # type: ignore[arg-type]
+
+    def silent(self: NodeServer, connection: socket.socket, request: bytearray) -> None:
+        del self, connection, request
+
+    def strange(self: NodeServer, sent: bytearray) -> bool:
+        del self, sent
+        return False
+
+    base, events = root / "unfaithful", list[Event]()
+    missed, miss = threading.Semaphore(0), _Ring.missed
+
+    def note(self: _Ring, ref: StepRef, error: CkptError) -> None:
+        miss(self, ref, error)
+        missed.release()
+
+    _Ring.missed = note  # type: ignore[method-assign]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    for number, (name, wrong) in enumerate(
+        [("_answer", corrupt), ("_answer", silent), ("_knows_token", strange)], 1
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr(NodeServer, name, wrong)
+            with CheckpointManager(
+                tiers(base / str(number), replicas=1), observers=[events.append]
+            ) as manager:
+                save(manager, after=lambda: rank != 2 or missed.acquire(timeout=60))
+        dist.barrier()
+        kept = files(base / str(number), 3)
+        assert kept == [[0, 3], [0, 1], [2], [2, 3]], (name, kept)
+        assert restored(tiers(without(base / str(number), 2))) == 3
+        assert restored(tiers(without(base / str(number), 1))) is None
+    assert bool(sent) == (rank == 1)
+    copied = [event for event in events if isinstance(event, NodeReplicated)]
+    assert bool(copied) == (rank != 2), copied
+    warned = [message for message in messages if "were not copied to this node" in message]
+    assert bool(warned) == (rank == 2), messages
+
+
+def full_disk(root: Path) -> None:
+    """The disk of rank 2's node has no room for copies."""
+    if dist.get_rank() == 2:
+        put = PosixBackend.upload
+
+        def upload(self: PosixBackend, key: str, size: int) -> Upload:
+            if "rank-00001" in key:
+                raise OutOfSpace(key, "no space left on device")
+            return put(self, key, size)
+
+        PosixBackend.upload = upload  # type: ignore[method-assign]
+    base = root / "full"
+    with CheckpointManager(tiers(base, replicas=1)) as manager:
+        save(manager)
+    dist.barrier()
+    assert files(base, 3) == [[0, 3], [0, 1], [2], [2, 3]]
+    assert restored(tiers(base)) == 3
+
+
+def not_local(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"replicas=1 of .*leave replicas out"):
+        CheckpointManager(Tier(str(root / "shared"), replicas=1))
+
+
+def in_memory(root: Path) -> list[Tier]:
+    """A tier in memory for each node, and no other."""
+    return [Tier(f"shm://{root.name}-{dist.get_rank()}", replicas=1)]
+
+
+def die_in_memory(root: Path) -> None:
+    """Save three steps to memory alone, and end as a killed process does."""
+    copied = threading.Semaphore(0)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, NodeReplicated) and event.step == STEPS[-1]:
+            copied.release()
+
+    manager = CheckpointManager(in_memory(root), observers=[observe])
+    save(manager)
+    assert copied.acquire(timeout=60)
+    dist.barrier()
+    os._exit(0)
+
+
+def come_back(root: Path) -> None:
+    assert restored(in_memory(root)) == STEPS[-1]
+    with CheckpointManager(in_memory(root)) as manager:
+        save(manager, (7,))  # what the job before has left goes
+    dist.barrier()
+    found = list(Path("/dev/shm").glob(f"ckpt-memory-*-{root.name}-*/step-*/*"))
+    assert {path.parent.name[:14] for path in found} <= {"step-000000007"}, found
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    root, scene = Path(sys.argv[1]), sys.argv[2]
+    globals()[scene](root)
+    print("ALL WELL", flush=True)
+    exit_rank()
+
+
+main()
