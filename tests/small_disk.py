@@ -21,10 +21,12 @@ import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import OutOfSpace
 from ckpt.storage.registry import open_backend
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 NUMBERS = 110_000  # 0.9 MB: with keep_last=1 two lie there for a while
 LARGE = 101
+REMOVAL = -1
+"""A job with this ``kill`` commits its step, and removes none."""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -39,7 +41,9 @@ def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier])
     """Run in a process of its own, which ends with it."""
 
     class Deadly:
-        """Kills the process when the image is written and not yet in its place."""
+        """Kills the process when the image is written and not yet in its place, or before the
+        first removal after a commit.
+        """
 
         def __init__(self, backend: Any) -> None:
             self._backend = backend
@@ -47,6 +51,11 @@ def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier])
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._backend, name)
+
+        def delete(self, key: str) -> None:
+            if kill == REMOVAL and self.uploads:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._backend.delete(key)
 
         def upload(self, key: str, size: int) -> Any:
             self.uploads += 1
@@ -98,6 +107,9 @@ def main(disk: Path) -> None:
     for number in range(13, 33, 2):  # killed in the second save: the first is committed
         assert os.WTERMSIG(run(root, range(number, number + 2), kill=2)) == signal.SIGKILL
         assert taken(root) < 3.5 * one, (number, taken(root))
+    for number in range(33, 40):
+        assert os.WTERMSIG(run(root, range(number, number + 1), kill=REMOVAL)) == signal.SIGKILL
+        assert taken(root) < 2.5 * one, (number, taken(root))
     assert run(root, range(40, 41)) == 0
     print("at the end", *whole(root), round(taken(root) / one))
     fresh(root)

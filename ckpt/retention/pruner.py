@@ -67,13 +67,17 @@ class Pruner:
             self._queued = True
         self._workers.submit(self._prune)
 
-    def clear(self) -> None:
-        """Free what jobs that have ended had begun, and what their unfinished writes take.
+    def clear(self, restored: int | None) -> None:
+        """Free what jobs that have ended had begun, what their unfinished writes take, and the
+        steps that they did not come to remove.
 
         It returns at once if no job is known to have ended.
+
+        Args:
+            restored: The step that the job continues from. It stays.
         """
         if self._leads:
-            clearing = self._workers.submit(self._clear)
+            clearing = self._workers.submit(self._clear, restored)
             if self._claim.has_heritage:
                 clearing.result()  # kills in quick succession must not fill the store
 
@@ -108,16 +112,20 @@ class Pruner:
             # What is not removed now is removed after the next save.
             _log.warning("ckpt: old steps on %s were not removed: %s", self._tier.url, error)
 
-    def _clear(self) -> None:
+    def _clear(self, restored: int | None) -> None:
         try:
             discard_left(self._tier.backend, self._claim)
             if self._claim.has_heritage:
-                found = self._inventory.look(begun=True)
-                remains = [held for held in found if self._claim.is_dead(held.ref)]
-                judged = judge(
-                    remains, self._rule, PruneContext(own=self._claim.own, claim=self._claim)
-                )
-                carry_out(self._tier.backend, judged, claim=self._claim)
+                found = self._inventory.look(begun=self._rule.keeps_all)
+                needed = self._guard.protected()
+                context = PruneContext(own=self._claim.own, claim=self._claim)
+                going = [
+                    one
+                    for one in judge(found, self._rule, context)
+                    if self._claim.is_dead(ref := one.held.ref)
+                    and (one.held.state == "begun" or not (ref in needed or ref.step == restored))
+                ]
+                carry_out(self._tier.backend, going, claim=self._claim)
         except Exception as error:  # noqa: BLE001
             # What is not removed now is removed after the next save.
             _log.warning(

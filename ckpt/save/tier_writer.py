@@ -272,9 +272,9 @@ class TierWriter:
 
     def prune_later(self) -> None:
         """Remove what need not be kept, on a thread of its own. Only the leader of the node does
-        so.
+        so, and only for a job that has taken the root.
         """
-        if self._pruner is not None:
+        if self._pruner is not None and self.root.claimed:
             self._pruner.ask()
 
     def newest_committed(self) -> int:
@@ -393,7 +393,7 @@ class TierWriter:
             if self._node.world_size > 1:  # for ranks that must make room
                 self._found.post(there)
             if self._pruner is not None:
-                self._pruner.clear()
+                self._pruner.clear(self._steps.restored)
             done = {other.step for other in there if job_of(other) != self.root.own}
             restored = self._steps.restored
             self._taken = {step for step in done if restored is None or step <= restored}

@@ -300,6 +300,24 @@ def test_a_rank_that_does_not_lead_makes_no_room_of_what_the_job_before_has_comm
     assert all(step.exists() for step in steps)
 
 
+@pytest.mark.parametrize(
+    ("restored", "needed", "stay"),
+    [(None, (), [3]), (1, (), [1, 3]), (None, (2,), [2, 3])],
+)
+def test_a_job_removes_before_its_first_save_what_a_killed_job_did_not_come_to(
+    tmp_path: Path, restored: int | None, needed: tuple[int, ...], stay: list[int]
+) -> None:
+    steps = [attempt(tmp_path, step, ONE) for step in (1, 2, 3)]
+    (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
+    claim = claim_of(tmp_path, TWO)
+    claim.take()
+    guard = FixedGuard([StepRef(step, ONE) for step in needed])
+    pruner = Pruner(tier(tmp_path, keep_last=1), claim, guard, SaveConfig(), leads=True)
+    pruner.clear(restored)
+    assert [step for step, folder in enumerate(steps, 1) if folder.exists()] == stay
+    pruner.close()
+
+
 @pytest.mark.parametrize("what", ["clear", "prune"])
 def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
     tmp_path: Path, what: str
@@ -312,7 +330,7 @@ def test_a_node_keeps_its_part_of_a_step_that_another_node_may_list(
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.clear() if what == "clear" else pruner.ask()
+    pruner.clear(None) if what == "clear" else pruner.ask()
     pruner.close()
     assert (part.exists(), cut.exists()) == (True, False)
 
@@ -336,7 +354,7 @@ def test_a_restore_that_was_killed_while_it_copied_costs_a_node_nothing_of_its_p
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path, local=True), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.clear() if what == "clear" else pruner.ask()
+    pruner.clear(None) if what == "clear" else pruner.ask()
     pruner.close()
     assert {"rank-00000.json", "rank-00000.safetensors"} <= {path.name for path in part.iterdir()}
 
@@ -393,6 +411,6 @@ def test_a_folder_of_somebody_else_in_the_root_keeps_no_remains_there(tmp_path: 
     claim = claim_of(tmp_path, TWO)
     claim.take()
     pruner = Pruner(tier(tmp_path), claim, FixedGuard(), SaveConfig(), leads=True)
-    pruner.clear()
+    pruner.clear(None)
     pruner.close()
     assert not left.exists()

@@ -18,7 +18,7 @@ from ckpt.retention.prune import PruneContext, prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Crash, FaultyBackend, Rule, SimulatedCrash
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
-from tests.test_review import faulty, whole
+from tests.kit.stores import faulty, whole
 
 
 def saved(root: Path, steps: list[int], **tier) -> None:
@@ -274,3 +274,10 @@ def test_prune_says_why_remains_stay_and_which_option_another_one_adds_to(tmp_pa
         ran = cli("prune", "runs", option, value)
         assert ran.code == 2
         assert f"{option} adds to --keep-last: give --keep-last N too" in ran.err
+
+
+def test_a_manager_that_saves_nothing_removes_nothing(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "far"
+    saved(near, [1, 2, 3])
+    CheckpointManager([Tier(str(near), keep_last=1), far]).close()
+    assert whole(near) == [1, 2, 3]
