@@ -13,7 +13,7 @@ import torch
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import OutOfSpace
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 def main(root: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ckpt import CheckpointManager
 from ckpt.errors import RootLost
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 def main(folder: Path) -> None:

@@ -348,7 +348,7 @@ def main() -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         steps = [ref.step for ref in committed(open_backend(str(root)))] if root.exists() else []
         told[name] = [status, sorted(steps), round(time.monotonic() - began, 2), output.read_text()]
-    print(json.dumps(told, indent=1))
+    print(json.dumps(told))
 
 
 if __name__ == "__main__":

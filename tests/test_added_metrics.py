@@ -17,7 +17,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.cli.conftest import cli  # noqa: F401
 from tests.coordination.world import World
-from tests.test_review import faulty, whole
+from tests.kit.stores import faulty, whole
 
 
 def state(step: int = 0) -> dict[str, Any]:

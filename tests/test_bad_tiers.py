@@ -20,8 +20,8 @@ from ckpt.errors import AccessDenied, ConfigError, StorageError
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
 from ckpt_backends.s3 import S3Backend, _S3Upload
+from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
-from tests.test_review import whole
 
 
 def refused(*tiers: str | Path | Tier) -> str:

@@ -18,7 +18,7 @@ from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, PeerFailed
 from ckpt.save.tier_writer import TierWriter
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World
-from tests.test_review import faulty, whole
+from tests.kit.stores import faulty, whole
 from tests.test_tiers import Gated, gated  # noqa: F401 - a fixture
 
 IMAGE = 404_096  # of ``state`` as int64, and 4 kB of header

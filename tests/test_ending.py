@@ -32,7 +32,7 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
 from tests.coordination.world import World
 from tests.distributed.survivors import run_world, told
-from tests.kit.worlds import ROOT
+from tests.kit.worlds import ROOT, run_code
 
 STUCK = """
 import sys, signal, torch
@@ -80,17 +80,9 @@ def test_a_process_that_an_exception_ends_does_not_wait_for_a_store_that_hangs(
 ) -> None:
     """The store takes an hour: the process ends all the same, and says what it has given up."""
     how, call, code = WAYS[way]
-    done = subprocess.run(
-        [sys.executable, "-c", STUCK.replace("HOW", how) + call, str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stderr
-    assert (
-        f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)"
-        in done.stderr
-    )
-    assert done.stderr.count("lacks step 2") == 1
+    said = run_code(STUCK.replace("HOW", how) + call, tmp_path / "run", status=code, timeout=100)
+    assert f"this process ends: {tmp_path / 'run'} lacks step 2 (not finished within 0.3 s)" in said
+    assert said.count("lacks step 2") == 1
     assert CheckpointManager(str(tmp_path / "run")).steps() == [1]
 
 

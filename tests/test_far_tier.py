@@ -11,8 +11,8 @@ import torch
 from bench.proxy import Proxy
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import StepsMissing
+from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
-from tests.test_review import whole
 
 pytestmark = pytest.mark.server
 ELEMENTS = 5 << 20  # several parts

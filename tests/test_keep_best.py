@@ -16,7 +16,7 @@ from ckpt.model.metrics import metrics_of
 from ckpt.storage.registry import open_backend
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.coordination.world import World
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 def saved(root: Path, losses: dict[int, float | None], **tier) -> None:

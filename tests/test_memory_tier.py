@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,8 @@ from ckpt.config import load_config
 from ckpt.errors import ConfigError, SaveSkipped
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers, urls_of
-from tests.test_review import whole
+from tests.kit.stores import whole
+from tests.kit.worlds import run_code
 
 MEMORY = Path("/dev/shm")
 
@@ -61,12 +60,9 @@ def near(tmp_path: Path):
 
 
 def work(root: Path, steps: int, end: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, root, str(steps), end],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == (-signal.SIGKILL if end == "kill" else 0), done.stderr
-    return done.stdout.splitlines()
+    status = -signal.SIGKILL if end == "kill" else 0
+    said = run_code(WORKER, root, steps, end, status=status, timeout=60)
+    return [line for line in said.splitlines() if line.startswith(("from ", "sum "))]  # no warnings
 
 
 def test_a_killed_trainer_resumes_from_memory_and_from_disk_where_that_is_gone(tmp_path, near):
@@ -312,8 +308,7 @@ for step in {sorted({before, 10})}:
     manager.save({{"x": torch.ones(3)}}, step)
 os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", start], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    run_code(start, status=-signal.SIGKILL, timeout=60)
     with CheckpointManager([Tier("memory"), Tier(disk, every=100)]) as manager:
         assert manager.restore({"x": torch.zeros(3)}).step == 10
         for step in range(11, 15):
@@ -335,8 +330,7 @@ assert manager.restore({{"x": torch.zeros(3)}}).step == 8
 manager.save({{"x": torch.ones(3)}}, 9)
 os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", start], timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    run_code(start, status=-signal.SIGKILL, timeout=60)
     with CheckpointManager([Tier("memory"), Tier(disk, every=100)]) as manager:
         assert manager.restore({"x": torch.zeros(3)}).step == 9
     assert "the newest durable step is 8, older than 9" in caplog.text

@@ -27,7 +27,7 @@ from ckpt.errors import (
 from ckpt.events import Event, SaveFailed
 from ckpt.storage.testing import Delay, Raise, Rule
 from tests.coordination.world import World
-from tests.test_review import faulty, whole
+from tests.kit.stores import faulty, whole
 
 
 def state(step: int) -> dict[str, Any]:

@@ -5,19 +5,13 @@ that was there.
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager
-from ckpt.catalog.index import committed
-from ckpt.catalog.verify import verify_step
 from ckpt.errors import (
     AccessDenied,
     CkptError,
@@ -26,27 +20,9 @@ from ckpt.errors import (
     TensorChanged,
     UnsupportedValue,
 )
-from ckpt.pipeline.workers import Workers
-from ckpt.storage.registry import open_backend
-from ckpt.storage.testing import FaultyBackend, Raise, Rule
-
-
-def whole(root: Path | str) -> list[int]:
-    """Steps listed below ``root``, each of which verifies."""
-    backend = open_backend(str(root))
-    with Workers("check", 2) as workers:
-        for ref in committed(backend):
-            report = verify_step(backend, ref, workers=workers, on_progress=lambda *_: None)
-            assert not report.faults, report.faults
-    return sorted({ref.step for ref in committed(backend)})
-
-
-def faulty(monkeypatch: pytest.MonkeyPatch, where: Path, rules: list[Rule]) -> None:
-    def opened(url, options):
-        backend = open_backend(url, options)
-        return FaultyBackend(backend, rules) if url == str(where) else backend
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+from ckpt.storage.testing import Raise, Rule
+from tests.kit.stores import faulty, whole
+from tests.kit.worlds import run_code
 
 
 def test_another_try_after_one_tier_failed_leaves_the_committed_one_whole(tmp_path, monkeypatch):
@@ -153,10 +129,7 @@ def test_a_script_that_ends_without_close_still_finishes_its_save(tmp_path):
         f"manager = CheckpointManager({str(tmp_path)!r})\n"
         "manager.save_async({'x': torch.ones(1 << 22)}, step=3)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    run_code(script)
     assert whole(tmp_path) == [3]
 
 

@@ -18,7 +18,7 @@ from ckpt.events import Event, SaveSuspicious
 from ckpt.save.trained import _EXPONENTS, all_finite
 from tests.coordination.world import World
 from tests.distributed.launch import torchrun
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 class Job:

@@ -27,7 +27,7 @@ from ckpt.errors import (
 from ckpt.events import Event, SaveFailed
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
-from tests.test_review import faulty, whole
+from tests.kit.stores import faulty, whole
 
 
 class Gated:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +10,21 @@ import pytest
 
 import ckpt
 from ckpt.errors import ConfigError
-from tests.processes import ended
+from tests.kit.worlds import run_forks
 from tests.servers import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-WORKER = ROOT / "tests" / "distributed" / "workers" / "joined.py"
-ENVIRONMENT = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")]),
-}
+WORKER = Path(__file__).resolve().parents[1] / "distributed" / "workers" / "joined.py"
 
 
-def world(*processes: tuple[int, int], address: str, timeout: float, root: str = "") -> list[Any]:
+def world(
+    *processes: tuple[int, int], address: str, timeout: float, folder: Path, verb: str = "stay"
+) -> list[Any]:
     """What processes with these ranks and world sizes say at their end."""
-    with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                ended(
-                    subprocess.Popen(
-                        [sys.executable, WORKER, str(rank), str(size), address, str(timeout)]
-                        + ([root] if root else []),
-                        env=ENVIRONMENT,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        text=True,
-                    )
-                )
-            )
-            for rank, size in processes
-        ]
-        said = [process.stdout.readline() for process in started if process.stdout]
-        for process in started:
-            process.communicate(timeout=150)
-        assert [process.returncode for process in started] == [0] * len(started), said
-    return [json.loads(line) for line in said]
+    environments = [{"RANK": str(rank), "WORLD_SIZE": str(size)} for rank, size in processes]
+    words = [WORKER, verb, address, timeout, folder, len(processes)]
+    done = run_forks(words, environments, timeout=150)
+    assert not any(done.statuses), done
+    return [json.loads(said.splitlines()[-1]) for said in done.said]
 
 
 @pytest.fixture
@@ -60,7 +36,8 @@ def address() -> str:
 def test_processes_without_a_process_group_share_the_writing_and_restore_by_a_second_manager(
     tmp_path: Path, address: str
 ) -> None:
-    said = world((0, 3), (1, 3), (2, 3), address=address, timeout=100, root=str(tmp_path))
+    ranks = (0, 3), (1, 3), (2, 3)
+    said = world(*ranks, address=address, timeout=100, folder=tmp_path, verb="save")
     assert [(each["step"], each["own"]) for each in said] == [(7, 0), (7, 1), (7, 2)]
     sizes = [each["written"] for each in said]
     assert max(sizes) < 4e6  # of the 8 MB that all hold, each has written about a third
@@ -68,37 +45,40 @@ def test_processes_without_a_process_group_share_the_writing_and_restore_by_a_se
 
 
 @pytest.mark.distributed
-def test_a_rank_that_does_not_come_is_named(address: str) -> None:
-    (said,) = world((0, 3), address=address, timeout=2)
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, address: str) -> None:
+    (said,) = world((0, 3), address=address, timeout=2, folder=tmp_path)
     assert said["error"] == "CommitTimeout"
     assert "rank(s) 1, 2" in said["text"]
 
 
 @pytest.mark.distributed
-def test_another_world_size_on_a_rank_ends_both_at_once(address: str) -> None:
-    said = world((0, 2), (1, 3), address=address, timeout=200)  # more than the test may take
+def test_another_world_size_on_a_rank_ends_both_at_once(tmp_path: Path, address: str) -> None:
+    # a timeout of more than the test may take
+    said = world((0, 2), (1, 3), address=address, timeout=200, folder=tmp_path)
     assert "world_size" in " ".join(each["text"] for each in said if each["error"] == "ConfigError")
 
 
 @pytest.mark.distributed
-def test_a_rank_that_two_processes_have_is_an_error_in_one_of_them(address: str) -> None:
-    said = world((0, 2), (1, 2), (1, 2), address=address, timeout=100)
+def test_a_rank_that_two_processes_have_is_an_error_in_one_of_them(
+    tmp_path: Path, address: str
+) -> None:
+    said = world((0, 2), (1, 2), (1, 2), address=address, timeout=100, folder=tmp_path)
     assert sum("joined" in each for each in said) == 2
     (text,) = [each["text"] for each in said if "error" in each]
     assert "another process has joined as rank 1" in text
 
 
 @pytest.mark.distributed
-def test_two_processes_cannot_both_be_rank_0(address: str) -> None:
-    said = world((0, 2), (0, 2), (1, 2), address=address, timeout=100)
+def test_two_processes_cannot_both_be_rank_0(tmp_path: Path, address: str) -> None:
+    said = world((0, 2), (0, 2), (1, 2), address=address, timeout=100, folder=tmp_path)
     assert sum("joined" in each for each in said) == 2
     (text,) = [each["text"] for each in said if "error" in each]
     assert "is the port free" in text
 
 
 @pytest.mark.distributed
-def test_nobody_at_the_address_is_an_error_with_the_way_out(address: str) -> None:
-    (said,) = world((1, 2), address=address, timeout=2)
+def test_nobody_at_the_address_is_an_error_with_the_way_out(tmp_path: Path, address: str) -> None:
+    (said,) = world((1, 2), address=address, timeout=2, folder=tmp_path)
     assert said["error"] == "ConfigError"
     assert f"no store at {address}: does rank 0 run" in said["text"]
 

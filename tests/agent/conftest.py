@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +17,7 @@ from ckpt.agent.client import status
 from ckpt.agent.messages import AgentStatus, JobStatus
 from ckpt.agent.place import Place
 from ckpt.storage.tiers import urls_of
-
-WAIT_SECONDS = 60.0
+from tests.kit.waiting import until
 
 
 @pytest.fixture
@@ -49,16 +45,6 @@ def holders(place: Place, name: str) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def until(condition: Callable[[], object], seconds: float = WAIT_SECONDS) -> bool:
-    """Whether ``condition`` becomes true within the bound."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def job_of(place: Place) -> JobStatus | None:
     """The last job that the agent knows."""
     found = status(place)
@@ -79,16 +65,3 @@ def await_state(place: Place, *states: str) -> JobStatus:
 def memory_folder(*tiers: Tier) -> Path:
     """The folder of the tier in memory."""
     return Path(f"/dev/shm/ckpt-memory-{os.getuid()}-{urls_of(tiers)[0].removeprefix('shm://')}")
-
-
-def python(script: str, *words: object, code: int = 0) -> str:
-    """Run a script in an interpreter of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done.stdout

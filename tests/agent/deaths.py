@@ -20,9 +20,10 @@ from ckpt.agent.place import Place
 from ckpt.catalog.index import committed
 from ckpt.model.keys import StepRef
 from ckpt.storage.registry import open_backend
-from tests.agent.conftest import holders, until
+from tests.agent.conftest import holders
 from tests.crash.nursery import fork, orphans, warm_up
 from tests.crash.three_tiers import bury, check, memory_url, noted, trainer
+from tests.kit.waiting import until
 
 KILLED = ("trainer", "agent, then trainer", "both at once", "agent while it finishes")
 

@@ -4,21 +4,18 @@ becomes durable if the agent lives, and the next trainer goes on.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from ckpt.agent.place import Place
 from tests.crash.test_kill import LARGE, TINY
-from tests.processes import run
+from tests.kit.worlds import run_script
 
 
 def deaths(root: Path, times: int, numbers: int, seed: int, timeout: float) -> None:
-    command = [sys.executable, "-m", "tests.agent.deaths", root, times, numbers, seed]
-    done = run(command, timeout=timeout, cwd=Path(__file__).resolve().parents[2])
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "ALL WELL" in done.stdout
+    script = Path(__file__).with_name("deaths.py")
+    assert "ALL WELL" in run_script(script, root, times, numbers, seed, timeout=timeout)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.agent.client import connect, status
 from ckpt.agent.place import Place
-from tests.agent.conftest import until
+from tests.kit.waiting import until
 from tests.processes import ended
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "ckpt-agent.service"

@@ -18,8 +18,9 @@ from ckpt.catalog.verify import verify_step
 from ckpt.errors import LeftToAgent
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.agent.conftest import await_state, until
-from tests.test_review import whole
+from tests.agent.conftest import await_state
+from tests.kit.stores import whole
+from tests.kit.waiting import until
 from tests.test_tiers import Gated, state
 
 DETACH_SECONDS = 5.0

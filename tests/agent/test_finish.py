@@ -20,10 +20,12 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, ConfigError, LeftToAgent
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
-from tests.agent.conftest import await_state, holders, job_of, memory_folder, python, until
+from tests.agent.conftest import await_state, holders, job_of, memory_folder
+from tests.kit.stores import whole
+from tests.kit.waiting import until
+from tests.kit.worlds import run_code
 from tests.processes import ended
 from tests.servers import Server
-from tests.test_review import whole
 
 TRAINER = """
 import os, sys, json, torch
@@ -53,7 +55,7 @@ if "stay" in end:
 
 def train(tiers: list[dict[str, object]], first: int, last: int, end: str) -> str:
     code = -signal.SIGKILL if "kill" in end else 0
-    return python(TRAINER, msgspec.json.encode(tiers).decode(), first, last, end, code=code)
+    return run_code(TRAINER, msgspec.json.encode(tiers).decode(), first, last, end, status=code)
 
 
 def holds(root: Path | str, step: int, **options: object) -> bool:
@@ -240,7 +242,7 @@ def test_a_root_of_another_job_is_left_alone(place: Place, tmp_path: Path, tiers
         f'.write({msgspec.json.encode(other)!r})\nif "kill" in end:',
     )
     words = (msgspec.json.encode(tiers).decode(), 1, 1, "kill")
-    python(script, *words, code=-signal.SIGKILL)
+    run_code(script, *words, status=-signal.SIGKILL)
     (tmp_path / "far" / OWNER).unlink(missing_ok=True)
     await_state(place, "superseded")
     found = read_owner(open_backend(str(tmp_path / "disk")))

@@ -25,7 +25,8 @@ from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.agent.conftest import memory_folder, python
+from tests.agent.conftest import memory_folder
+from tests.kit.worlds import run_code
 
 TRAINER = """
 import os, sys, msgspec, torch
@@ -43,7 +44,7 @@ os.kill(os.getpid(), 9)
 def left(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Owner]:
     """What a job has left that has died with steps 1 to 3 on one tier."""
     near = tmp_path_factory.mktemp("dead") / "near"
-    told = python(TRAINER, near, code=-signal.SIGKILL)
+    told = run_code(TRAINER, near, status=-signal.SIGKILL)
     return near, msgspec.json.decode(told, type=Owner)
 
 

@@ -10,7 +10,7 @@ import pytest
 from ckpt.agent.client import connect
 from ckpt.agent.place import Lock, Place
 from ckpt.errors import AgentError
-from tests.agent.conftest import until
+from tests.kit.waiting import until
 from tests.users import ATTACKER, begin_as, only_root
 
 

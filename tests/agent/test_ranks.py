@@ -15,7 +15,7 @@ from ckpt.coordination.api import Coordinator
 from ckpt.errors import AgentError
 from tests.agent.conftest import await_state
 from tests.coordination.world import World
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 def test_all_ranks_detach_and_the_agent_takes_the_files_of_all(

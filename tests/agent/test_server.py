@@ -21,8 +21,10 @@ from ckpt.agent.messages import VERSION, Detach, Job, Process, Stop, Welcome, en
 from ckpt.agent.place import Place
 from ckpt.coordination.owner import Owner, process_started
 from ckpt.errors import AgentError
-from tests.agent.conftest import holders, job_of, python, until
+from tests.agent.conftest import holders, job_of
 from tests.cli.conftest import Cli, cli
+from tests.kit.waiting import until
+from tests.kit.worlds import run_code
 from tests.processes import ended
 from tests.users import ATTACKER, act_as, only_root
 
@@ -79,7 +81,7 @@ os.environ["LONG"] = "x" * (1 << 18)
 manager = CheckpointManager(sys.argv[1], agent="required")
 os.kill(os.getpid(), 9)
 """
-    python(script, tmp_path, code=-signal.SIGKILL)
+    run_code(script, tmp_path, status=-signal.SIGKILL)
     assert until(lambda: (one := job_of(place)) and one.state == "waiting" and one.error)
     found = status(place)
     assert found is not None

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from ckpt.model.manifest import Packed
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import Written, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli, data_file, flip
+from tests.kit.worlds import run_code
 
 REPO = Path(__file__).resolve().parents[2]
 DEAD = replace(Owner.here("abc123"), pid=2**22 + 1, started=1)  # beyond the largest pid
@@ -198,16 +198,7 @@ manager.save(state, step=2)
 
 
 def test_a_real_leader_that_dies_before_its_put(cli: Cli, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(REPO), str(REPO / "backends")])
-    done = subprocess.run(
-        [sys.executable, "-c", LEADER_DIES, "runs", "put"],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -9, done.stderr
+    run_code(LEADER_DIES, tmp_path / "runs", tmp_path / "put", status=-signal.SIGKILL)
     ran = cli("finalize", "runs", "--step", 2)
     assert ran.code == 0, ran.err
     place = next(Path("runs").glob("step-000000002.*"))

@@ -13,8 +13,8 @@ import pytest
 from ckpt import Tier
 from ckpt.storage.tiers import urls_of
 from tests.distributed.launch import WORKERS
+from tests.kit.stores import whole
 from tests.kit.worlds import world
-from tests.test_review import whole
 
 pytestmark = pytest.mark.distributed
 

@@ -6,14 +6,11 @@ Each case of tests/stopping.py is a process of its own.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.kit.worlds import ROOT
+from tests.kit.worlds import ROOT, run_script
 
 GRACE = 0.7
 
@@ -23,26 +20,8 @@ Told = dict[str, tuple[int, list[int], float, str]]
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """By case: exit status, committed steps, seconds, output."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            str(ROOT / "tests" / "stopping.py"),
-            str(tmp_path_factory.mktemp("stop")),
-        ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}",
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    said = run_script(ROOT / "tests" / "stopping.py", tmp_path_factory.mktemp("stop"), timeout=200)
+    return json.loads(said.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

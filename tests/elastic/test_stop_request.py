@@ -15,7 +15,7 @@ from ckpt import CheckpointManager
 from ckpt.elastic.planned_stop import as_deadline
 from ckpt.errors import ConfigError, ManagerClosed
 from tests.coordination.world import World
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 @pytest.mark.parametrize("asking", [(0,), (2,), (0, 1, 2)])

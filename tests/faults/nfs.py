@@ -15,7 +15,7 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError
 from ckpt.storage.registry import open_backend
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from ckpt.retention.policy import Retention
 from ckpt.retention.prune import prune
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 HOUR, DAY, YEAR = 3600.0, 86400.0, 365 * 86400.0
 JUMPS = (-YEAR, -DAY, -HOUR, -1.0, 0.0, 1.0, HOUR, 2 * DAY, YEAR)
@@ -76,7 +76,7 @@ def test_a_jump_back_makes_no_young_save_look_old(
     """
     from ckpt.errors import StorageError
     from ckpt.storage.testing import Raise, Rule
-    from tests.test_review import faulty
+    from tests.kit.stores import faulty
 
     with monkeypatch.context() as broken:
         faulty(

@@ -23,7 +23,7 @@ from ckpt.errors import AccessDenied, CkptError, OutOfSpace
 from ckpt.storage.registry import open_backend
 from tests.crash.nursery import Killer
 from tests.faults.conftest import Count
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 ALL = [pytest.mark.torture, pytest.mark.timeout(1800)]
 PAGE = 4096

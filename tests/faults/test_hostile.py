@@ -24,7 +24,7 @@ from ckpt.model.checksum import checksum
 from ckpt.storage.api import check_key
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 NAMES = (
     "..",

@@ -17,8 +17,8 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError
 from tests.faults.conftest import Count
+from tests.kit.stores import whole
 from tests.servers import KEY, SECRET, Server, free_port
-from tests.test_review import whole
 
 pytestmark = pytest.mark.server
 

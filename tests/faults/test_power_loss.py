@@ -17,7 +17,7 @@ from ckpt import CheckpointManager, Tier
 from tests.faults.conftest import Count
 from tests.faults.power import Disk, Survives, build
 from tests.faults.syscalls import Mark, Op, Syscalls
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 KEPT = 2
 Log = list[Op | Mark]

@@ -24,7 +24,7 @@ from ckpt.errors import (
 )
 from tests.faults.conftest import Count
 from tests.faults.syscalls import Syscalls
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 MOST_CALLS = 2000
 TOLD = {

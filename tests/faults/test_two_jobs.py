@@ -14,8 +14,8 @@ import torch
 from ckpt import CheckpointManager
 from ckpt.errors import RootInUse
 from tests.faults.conftest import Count
+from tests.kit.stores import whole
 from tests.processes import ended
-from tests.test_review import whole
 
 JOB = """
 import sys, time, torch

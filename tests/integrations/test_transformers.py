@@ -51,7 +51,7 @@ from tests.integrations.trainers import (
     trainer,
     weights,
 )
-from tests.test_review import faulty
+from tests.kit.stores import faulty
 
 HERE = Path(__file__).parent
 SHORT = "max_steps=4, save_steps=2"

@@ -80,6 +80,19 @@ def run_script(script: Path, *args: object, timeout: float = 150) -> str:
     return ended.said[0]
 
 
+def run_code(code: str, *args: object, status: int = 0, timeout: float = 150) -> str:
+    """Run a program in one process, and return what it printed.
+
+    If it ends with another status than ``status``, the test fails with what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ckpt-tests-") as folder:
+        script = Path(folder, "code.py")
+        script.write_text(code)
+        ended = run_forks([script, *args], [{}], timeout=timeout)
+    assert ended.statuses == (status,), f"{ended.statuses}\n{ended.said[0][-8000:]}"
+    return ended.said[0]
+
+
 def run_forks(
     words: Sequence[object],
     environments: Sequence[Mapping[str, str]],

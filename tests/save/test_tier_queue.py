@@ -19,7 +19,7 @@ from ckpt.save.saver import Saver
 from ckpt.save.tier_queue import QueuedStep, TierQueue
 from ckpt.save.tier_writer import TierWriter
 from tests.coordination.world import World, WorldCoordinator
-from tests.test_review import whole
+from tests.kit.stores import whole
 
 
 class Served:

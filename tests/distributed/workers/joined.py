@@ -1,11 +1,13 @@
 """One process of a world without torch.distributed: joins, saves, and restores by two managers.
 
-    python joined.py RANK WORLD_SIZE ADDRESS TIMEOUT [ROOT]
+    joined.py save|stay ADDRESS TIMEOUT FOLDER PROCESSES
 
-Without ROOT it only joins, and stays until its input ends. A line of JSON says what came of it.
+The environment has its RANK and WORLD_SIZE. With ``stay`` it only joins, and stays until all
+PROCESSES know what came of theirs. A line of JSON says what came of it.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,33 +16,36 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.integrations.arrays import state_of
+from tests.kit.waiting import until
 
 
 def main() -> None:
-    rank, world_size, address, timeout, *root = sys.argv[1:]
-    world = range(int(world_size))
+    verb, address, timeout, folder, processes = sys.argv[1:]
+    rank, world = int(os.environ["RANK"]), range(int(os.environ["WORLD_SIZE"]))
     try:
-        coordinator = ckpt.join(int(rank), len(world), address, timeout=float(timeout))
+        coordinator = ckpt.join(rank, len(world), address, timeout=float(timeout))
     except ckpt.CkptError as error:
         say(error=type(error).__name__, text=str(error))
+        (Path(folder) / str(os.getpid())).touch()
         return
-    if not root:
+    if verb == "stay":
         say(joined=coordinator.rank, of=coordinator.world_size)
-        sys.stdin.read()
+        (Path(folder) / str(os.getpid())).touch()
+        assert until(lambda: len(os.listdir(folder)) == int(processes))
         coordinator.close()
         return
     shared = np.arange(1e6)
-    state = {"shared": state_of(shared, replicas=world), "own": ckpt.PerRank(int(rank)), "step": 7}
-    with ckpt.CheckpointManager(root[0], coordinator=coordinator) as manager:
+    state = {"shared": state_of(shared, replicas=world), "own": ckpt.PerRank(rank), "step": 7}
+    with ckpt.CheckpointManager(folder, coordinator=coordinator) as manager:
         manager.save(state)
     shared[:], state["own"].value, state["step"] = 0, -1, 0
-    coordinator = ckpt.join(int(rank), len(world), address, timeout=float(timeout))
-    with ckpt.CheckpointManager(root[0], coordinator=coordinator) as manager:
+    coordinator = ckpt.join(rank, len(world), address, timeout=float(timeout))
+    with ckpt.CheckpointManager(folder, coordinator=coordinator) as manager:
         report = manager.restore(state)
     assert report is not None
     assert np.array_equal(shared, np.arange(1e6))
     assert not dist.is_initialized()
-    (mine,) = Path(root[0]).glob(f"step-*/*{int(rank):05d}*.safetensors")
+    (mine,) = Path(folder).glob(f"step-*/*{rank:05d}*.safetensors")
     say(step=state["step"], own=state["own"].value, written=mine.stat().st_size)
 
 
