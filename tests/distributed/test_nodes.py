@@ -53,13 +53,13 @@ def test_two_machines_that_share_one_wire(tmp_path: Path) -> None:
 
 
 def run_and_kill(
-    folder: Path, mapping: str, far: int, log: Path, seconds: float
+    folder: Path, mapping: str, far: int, log: Path, seconds: float, replicas: int = 0
 ) -> tuple[int, int]:
     """The step that all ranks restored, and the last that was committed before all were killed
     at once.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far)]
+    command += [str(WORKERS / "nodes_kill.py"), str(folder), mapping, str(far), str(replicas)]
     with (
         log.open("w") as out,
         ended(
@@ -108,3 +108,30 @@ def test_killed_again_and_again_while_nodes_are_swapped_and_lost(tmp_path: Path,
         )
         assert restored >= (shared if lost else committed), (turn, mapping, lost)
         committed = newest
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_while_nodes_are_lost_whose_files_a_buddy_has(tmp_path: Path, seed: int) -> None:
+    """The newest step that the node which is left has whole is restored, or a newer one."""
+    rng = random.Random(seed)
+    folder, whole, wholes = tmp_path / "tiers", 0, 0
+    for turn in range(8):
+        mapping = rng.choice(["0011", "1100", "0101"])
+        restored, _ = run_and_kill(
+            folder, mapping, 0, tmp_path / f"{turn}.log", rng.uniform(0.2, 2.0), replicas=1
+        )
+        assert restored >= whole, (turn, mapping)
+        lost = rng.randrange(2)
+        shutil.rmtree(folder / f"node{lost}")
+        whole = max(
+            (
+                int(path.parent.name[5:14])
+                for path in (folder / f"node{1 - lost}").glob("step-*/manifest.json")
+                if len(list(path.parent.glob("rank-*.safetensors"))) == 4
+                and len(list(path.parent.glob("rank-*.json"))) == 4
+            ),
+            default=0,
+        )
+        wholes += whole > 0
+    assert wholes > 4

@@ -1,8 +1,9 @@
-"""FOLDER MAPPING FAR: four ranks that each find the root of node MAPPING[rank]; restore, check, and
-save every step until killed.
+"""FOLDER MAPPING FAR REPLICAS: four ranks that each find the root of node MAPPING[rank]; restore,
+check, and save every step until killed.
 
 Every value of the state follows from the step and its own place, so that a mixture of two steps is
-seen. FAR: how often the shared tier takes a step; 0 for none.
+seen. FAR: how often the shared tier takes a step; 0 for none. REPLICAS: on how many other nodes the
+files of a node are kept.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ def fill(state: dict[str, Any], step: int) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     folder, rank = Path(sys.argv[1]), dist.get_rank()
-    far, here = int(sys.argv[3]), sys.argv[2][rank]
+    far, here, replicas = int(sys.argv[3]), sys.argv[2][rank], int(sys.argv[4])
     mesh = init_device_mesh("cpu", (4,))
     tensors: dict[str, torch.Tensor] = {
         f"t{number}": DTensor.from_local(torch.zeros(ROWS // 4, 96), mesh, [Shard(0)])
         for number in range(6)
     }
     state: dict[str, Any] = {"tensors": {**tensors, "small": torch.zeros(5)}, "step": 0}
-    tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=3)]
+    tiers = [Tier(str(folder / f"node{here}"), local=True, keep_last=3, replicas=replicas)]
     if far:
         tiers.append(Tier(str(folder / "shared"), every=far, keep_last=3))
     manager = CheckpointManager(tiers, chunk_bytes=1 << 13, commit_timeout_seconds=30)
