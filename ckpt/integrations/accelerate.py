@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Self
@@ -32,6 +31,7 @@ from ckpt.adapters.walk.objects import declares_state
 from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
+from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
@@ -304,15 +304,7 @@ def _check(accelerator: Any) -> None:
     kind = accelerator.distributed_type.value
     if kind in _REFUSED:
         raise ConfigError(f"an Accelerator of type {kind} is not supported: {_REFUSED[kind]}")
-    release = ".".join(accelerate.__version__.split(".")[:2])
-    if not _parts(TESTED[0]) <= _parts(release) <= _parts(TESTED[1]) and release not in _warned:
-        _warned.add(release)
-        _log.warning(
-            "ckpt: accelerate %s is installed, and this version of ckpt was tested with %s to %s: "
-            "save and restore once and compare before you rely on it",
-            accelerate.__version__,
-            *TESTED,
-        )
+    warn_of_untested("accelerate", TESTED, advice="save and restore once and compare")
 
 
 def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
@@ -327,10 +319,6 @@ def _warn_of_hooks(verb: str, hooks: Mapping[int, Any]) -> None:
             name,
             "written" if verb == "save" else "read",
         )
-
-
-def _parts(release: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", release)))
 
 
 def _check_step(step: object, verb: str) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import logging
 import os
 import re
 from collections import deque
@@ -36,29 +35,24 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ckpt.adapters.match.sink import TensorSink
 from ckpt.adapters.tensors.local_shards import LocalShards
 from ckpt.adapters.torch_store import TorchStoreCoordinator
-from ckpt.catalog.candidates import Candidate, candidates
-from ckpt.catalog.tiered_reader import Found, Repair, TieredReader
+from ckpt.catalog.candidates import Candidate
 from ckpt.config import SaveConfig, Settings, Tier
 from ckpt.coordination.single import SingleCoordinator, new_attempt
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, ShapeMismatch
 from ckpt.errors.text import redact
 from ckpt.integrations.dcp_items import Entries, Path, gathered, leaves, state_of
+from ckpt.integrations.stored import Failed, fill, opened, reader_of
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
-from ckpt.pipeline.retry import RetryPolicy
-from ckpt.pipeline.workers import Workers
-from ckpt.plan.restore import plan_restore
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.tiers import as_tiers, open_tiers
+from ckpt.storage.tiers import as_tiers
 
 Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 State = dict[str, Any]
 
 _NUMBER: Final = re.compile(r"(?:.*?[^0-9])?([0-9]{1,18})")
-_THREADS: Final = 4
 _BLOCKING: Final = StagingOptions(
     use_pinned_memory=False,
     use_shared_memory=False,
@@ -67,7 +61,6 @@ _BLOCKING: Final = StagingOptions(
 )
 _last_token: Final[deque[str]] = deque(maxlen=1)
 """Of the last save in this process: a cached plan has it again."""
-_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +246,7 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         try:
             state = state_of(plan, planner, order.spread)
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
-            fault, state = error, {"state": _Failed(error)}
+            fault, state = error, {"state": Failed(error)}
         try:
             manager.save(state, step if self._own_step is None else self._own_step)
         finally:
@@ -321,19 +314,6 @@ def _addresses(state: State) -> Generator[int]:
                 yield address
 
 
-class _Failed:
-    """Raises in place of a state, so that the manager lets the other ranks know."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def state_dict(self) -> State:
-        raise self._error
-
-    def load_state_dict(self, state: State) -> None:
-        """Never called. It makes this an object with a state."""
-
-
 class CkptReader(_Root, StorageReader):
     """A ``StorageReader`` for a step of ckpt, written by `CkptWriter` or a ``CheckpointManager``.
 
@@ -369,8 +349,8 @@ class CkptReader(_Root, StorageReader):
             if found is None:
                 asked = "" if self._asked is None else f"step {self._asked} is not there"
                 raise NoCheckpoint(", ".join(each.url for each in backends), asked)
-            origin = _origin(backends, found)
-            self._entries = origin.whole(lambda outline: Entries(outline.manifest))
+            reader = reader_of(backends, found)
+            self._entries = reader.whole(lambda outline: Entries(outline.manifest))
         self._ref = found.ref
         metadata = self._entries.metadata()
         metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -418,23 +398,15 @@ class CkptReader(_Root, StorageReader):
         for leaf, (_, tensor) in zip(boxes, wanted, strict=True):
             if leaf.boxes[0].shape != tuple(tensor.shape):
                 raise ShapeMismatch(leaf.name, leaf.boxes[0].shape, tensor.shape)
-        with (
-            _opened(self._tiers, self._ref.step, self._ref) as (backends, found),
-            Workers("dcp", _THREADS) as workers,
-        ):
+        with _opened(self._tiers, self._ref.step, self._ref) as (backends, found):
             if found is None:
                 raise NoCheckpoint(
                     ", ".join(each.url for each in backends),
                     f"{self._ref.folder!r} was removed while it was loaded",
                 )
-            origin = _origin(backends, found)
-
-            def read(outline: Found) -> None:
-                manifest = origin.filled(outline, boxes).manifest
-                sink = TensorSink(boxes, [tensor for _, tensor in wanted])
-                origin.read(plan_restore(manifest, boxes), sink, workers=workers)
-
-            origin.whole(read)
+            reader = reader_of(backends, found)
+            targets = [tensor for _, tensor in wanted]
+            reader.whole(lambda outline: fill(reader, outline, boxes, targets))
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:
@@ -458,31 +430,8 @@ def _opened(
     tiers: Sequence[Tier], step: int | None, ref: StepRef | None = None
 ) -> Generator[tuple[list[StorageBackend], Candidate | None]]:
     """The stores of all tiers, and the newest attempt at ``step``, or the one that is ``ref``."""
-    opened = open_tiers(tiers)
-    try:
-        backends = [tier.backend for tier in opened]
-        with Workers("list", len(opened)) as listers:
-            found = (
-                each
-                for each in candidates(backends, step, workers=listers)
-                if ref in (None, each.ref)
-            )
-            yield backends, next(found, None)
-    finally:
-        for tier in opened:
-            tier.backend.close()
-
-
-def _origin(backends: Sequence[StorageBackend], found: Candidate) -> TieredReader:
-    """What reads an attempt, each byte from the nearest store that has it intact."""
-    sources = [backends[position] for position in found.answering]
-    return TieredReader(sources, found.ref, retry=RetryPolicy(), on_repair=_warn)
-
-
-def _warn(repair: Repair) -> None:
-    _log.warning(
-        "ckpt: %s does not have it intact, the next tier is asked: %s", repair.tier, repair.reason
-    )
+    with opened(tiers, step) as (backends, found):
+        yield backends, next((each for each in found if ref in (None, each.ref)), None)
 
 
 def _packed(value: Any) -> io.BytesIO:

@@ -39,14 +39,15 @@ from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.catalog.index import born, committed
 from ckpt.config import MEMORY, Mode, Settings, Tier
 from ckpt.errors import ConfigError
-from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in, warn_once
+from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in
+from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
 from ckpt.retention.inventory import Inventory
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import as_tiers, open_tiers, urls_of
 
-TESTED_LIGHTNING: Final = "2.6"
+TESTED: Final = ("2.6", "2.6")
 _NEWEST, _BEST = "newest", "best"
 
 _log = logging.getLogger("ckpt")
@@ -148,7 +149,7 @@ class CkptCheckpoint(ModelCheckpoint):
             every_n_train_steps=every_n_train_steps,
             every_n_epochs=every_n_epochs,
         )
-        _warn_of_untested(lightning.__version__)
+        warn_of_untested("lightning", TESTED, advice="save and resume once and compare")
         keeps_best = monitor is not None and save_top_k > 0
         best = (monitor or "", mode, save_top_k) if keeps_best else None
         self._tiers = [
@@ -410,11 +411,3 @@ def _callbacks(trainer: Trainer) -> list[CkptCheckpoint]:
 def _absolute(url: str) -> str:
     path = url.removeprefix("file://")
     return url.rstrip("/") if "://" in path else os.path.abspath(os.path.expanduser(path))
-
-
-def _warn_of_untested(version: str) -> None:
-    if ".".join(version.split(".")[:2]) != TESTED_LIGHTNING:
-        warn_once(
-            f"ckpt: lightning {version} is installed, and CkptCheckpoint was tested with lightning "
-            f"{TESTED_LIGHTNING} only: save and resume once and compare before you rely on it"
-        )

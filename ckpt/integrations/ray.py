@@ -18,13 +18,11 @@ import json
 import logging
 import os
 import posixpath
-import re
 import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Final, Self
 
 import ray.train  # pyright: ignore[reportMissingImports]
@@ -32,20 +30,20 @@ import ray.train  # pyright: ignore[reportMissingImports]
 from ckpt.checks import is_number
 from ckpt.config import Tier
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError, SaveSkipped
+from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
 from ckpt.storage.tiers import as_tiers, urls_of
 
 REFERENCE: Final = "ckpt.json"
-TESTED: Final = "2.60"
+TESTED: Final = ("2.60", "2.60")
 _SCHEMES: Final = {"local": "", "s3": "s3://", "gcs": "gs://"}
 _MOST_BYTES: Final = 64 << 10  # of a reference
 _DRAIN_SECONDS: Final = 120.0  # what Ray waits if a preemption has no deadline
 _LATE_SECONDS: Final = 300.0  # after that it has taken the workers away
 
 _log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
 
 
 def run_root() -> str:
@@ -89,7 +87,7 @@ class RayCheckpoints:
         | None = None,
         **settings: Any,
     ) -> None:
-        _warn_of_untested(version("ray"))
+        warn_of_untested("ray", TESTED, advice="kill a worker once and compare the losses")
         if settings.get("on_error") == "warn":
             raise ConfigError(
                 'RayCheckpoints(on_error="warn"): Ray ends a run whose reported checkpoint fails; '
@@ -275,16 +273,3 @@ def _read(checkpoint: Any) -> tuple[str, int]:
         ) from None
     except (ValueError, LookupError, TypeError) as error:
         raise RestoreError(f"{path} is damaged: {error!r}") from error
-
-
-def _warn_of_untested(installed: str) -> None:
-    """Log a warning, once in a process, if the tests did not run on this release."""
-    release = ".".join(re.findall(r"\d+", installed)[:2])
-    if release != TESTED and release not in _warned:
-        _warned.add(release)
-        _log.warning(
-            "ckpt: ray %s is installed, and RayCheckpoints was tested with ray %s only: kill a "
-            "worker once and compare the losses before you rely on it",
-            installed,
-            TESTED,
-        )

@@ -14,12 +14,9 @@ Importing this module imports torchtitan.
 
 from __future__ import annotations
 
-import logging
-import re
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from typing import Annotated, Any, Final, Literal
 
 import torch
@@ -44,12 +41,10 @@ from ckpt.adapters.walk.modules import canonical
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
+from ckpt.integrations.tested import warn_of_untested
 
-TESTED: Final = "0.3"
+TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
-
-_log = logging.getLogger("ckpt")
-_warned: Final[set[str]] = set()
 
 
 class CkptManager(CheckpointManager):  # type: ignore[misc]
@@ -78,7 +73,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
     save_future: Any  # a PendingSave, which has their result()
 
     def __init__(self, config: Any, **parts: Any) -> None:
-        _warn_of_untested(version("torchtitan"))
+        warn_of_untested("torchtitan", TESTED, advice="resume once and compare the losses")
         # DCP's own process group and its thread that removes folders are not needed.
         super().__init__(replace(config, async_mode="disabled", keep_latest_k=0), **parts)
         if not self.enable:
@@ -253,16 +248,3 @@ def _refuse(_rank: int, world_size: int, saved_world_size: int) -> int:
         f"{world_size}: resume with as many ranks, or set "
         'checkpoint.exclude_from_loading to ["dataloader"] to begin with the first sample'
     )
-
-
-def _warn_of_untested(installed: str) -> None:
-    """Log a warning, once in a process, if the tests did not run on this release."""
-    release = ".".join(re.findall(r"\d+", installed)[:2])
-    if release != TESTED and release not in _warned:
-        _warned.add(release)
-        _log.warning(
-            "ckpt: torchtitan %s is installed, and CkptManager was tested with torchtitan %s only: "
-            "resume once and compare the losses before you rely on it",
-            installed,
-            TESTED,
-        )

@@ -21,7 +21,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any, Final
 
 from torch import nn
@@ -39,6 +38,7 @@ from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.config import Mode, SaveConfig, Tier
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError
 from ckpt.events import Event, Observer, SaveCommitted
+from ckpt.integrations.tested import warn_of_untested
 from ckpt.integrations.trainer_folder import (
     Kept,
     folder_of,
@@ -82,7 +82,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
         ckpt_observers: Sequence[Observer] = (),
         **options: Any,
     ) -> None:
-        _warn_of_untested(version("transformers"))
+        warn_of_untested("transformers", TESTED, advice="resume once and compare the losses")
         for given in (*args, *options.values()):
             if isinstance(given, TrainingArguments):
                 _check_arguments(given)
@@ -488,15 +488,3 @@ def _unsupported(name: str) -> ConfigError:
         f"CkptTrainerMixin does not support {name}: use the trainer without it, or a loop of your "
         "own with CheckpointManager, which supports FSDP2 and DeepSpeed ZeRO"
     )
-
-
-def _warn_of_untested(installed: str) -> None:
-    release = tuple(int(part) for part in installed.split(".")[:2])
-    first, last = (tuple(map(int, each.split("."))) for each in TESTED)
-    if not first <= release <= last:
-        _log.warning(
-            "ckpt: transformers %s is installed, and CkptTrainerMixin was tested with %s to %s: "
-            "resume once and compare the losses before you rely on it",
-            installed,
-            *TESTED,
-        )

@@ -18,7 +18,6 @@ from torch import nn
 
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
-import accelerate
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
@@ -317,22 +316,6 @@ def test_a_kind_of_training_that_is_not_supported_is_refused_by_name(
     with pytest.raises(ConfigError, match=kind):
         AcceleratorCheckpoints(made, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("version", ["0.34.2", "2.0.0.dev0"])
-def test_a_version_that_was_not_tested_is_reported_with_the_range(
-    tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    job = new()
-    monkeypatch.setattr(accelerate, "__version__", version)
-    monkeypatch.setattr(door, "_warned", set())
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        for name in ("one", "two"):
-            AcceleratorCheckpoints(job.accelerator, tmp_path / name).close()
-    told = [each.getMessage() for each in caplog.records if "tested with" in each.getMessage()]
-    assert len(told) == 1
-    assert version in told[0]
-    assert f"{door.TESTED[0]} to {door.TESTED[1]}" in told[0]
 
 
 def test_the_version_that_is_installed_is_a_tested_one(tmp_path: Path, caplog: Any) -> None:

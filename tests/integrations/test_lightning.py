@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import FSDPStrategy
 
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
-from ckpt.integrations import lightning as door
 from ckpt.integrations.lightning import CkptCheckpoint
 from ckpt.integrations.lightning_strategy import mix_in
 from tests import processes
@@ -422,15 +421,6 @@ def test_a_save_that_fails_ends_the_training_with_its_error(nets: Any, tmp_path:
 
     with pytest.raises(CkptError, match=str(root)):
         nets.fit(Blocks(), CkptCheckpoint(root))
-
-
-def test_a_version_that_was_not_tested_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        for _ in range(2):
-            door._warn_of_untested("2.9.1")
-        door._warn_of_untested(f"{door.TESTED_LIGHTNING}.99")
-    assert caplog.text.count("lightning 2.9.1 is installed") == 1
-    assert f"was tested with lightning {door.TESTED_LIGHTNING} only" in caplog.text
 
 
 # -- the page --------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import logging
 import os
 import re
 import sys
@@ -198,16 +196,3 @@ def test_a_reference_is_read_to_a_bound(tmp_path: Path) -> None:
     (tmp_path / "ckpt.json").write_text('{"root": "runs", ' + " " * (64 << 10) + '"step": 7}')
     with pytest.raises(RestoreError, match="is damaged"):
         door._read(ray.train.Checkpoint(str(tmp_path), fs.LocalFileSystem()))
-
-
-@pytest.mark.parametrize(("installed", "warns"), [("2.60.1", False), ("2.61.0", True)])
-def test_an_untested_release_warns_once(
-    installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(door, "_warned", set())
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        for _ in range(2):
-            door._warn_of_untested(installed)
-    assert len(caplog.records) == warns
-    assert not warns or "tested with ray 2.60 only" in caplog.text
-    assert importlib.metadata.version("ray").startswith(door.TESTED)

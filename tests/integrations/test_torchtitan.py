@@ -6,9 +6,7 @@ the real components in the place of mocks.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import logging
 import os
 import re
 import sys
@@ -440,19 +438,6 @@ def test_another_number_of_ranks_is_refused_with_the_way_out() -> None:
     with pytest.raises(ConfigError, match="exclude_from_loading"):
         door._refuse(0, 2, 4)
     assert [door._same_or_first(rank, 3, 2) for rank in range(3)] == [0, 1, 0]
-
-
-@pytest.mark.parametrize(("installed", "warns"), [("0.3.1", False), ("0.4.0", True)])
-def test_an_untested_release_warns_once(
-    installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(door, "_warned", set())
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        for _ in range(2):
-            door._warn_of_untested(installed)
-    assert len(caplog.records) == warns
-    assert not warns or "tested with torchtitan 0.3 only" in caplog.text
-    assert importlib.metadata.version("torchtitan").startswith(door.TESTED)
 
 
 # -- the trainer -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import runpy
@@ -574,18 +573,6 @@ def test_an_empty_folder_is_refused_as_the_trainer_does_unless_it_may_be_empty(
         with pytest.raises(Stopped):
             each.train(resume_from_checkpoint="auto")
         assert each._initial_global_step == expected
-
-
-def test_a_release_that_was_not_tested_is_named_with_the_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    trainer(tmp_path)
-    assert not caplog.records
-    monkeypatch.setattr(door, "version", lambda _: "6.0.1")
-    with caplog.at_level(logging.WARNING, "ckpt"):
-        trainer(tmp_path)
-    assert "transformers 6.0.1 is installed" in caplog.text
-    assert " to ".join(door.TESTED) in caplog.text
 
 
 def test_a_plain_trainer_refuses_our_folder(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""A framework of a release that no test ran with is reported."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import pytest
+
+from ckpt.integrations import tested
+from ckpt.integrations.tested import warn_of_untested
+
+FOLDER = Path(tested.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("installed", "warns"),
+    [
+        ("1.0.0", False),
+        ("1.15.9", False),
+        ("1.15.0.dev0+cpu", False),
+        ("0.34.2", True),
+        ("1.16", True),
+        ("2.0.0.dev0", True),
+    ],
+)
+def test_a_release_outside_of_the_range_is_reported_once(
+    installed: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "version", lambda _: installed)
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        for _ in range(2):
+            warn_of_untested("frame", ("1.0", "1.15"), advice="resume once")
+    assert len(caplog.records) == warns
+    assert not warns or f"frame {installed} is installed" in caplog.text
+    assert not warns or "tested with frame 1.0 to 1.15 only: resume once before" in caplog.text
+
+
+def test_one_tested_release_is_no_range(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tested, "_warned", set())
+    monkeypatch.setattr(tested, "version", lambda _: "3.1")
+    warn_of_untested("frame", ("3.0", "3.0"), advice="resume once")
+    assert "tested with frame 3.0 only" in caplog.text
+
+
+CALLS = {
+    path.stem: found[1]
+    for path in sorted(FOLDER.glob("*.py"))
+    if (found := re.search(r'warn_of_untested\(\s*"([a-z]+)", TESTED', path.read_text()))
+}
+
+
+def test_every_integration_with_a_range_reports() -> None:
+    ranges = {path.stem for path in FOLDER.glob("*.py") if "\nTESTED: " in path.read_text()}
+    assert ranges == CALLS.keys()
+
+
+@pytest.mark.parametrize("module", sorted(CALLS))
+def test_the_version_that_is_installed_is_a_tested_one(
+    module: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    try:
+        version(CALLS[module])
+    except PackageNotFoundError:
+        pytest.skip(f"{CALLS[module]} is not installed")
+    door = importlib.import_module(f"ckpt.integrations.{module}")
+    monkeypatch.setattr(tested, "_warned", set())
+    warn_of_untested(CALLS[module], door.TESTED, advice="")
+    assert not caplog.records
