@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
+from ckpt.coordination.owner import Owner
 from ckpt.model.box import Box, even_slab
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack
-from ckpt.model.keys import StepRef, data_name, fragment_name
+from ckpt.model.keys import OWNER, StepRef, data_name, fragment_name
 from ckpt.model.manifest import FORMAT, Chunk, File, Fragment, FragmentRef, Manifest, Packed
 from ckpt.model.packed import fragment_of, pack_fragment
 from ckpt.model.reference import fill
@@ -121,3 +123,10 @@ def _boxes(array: np.ndarray[Any, Any], rank: int, world_size: int) -> tuple[Box
 
 def _raw(node: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(node, order="deterministic"))
+
+
+DEAD = replace(Owner.here("abc123"), pid=2**22 + 1, started=1)  # beyond the largest pid
+
+
+def own(backend: StorageBackend, owner: Owner) -> None:
+    backend.put(OWNER, [msgspec.json.encode(owner)])

@@ -13,20 +13,20 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import OutOfSpace
-from ckpt.storage.registry import open_backend
+from tests.kit.deadly import die_before_a_removal, die_in_the_save_of
 from tests.kit.stores import whole
 
 NUMBERS = 110_000  # 0.9 MB: with keep_last=1 two lie there for a while
 LARGE = 101
 REMOVAL = -1
-"""A job with this ``kill`` commits its step, and removes none."""
+"""A job with this ``kill`` commits its first step, and removes none. Other jobs are killed in the
+save of that number.
+"""
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -39,38 +39,10 @@ def taken(root: Path) -> int:
 
 def job(root: Path, steps: range, kill: int | None, tier: Callable[[str], Tier]) -> None:
     """Run in a process of its own, which ends with it."""
-
-    class Deadly:
-        """Kills the process when the image is written and not yet in its place, or before the
-        first removal after a commit.
-        """
-
-        def __init__(self, backend: Any) -> None:
-            self._backend = backend
-            self.uploads = 0
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._backend, name)
-
-        def delete(self, key: str) -> None:
-            if kill == REMOVAL and self.uploads:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self._backend.delete(key)
-
-        def upload(self, key: str, size: int) -> Any:
-            self.uploads += 1
-            upload = self._backend.upload(key, size)
-            if self.uploads == kill:
-                finish = upload.write
-
-                def write(offset: int, data: memoryview) -> None:
-                    finish(offset, data)
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-                upload.write = write
-            return upload
-
-    ckpt.storage.tiers.open_backend = lambda url, options: Deadly(open_backend(url, options))  # type: ignore[assignment]
+    if kill == REMOVAL:
+        die_before_a_removal()
+    elif kill is not None:
+        die_in_the_save_of(steps[kill - 1])
     with CheckpointManager(tier(str(root))) as manager:
         for step in steps:
             manager.save(state(step), step, timeout=60)

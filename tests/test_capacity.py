@@ -18,15 +18,10 @@ from ckpt.errors import AccessDenied, ConfigError, OutOfSpace, PeerFailed
 from ckpt.save.tier_writer import TierWriter
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World
-from tests.kit.stores import faulty, whole
-from tests.test_tiers import Gated, gated  # noqa: F401 - a fixture
+from tests.kit.states import IMAGE, state
+from tests.kit.stores import Gated, faulty, gated, whole  # noqa: F401 - a fixture
 
-IMAGE = 404_096  # of ``state`` as int64, and 4 kB of header
 THREE = 3 * IMAGE + 100_000
-
-
-def state(step: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((50_000,), step)}
 
 
 def size_of(root: Path) -> int:

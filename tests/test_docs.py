@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -28,50 +28,16 @@ from ckpt.config import load_config
 from ckpt.coordination.api import Coordinator
 from ckpt.storage.tiers import as_tiers
 from tests.coordination.world import World
+from tests.kit.pages import FENCE, PAGES, Block, block, blocks, named
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = sorted(
-    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench").rglob("*.md")}
-)
 HISTORY = re.compile(r"bench/results/|docs/decisions/|CHANGELOG")  # of what was, not of what is
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`([^`\n]+)`")
 
 
-class Block(NamedTuple):
-    page: Path
-    language: str
-    text: str
-
-    @property
-    def name(self) -> str:
-        return f"{named(self.page)}: {self.text.strip().splitlines()[0]}"
-
-
-def named(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def blocks(*languages: str) -> list[Block]:
-    found = [
-        Block(page, *match.groups())
-        for page in PAGES
-        for match in _FENCE.finditer(page.read_text())
-    ]
-    return [block for block in found if block.language in languages]
-
-
-def block(page: str, words: str) -> str:
-    """The block of a page that has these words."""
-    (found,) = [
-        each.text for each in blocks("python") if named(each.page) == page and words in each.text
-    ]
-    return found
-
-
 def prose(page: Path) -> str:
-    return _FENCE.sub("", page.read_text())
+    return FENCE.sub("", page.read_text())
 
 
 def anchors(page: Path) -> set[str]:
@@ -146,7 +112,7 @@ def _in_code(page: Path) -> Iterator[str]:
     """Each line of its blocks, without prompts and comments, and each piece of code in its
     prose.
     """
-    for match in _FENCE.finditer(page.read_text()):
+    for match in FENCE.finditer(page.read_text()):
         for line in match[2].splitlines():
             yield re.sub(r"\s+#.*", "", line.removeprefix("$ ")).strip()
     yield from _CODE.findall(prose(page))

@@ -21,9 +21,8 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.plan.leaf import Leaf
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import DEAD, own, write_checkpoint
 from tests.cli.conftest import ARRAYS, TREE, Cli, cli
-from tests.cli.test_finalize import DEAD, own
 
 __all__ = ["cli"]
 

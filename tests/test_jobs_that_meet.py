@@ -24,9 +24,8 @@ from ckpt.retention.inventory import Inventory
 from ckpt.retention.prune import remove
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
-from tests.kit.stores import whole
-from tests.test_capacity import IMAGE, state
-from tests.test_tiers import Gated, gated  # noqa: F401 - a fixture
+from tests.kit.states import IMAGE, state
+from tests.kit.stores import Gated, gated, whole  # noqa: F401 - a fixture
 
 
 @pytest.fixture

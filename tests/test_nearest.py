@@ -33,8 +33,9 @@ from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PruneContext, prune
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Delay, FaultyBackend, Raise, Rule
+from tests.kit.damage import cut, empty, files, flip, garbage
+from tests.kit.states import assert_is, blank, state_of
 from tests.kit.stores import whole
-from tests.restore.test_restorer import assert_is, blank, cut, empty, files, flip, garbage, state_of
 
 Watch = Callable[..., FaultyBackend]
 

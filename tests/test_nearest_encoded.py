@@ -16,8 +16,8 @@ from ckpt.catalog.verify import StepFolder
 from ckpt.cli.main import main
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
+from tests.kit.damage import flip
 from tests.kit.stores import whole
-from tests.restore.test_restorer import flip
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:

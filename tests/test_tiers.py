@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.errors import (
     AccessDenied,
@@ -25,42 +23,9 @@ from ckpt.errors import (
     TierBehind,
 )
 from ckpt.events import Event, SaveFailed
-from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
+from tests.kit.states import state
 from tests.kit.stores import faulty, whole
-
-
-class Gated:
-    """A store that lets uploads through while its gate is open."""
-
-    def __init__(self, url: str) -> None:
-        self.inner = open_backend(url)
-        self.open = threading.Event()
-        self.began: list[str] = []
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def upload(self, key, size):
-        self.began.append(key)
-        assert self.open.wait(30)
-        return self.inner.upload(key, size)
-
-
-@pytest.fixture
-def gated(tmp_path, monkeypatch):
-    far = Gated(str(tmp_path / "far"))
-
-    def opened(url, options):
-        return far if url == str(tmp_path / "far") else open_backend(url, options)
-
-    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
-    yield far
-    far.open.set()
-
-
-def state(step: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.full((50_000,), step)}
 
 
 def test_a_far_tier_that_hangs_holds_up_neither_the_near_one_nor_the_caller(tmp_path, gated):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.agent.place import Place
-from tests.crash.test_kill import LARGE, TINY
+from tests.crash.runs import LARGE, TINY
 from tests.kit.worlds import run_script
 
 

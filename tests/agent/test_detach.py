@@ -19,9 +19,9 @@ from ckpt.errors import LeftToAgent
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state
-from tests.kit.stores import whole
+from tests.kit.states import state
+from tests.kit.stores import Gated, whole
 from tests.kit.waiting import until
-from tests.test_tiers import Gated, state
 
 DETACH_SECONDS = 5.0
 """A second, on a machine that has other work too."""

@@ -33,7 +33,7 @@ from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule, flip_byte
 from tests.checkpoints import Written, write_checkpoint
-from tests.pipeline.test_reader import ArraySink
+from tests.kit.sinks import ArraySink
 
 ARRAY = np.random.default_rng(3).standard_normal(
     (12, 16)

@@ -11,7 +11,7 @@ import pytest
 from ckpt import CheckpointManager
 from ckpt.coordination.owner import Owner
 from tests.cli.conftest import Cli, Written
-from tests.test_capacity import state
+from tests.kit.states import state
 
 CONFIG = """
 [[tiers]]

@@ -4,7 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -13,16 +12,11 @@ from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import OWNER
 from ckpt.model.manifest import Packed
 from ckpt.storage.api import StorageBackend
-from tests.checkpoints import Written, write_checkpoint
+from tests.checkpoints import DEAD, Written, own, write_checkpoint
 from tests.cli.conftest import ARRAYS, Cli, data_file, flip
 from tests.kit.worlds import run_code
 
 REPO = Path(__file__).resolve().parents[2]
-DEAD = replace(Owner.here("abc123"), pid=2**22 + 1, started=1)  # beyond the largest pid
-
-
-def own(backend: StorageBackend, owner: Owner) -> None:
-    backend.put(OWNER, [msgspec.json.encode(owner)])
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from ckpt.errors import RootInUse
 from ckpt.storage.api import StorageBackend
 from tests.checkpoints import write_checkpoint
 from tests.cli.conftest import Cli
-from tests.errors.test_text import ESCAPES
-from tests.faults.test_hostile import sealed
+from tests.kit.damage import sealed
+from tests.kit.texts import ESCAPES
 
 EVIL = "".join(ESCAPES[:-1])  # a lone surrogate is no JSON
 NAME = f"model/{EVIL}"

@@ -3,11 +3,10 @@ from __future__ import annotations
 import time
 import uuid
 
-import numpy as np
 import pytest
 
 from ckpt.coordination.abort_reason import Aborted, abort_reason, rebuild
-from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown
+from ckpt.coordination.commit import Bounds, Committed, Failed, Unknown
 from ckpt.coordination.committer import Committer, OneTier, put_once
 from ckpt.coordination.single import SingleCoordinator
 from ckpt.errors import (
@@ -25,22 +24,18 @@ from ckpt.errors import (
     TransientStorageError,
     placed,
 )
-from ckpt.model.box import Box, even_slab
+from ckpt.model.box import Box
 from ckpt.model.checksum import checksum
-from ckpt.model.encoding import pack, unpack
-from ckpt.model.keys import StepRef, data_name, fragment_name
-from ckpt.model.manifest import FragmentRef, Manifest
-from ckpt.model.packed import pack_fragment
+from ckpt.model.encoding import unpack
+from ckpt.model.keys import fragment_name
+from ckpt.model.manifest import Manifest
 from ckpt.model.validate import check_manifest
-from ckpt.plan.leaf import Leaf
 from ckpt.storage.api import read_object
 from ckpt.storage.testing import FaultyBackend, LoseReply, Raise, Rule, flip_byte
 from ckpt_backends.memory import forget_memory, open_memory
+from tests.coordination.durable import ARRAY, REF, make_durable
 from tests.coordination.world import World
-from tests.plan.worlds import fragment_of
 
-REF = StepRef(5, "abc123")
-ARRAY = np.arange(24, dtype=np.float32).reshape(12, 2)
 TIMEOUT = 0.3
 
 
@@ -59,20 +54,6 @@ def store():
     name = uuid.uuid4().hex
     yield open_memory(f"memory://{name}", {"shared": True})
     forget_memory(name)
-
-
-def make_durable(
-    store, rank: int, size: int, *, array=ARRAY, boxes: tuple[Box, ...] | None = None, **changes
-) -> Durable:
-    if boxes is None:
-        boxes = (even_slab(Box.whole(ARRAY.shape), size, rank),)
-    image, fragment = fragment_of(
-        rank, size, [Leaf("x", "float32", ARRAY.shape, boxes)], {"x": array}, **changes
-    )
-    store.put(REF.key(data_name(rank)), [image])
-    data = pack(pack_fragment(fragment))
-    store.put(REF.key(fragment_name(rank)), [data])
-    return Durable(FragmentRef(fragment_name(rank), rank, len(data), checksum(data)))
 
 
 def committer(coordinator, store, timeout: float = TIMEOUT, takeover: float = 0.1) -> Committer:

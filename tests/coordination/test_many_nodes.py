@@ -33,7 +33,7 @@ from ckpt.model.manifest import Manifest
 from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
 from ckpt_backends.memory import forget_memory, open_memory
-from tests.coordination.test_committer import REF, make_durable
+from tests.coordination.durable import REF, make_durable
 from tests.coordination.world import World, WorldCoordinator
 
 NODES = ckpt.coordination.nodes.Nodes((0, 0, 1))

@@ -8,16 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.worlds import run_script
-
-TINY, LARGE = 100, (64 << 20) // 8
-
-
-def nursery(*args: object, script: str = "nursery.py", timeout: float = 280) -> str:
-    """What the script has printed; it must have ended well."""
-    said = run_script(Path(__file__).parent / script, *args, timeout=timeout)
-    assert "ALL WELL" in said
-    return said
+from tests.crash.runs import LARGE, TINY, nursery
 
 
 @pytest.mark.parametrize(("numbers", "times"), [(TINY, 5), (LARGE, 3)], ids=["tiny", "64 MiB"])

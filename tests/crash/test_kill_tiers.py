@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.test_kill import LARGE, TINY, nursery
+from tests.crash.runs import LARGE, TINY, nursery
 from tests.faults.conftest import Count, tally
 
 __all__ = ["tally"]

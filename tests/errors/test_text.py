@@ -13,22 +13,7 @@ import pytest
 from ckpt.errors import ConfigError, ObjectNotFound, PeerFailed, RootInUse, UnknownScheme
 from ckpt.errors.base import CkptError
 from ckpt.errors.text import clean, redact
-
-ESCAPES = (
-    "\x1b]52;c;ZXZpbA==\x07",
-    "\x1b]8;;http://evil\x1b\\here\x1b]8;;\x1b\\",
-    "\x1b[2J\x1b[31mred",
-    "\x9b31m",
-    "\x9d52;c;x\x9c",
-    "\u202efdp.exe",
-    "\u2066\u2069",
-    "a\rb",
-    "a\nerror: forged",
-    "\b\b\b",
-    "\x00",
-    "\u200b",
-    "\ud800",
-)
+from tests.kit.texts import ESCAPES
 
 
 @pytest.mark.parametrize("text", ESCAPES)

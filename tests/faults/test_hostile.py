@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -24,6 +23,7 @@ from ckpt.model.checksum import checksum
 from ckpt.storage.api import check_key
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count
+from tests.kit.damage import sealed
 from tests.kit.stores import whole
 
 NAMES = (
@@ -64,11 +64,6 @@ NAMES = (
     "\ud7ff",
     "e\u0301",
 )
-
-
-def sealed(body: Any) -> bytes:
-    packed = msgspec.json.encode(body)
-    return b'{"checksum":"' + checksum(packed).encode() + b'","body":' + packed + b"}"
 
 
 @pytest.fixture

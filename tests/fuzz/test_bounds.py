@@ -23,7 +23,7 @@ from ckpt.model.encoding import MAX_EXPANSION, pack, unpack
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import decode, dumps, parse
 from ckpt.storage.registry import open_backend
-from tests.fuzz.test_readers import BODIES, sealed
+from tests.fuzz.records import BODIES, sealed
 
 Tree = Callable[[int], Any]
 

@@ -16,7 +16,7 @@ import pytest
 from ckpt import CheckpointManager
 from ckpt.cli.main import main
 from tests.fuzz.mutations import mutated
-from tests.fuzz.test_readers import fuzz, sealed, target
+from tests.fuzz.records import fuzz, sealed, target
 
 VERBS = (
     "ls --root runs",

@@ -23,7 +23,7 @@ from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from tests.faults.conftest import Count, tally
 from tests.fuzz.mutations import mutated
-from tests.fuzz.test_readers import SCALE, fuzz, record_ref, sealed, told
+from tests.fuzz.records import SCALE, fuzz, record_ref, sealed, told
 from tests.plan.worlds import fragment_of as written
 
 __all__ = ["tally"]

@@ -5,18 +5,13 @@ time and memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from ckpt import CheckpointManager, PerRank
+from ckpt import CheckpointManager
 from ckpt.adapters.match.load import match
 from ckpt.catalog.index import committed, read_manifest, read_packed
 from ckpt.coordination.owner import read_owner
@@ -24,7 +19,7 @@ from ckpt.errors import CkptError
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import fragment_name
-from ckpt.model.manifest import FragmentRef, Manifest, Packed
+from ckpt.model.manifest import Manifest, Packed
 from ckpt.model.packed import fragment_of
 from ckpt.model.validate import check_manifest
 from ckpt.plan.merge import merge
@@ -33,70 +28,19 @@ from ckpt.storage.api import StorageBackend, read_object
 from ckpt.storage.registry import open_backend
 from tests.faults.conftest import Count, tally
 from tests.fuzz.mutations import WILD, mutated
-from tests.model.records import records
-
-__all__ = ["tally"]
-
-MANIFEST, FRAGMENT = records(metadata={"run": "x"})
-BODIES = {
-    kind: json.loads(msgspec.json.encode(record))
-    for kind, record in ((Manifest, MANIFEST), (Packed, FRAGMENT))
-}
-FEW, MANY = 300, 5_000
-SCALE = pytest.mark.parametrize(
-    "examples",
-    [FEW, pytest.param(MANY, marks=[pytest.mark.torture, pytest.mark.timeout(1800)])],
-    ids=["few", "many"],
+from tests.fuzz.records import (
+    BODIES,
+    FRAGMENT,
+    MANIFEST,
+    SCALE,
+    fuzz,
+    record_ref,
+    sealed,
+    target,
+    told,
 )
 
-
-def sealed(body: bytes) -> bytes:
-    return b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
-
-
-def told(error: CkptError) -> None:
-    assert len(str(error)) > 10
-
-
-def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any], None]) -> int:
-    """``check`` on so many examples; returns how many there were."""
-    count = 0
-
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
-    @given(strategy)
-    def run(value: Any) -> None:
-        nonlocal count
-        count += 1
-        check(value)
-
-    run()
-    return count
-
-
-def target() -> dict[str, Any]:
-    """A state of all kinds of things that has stepped once."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "step": 3,
-        "rng": PerRank(torch.get_rng_state()),
-        "seen": {1: "a", (2,): b"b"},
-        "array": np.arange(3),
-        "list": [torch.ones(2), 1.5, None],
-        "complex": 1j,
-        "set": {1, 2},
-        "scalar": np.float32(2),
-        "big": 2**80,
-    }
+__all__ = ["tally"]
 
 
 @pytest.fixture(scope="module")
@@ -132,10 +76,6 @@ def test_a_record_changed_anywhere_is_read_or_refused(
             told(refused)
 
     tally("fuzz", fuzz(examples, mutated(BODIES[kind]), check))
-
-
-def record_ref(fragment: Packed) -> FragmentRef:
-    return FragmentRef(fragment_name(max(0, fragment.rank) % 10**5), fragment.rank, 10, "0" * 32)
 
 
 @SCALE

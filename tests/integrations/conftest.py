@@ -20,3 +20,7 @@ def nets() -> Iterator[Any]:
 
         yield lightning_nets
     sys.modules.pop("lightning_nets")
+
+
+def after(losses: dict[int, float], step: int) -> dict[int, float]:
+    return {each: loss for each, loss in losses.items() if each > step}

@@ -38,9 +38,9 @@ from ckpt.errors import (
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from tests.integrations.workers.dcp import build as trained_as_sharded
 from tests.integrations.workers.dcp import state_of, total
+from tests.kit.pages import block
 from tests.kit.worlds import world
 from tests.processes import run
-from tests.test_docs import block
 
 WORKER = Path(__file__).parent / "workers" / "dcp.py"
 

@@ -21,6 +21,7 @@ from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError
 from ckpt.integrations.lightning import CkptCheckpoint
 from ckpt.integrations.lightning_strategy import mix_in
 from tests import processes
+from tests.integrations.conftest import after
 from tests.kit.worlds import world
 
 WORKER = Path(__file__).parent / "workers" / "lightning_nets.py"
@@ -36,10 +37,6 @@ pytestmark = [
 def steps(root: Path) -> list[int]:
     with CheckpointManager(root) as manager:
         return manager.steps()
-
-
-def after(losses: dict[int, float], step: int) -> dict[int, float]:
-    return {each: loss for each, loss in losses.items() if each > step}
 
 
 # -- resuming --------------------------------------------------------------------------------------

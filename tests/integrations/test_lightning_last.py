@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ckpt.integrations.lightning import CkptCheckpoint
-from tests.integrations.test_lightning import after
+from tests.integrations.conftest import after
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,3 +35,32 @@ def faulty(monkeypatch: pytest.MonkeyPatch, where: Path, rules: list[Rule]) -> N
         return FaultyBackend(backend, rules) if url == str(where) else backend
 
     monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+
+
+class Gated:
+    """A store that lets uploads through while its gate is open."""
+
+    def __init__(self, url: str) -> None:
+        self.inner = open_backend(url)
+        self.open = threading.Event()
+        self.began: list[str] = []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def upload(self, key, size):
+        self.began.append(key)
+        assert self.open.wait(30)
+        return self.inner.upload(key, size)
+
+
+@pytest.fixture
+def gated(tmp_path, monkeypatch):
+    far = Gated(str(tmp_path / "far"))
+
+    def opened(url, options):
+        return far if url == str(tmp_path / "far") else open_backend(url, options)
+
+    monkeypatch.setattr(ckpt.storage.tiers, "open_backend", opened)
+    yield far
+    far.open.set()

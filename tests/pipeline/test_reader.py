@@ -11,9 +11,10 @@ from ckpt.model.box import Box
 from ckpt.model.keys import StepRef, data_name
 from ckpt.pipeline.reader import GAP_BYTES, RUN_BYTES, ChunkReader, joined, read_plan
 from ckpt.plan.leaf import Leaf
-from ckpt.plan.restore import ChunkRead, RestorePlan, plan_restore
+from ckpt.plan.restore import RestorePlan, plan_restore
 from ckpt.storage.testing import FaultyBackend, Raise, Rule, flip_byte
 from ckpt_backends.posix import open_posix
+from tests.kit.sinks import ArraySink
 from tests.plan.worlds import fragment_of, merged
 
 ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB is a chunk
@@ -22,37 +23,6 @@ ARRAY = np.random.default_rng(9).standard_normal((64, 1024))  # a row of 8 KiB i
 def key_of(rank: int) -> str:
     """Where the file of a rank of ``fragment_of`` is."""
     return StepRef(5, "abc123").key(data_name(rank))
-
-
-class ArraySink:
-    """Leaves as arrays, one box each; ``direct`` where the caller wants it."""
-
-    def __init__(self, wanted: list[Leaf], *, direct: bool) -> None:
-        self.wanted, self.is_direct = wanted, direct
-        self.arrays = [np.zeros(leaf.boxes[0].shape, dtype=leaf.dtype) for leaf in wanted]
-        self.direct_reads: list[ChunkRead] = []
-        self.placed_reads: list[ChunkRead] = []
-
-    def direct(self, read: ChunkRead) -> memoryview | None:
-        target = read.targets[0]
-        if not self.is_direct or len(read.targets) > 1 or target.part != read.box:
-            return None
-        region = self.arrays[target.leaf][
-            target.part.relative_to(self.wanted[target.leaf].boxes[0]).slices()
-        ]
-        if not region.flags.c_contiguous:
-            return None
-        self.direct_reads.append(read)
-        return region.reshape(-1).view(np.uint8).data
-
-    def place(self, read: ChunkRead, data: memoryview) -> None:
-        self.placed_reads.append(read)
-        chunk = np.frombuffer(data, dtype=read.dtype).reshape(read.box.shape)
-        for target in read.targets:
-            box = self.wanted[target.leaf].boxes[0]
-            self.arrays[target.leaf][target.part.relative_to(box).slices()] = chunk[
-                target.part.relative_to(read.box).slices()
-            ]
 
 
 @pytest.fixture

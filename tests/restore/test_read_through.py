@@ -32,7 +32,7 @@ from ckpt.storage.testing.faulty import FaultyBackend, Raise, Rule, flip_byte
 from ckpt.storage.tiers import OpenTier
 from tests.checkpoints import Written, write_checkpoint
 from tests.coordination.world import World
-from tests.pipeline.test_reader import ArraySink
+from tests.kit.sinks import ArraySink
 
 ARRAY = np.random.default_rng(4).standard_normal((12, 16))
 IMPATIENT = RetryPolicy(attempts=2, first_seconds=0.001, most_seconds=0.002)

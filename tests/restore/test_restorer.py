@@ -18,27 +18,11 @@ from ckpt import CheckpointManager, PerRank, RngState
 from ckpt.cli.main import main
 from ckpt.errors import NoCheckpoint, OutOfSpace, RestoreError, StorageError, TransientStorageError
 from ckpt.events import Event, StepDamaged
-from ckpt.model.keys import parse_folder
 from ckpt.model.readable import rate
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import FaultyBackend, Raise, Rule
-
-
-def state_of(step: int) -> dict[str, Any]:
-    torch.manual_seed(step)
-    return {"x": torch.randn(3000), "y": torch.randn(40, 50), "step": step, "rng": PerRank([step])}
-
-
-def blank() -> dict[str, Any]:
-    return {"x": torch.zeros(3000), "y": torch.zeros(40, 50), "step": -1, "rng": PerRank(None)}
-
-
-def assert_is(target: dict[str, Any], step: int) -> None:
-    expected = state_of(step)
-    assert torch.equal(target["x"], expected["x"])
-    assert torch.equal(target["y"], expected["y"])
-    assert target["step"] == step
-    assert target["rng"].value == [step]
+from tests.kit.damage import cut, empty, files, flip, garbage
+from tests.kit.states import assert_is, blank, state_of
 
 
 @pytest.fixture
@@ -48,23 +32,6 @@ def root(tmp_path: Path) -> Path:
         for step in (1, 2, 3):
             manager.save(state_of(step))
     return tmp_path / "run"
-
-
-def files(root: Path, step: int) -> dict[str, Path]:
-    (folder,) = (
-        path for path in root.iterdir() if (ref := parse_folder(path.name)) and ref.step == step
-    )
-    return {
-        "data": folder / "rank-00000.safetensors",
-        "manifest": folder / "manifest.json",
-        "fragment": folder / "rank-00000.json",
-    }
-
-
-def flip(path: Path, position: int = -100) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 0x10
-    path.write_bytes(data)
 
 
 def test_the_newest_step_is_restored_and_the_report_says_what_it_took(root: Path) -> None:
@@ -117,18 +84,6 @@ def test_any_step_can_be_asked_for(root: Path) -> None:
         with pytest.raises(NoCheckpoint, match="step 7 is not there"):
             manager.restore(target, 7)
     assert_is(target, 3)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def garbage(path: Path) -> None:
-    path.write_bytes(b"\x00\xff{}" * 500)
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {

@@ -20,9 +20,8 @@ from ckpt.save.backfill import Backfill
 from ckpt.storage.registry import open_backend
 from ckpt.storage.testing import Raise, Rule
 from tests.coordination.world import World, WorldCoordinator
-from tests.kit.stores import faulty, whole
-from tests.test_capacity import IMAGE
-from tests.test_tiers import Gated, gated  # noqa: F401 - a fixture
+from tests.kit.states import IMAGE
+from tests.kit.stores import Gated, faulty, gated, whole  # noqa: F401 - a fixture
 
 
 def state(step: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import ckpt
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import CkptError
-from tests.test_parts import job, train, values
+from tests.kit.jobs import job, train, values
 
 
 def sharded(seed: int) -> dict[str, Any]:

@@ -5,8 +5,6 @@ dcp.py save|load|process FOLDER, under torchrun; dcp.py full|killed FOLDER alone
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import ckpt.storage.tiers
 from bench.rank_exit import exit_rank
 from ckpt.errors import CkptError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
+from tests.kit.deadly import die_in_the_save_of
 
 
 def say(*words: object) -> None:
@@ -161,30 +159,11 @@ def full(root: str) -> None:
 
 
 def killed(root: str) -> None:
-    """A second save into the root that ends when the first bytes are written."""
+    """A second save into the root that is killed when its file is written."""
     ones = {"a": torch.ones(100_000), "b": torch.ones(100_000)}
     dcp.save(ones, storage_writer=CkptWriter(root, step=1))
 
-    class Deadly:
-        def __init__(self, backend: Any) -> None:
-            self._backend = backend
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._backend, name)
-
-        def upload(self, key: str, size: int) -> Any:
-            upload = self._backend.upload(key, size)
-            write = upload.write
-
-            def last(offset: int, data: memoryview) -> None:
-                write(offset, data)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            upload.write = last
-            return upload
-
-    opened = ckpt.storage.tiers.open_backend
-    ckpt.storage.tiers.open_backend = lambda url, options: Deadly(opened(url, options))  # type: ignore[assignment]
+    die_in_the_save_of(2)
     twos = {name: 2 * value for name, value in ones.items()}
     dcp.save(twos, storage_writer=CkptWriter(root, step=2))
 

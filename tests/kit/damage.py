@@ -1,0 +1,45 @@
+"""Find the files of a step, and damage them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ckpt.model.checksum import checksum
+from ckpt.model.keys import parse_folder
+
+
+def files(root: Path, step: int) -> dict[str, Path]:
+    (folder,) = (
+        path for path in root.iterdir() if (ref := parse_folder(path.name)) and ref.step == step
+    )
+    return {
+        "data": folder / "rank-00000.safetensors",
+        "manifest": folder / "manifest.json",
+        "fragment": folder / "rank-00000.json",
+    }
+
+
+def flip(path: Path, position: int = -100) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x10
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\x00\xff{}" * 500)
+
+
+def sealed(body: Any) -> bytes:
+    packed = msgspec.json.encode(body)
+    return b'{"checksum":"' + checksum(packed).encode() + b'","body":' + packed + b"}"
