@@ -226,8 +226,8 @@ class SaveConfig:
         on_suspicious: What happens when the step has advanced and no trained tensor has changed
             since the last save: "warn" logs a warning; "raise" also raises `SuspiciousState` from
             the next call of the manager; "ignore" compares nothing. The step is committed in any
-            case. A rank that sees no change waits for the others in the background, for at most 60
-            s, before its next save streams.
+            case. With several ranks the alarm may come after the end of the save, since it needs
+            what all of them have seen.
         overlap: "auto" copies while training goes on until the optimizer steps; "off" has copied
             everything on return.
         check: How a save makes sure that the copy is the state at the call, also after changes that
@@ -264,7 +264,7 @@ class SaveConfig:
 
     on_busy: OnBusy = "wait"
     on_error: OnError = "raise"
-    on_suspicious: OnSuspicious = "ignore"
+    on_suspicious: OnSuspicious = "warn"
     overlap: Overlap = "auto"
     chunk_bytes: int = 16 << 20
     commit_timeout_seconds: float = 600.0

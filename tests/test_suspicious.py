@@ -243,17 +243,17 @@ def test_a_change_on_one_rank_is_enough(
 
     def train(coordinator: Any) -> list[SuspiciousState]:
         settings = {"coordinator": coordinator, "on_suspicious": "raise", "check_finite": scans}
-        with Job(tmp_path, **settings) as job:
-            stage = f"stage{coordinator.rank}"
-            state = {stage: job.model, f"optimizer{coordinator.rank}": job.optimizer}
-            job.manager.save(state, 1)
-            if coordinator.rank in moving:
-                job.train()
-            try:
+        try:
+            with Job(tmp_path, **settings) as job:
+                stage = f"stage{coordinator.rank}"
+                state = {stage: job.model, f"optimizer{coordinator.rank}": job.optimizer}
+                job.manager.save(state, 1)
+                if coordinator.rank in moving:
+                    job.train()
                 job.manager.save(state, 2)
-            except SuspiciousState as error:
-                return [error]
-            return []
+        except SuspiciousState as error:  # from the save or from the end
+            return [error]
+        return []
 
     ended = World(2, patience=30).run(train)
     names = tuple(
@@ -275,7 +275,7 @@ def test_a_bad_number_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
                     job.model[0].bias[2] = float("nan")
             state = {f"m{coordinator.rank}": job.model, f"o{coordinator.rank}": job.optimizer}
             job.manager.save(state, 1)
-            return [event.error.names for event in job.seen]  # type: ignore[attr-defined]
+        return [event.error.names for event in job.seen]  # type: ignore[attr-defined]
 
     assert World(2, patience=30).run(train) == {0: [("m1/0.bias",)], 1: [("m1/0.bias",)]}
 

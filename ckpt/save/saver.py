@@ -86,7 +86,8 @@ class Saver:
 
     One thread copies (``ckpt-copy``), one streams (``ckpt-save``), one makes slots ahead
     (``ckpt-slots``), and one for each farther tier takes what its queue gives out (``ckpt-queue1``,
-    ...). A `TierWriter` owns a step on one tier.
+    ...). One of `Suspicions` waits for other ranks (``ckpt-alarm``). A `TierWriter` owns a step on
+    one tier.
 
     Args:
         tiers: All tiers, nearest first.
@@ -264,6 +265,7 @@ class Saver:
         for url, queue in self._queues.items():
             queue.close()
             self._queue_threads[url].close()
+        self.suspicions.close()
         if self._backfill is not None:
             self._backfill.close()
         for writer in self._durable[

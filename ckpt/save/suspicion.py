@@ -2,15 +2,18 @@
 
 Training is dead if the step has advanced and none of the trained tensors has changed since the
 save before, or if one of them holds NaN or Inf. A rank sees that of its own part of the image, from
-the checksums of its chunks. The alarm is raised if no rank has seen a change. A rank that has seen
-one posts that, and does not wait for the others.
+the checksums of its chunks. The alarm is raised if no rank has seen a change. Each rank posts what
+it has seen when it commits, and waits for nothing there. A rank that has seen no change waits for
+the others on a thread of its own, so neither commits nor slots wait for a rank that has died.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final
@@ -22,8 +25,11 @@ from ckpt.config import SaveConfig
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.gather import Wait, gather, leader_decides
+from ckpt.coordination.leaving import Leaving
 from ckpt.errors import CkptError, SuspiciousState
+from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Chunk
+from ckpt.pipeline.workers import Workers
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.rank_files import SaveJob
 from ckpt.save.trained import Chunks, ScannedImage, Trained
@@ -31,6 +37,12 @@ from ckpt.save.trained import Chunks, ScannedImage, Trained
 _log = logging.getLogger("ckpt")
 _WAIT_SECONDS: Final = 60.0
 """How long ranks wait for each other. If that is too short, there is no alarm for the step."""
+_END_SECONDS: Final = 5.0
+"""How long ``close`` waits for the comparisons that are left. They take milliseconds if all ranks
+live.
+"""
+_KEPT_MESSAGES: Final = 2
+"""When a further step commits, all ranks have posted for this one, and the leader reads it soon."""
 _MOST_NAMES: Final = 8
 
 
@@ -82,17 +94,21 @@ class Suspicions:
         ledger: Where an alarm is reported.
         config: Whether there is an alarm, and whether numbers are looked at.
 
-    Thread safety: ``watch`` and ``forget`` are for the training thread, ``examine`` for any.
-    ``_lock`` guards ``_seen`` and ``_subject``.
+    Thread safety: ``watch`` and ``forget`` are for the training thread, ``examine`` for any, and
+    ``close`` for one thread after the last ``examine``. ``_lock`` guards ``_seen``, ``_posted`` and
+    ``_newest``.
     """
 
     def __init__(self, coordinator: Coordinator, ledger: SaveLedger, config: SaveConfig) -> None:
-        self._coordinator, self._ledger = coordinator, ledger
+        self._ended = threading.Event()
+        self._coordinator, self._ledger = Leaving(coordinator, self._ended), ledger
         self._on, self._scans = config.on_suspicious != "ignore", config.check_finite
+        self._waiter = Workers("alarm", 1, nice=config.nice, cpus=config.cpus)
         self._lock = threading.Lock()
         self._era = 0
         self._seen: _Seen | None = None
-        self._subject = ""
+        self._posted: deque[str] = deque()
+        self._newest: Future[None] | None = None
 
     def watch(self, job: SaveJob, collected: Collected) -> SaveJob:
         """Return ``job`` so that its trained tensors are looked at when it is committed."""
@@ -109,18 +125,57 @@ class Suspicions:
         self._era += 1
 
     def examine(self, job: SaveJob) -> None:
-        """Look at a save that is committed on its first tier. It never raises."""
+        """Look at a save that is committed on its first tier. It never raises.
+
+        It waits for no other rank: an alarm that needs their answers comes later.
+        """
         if job.trained is None:
             return
+        with self._lock:
+            own = self._own(job, job.trained)
+            try:
+                if self._coordinator.world_size > 1:
+                    self._exchange(job.ref, own)
+                    return
+            except CkptError as error:
+                _not_compared(job.ref, error)
+                return
+        self._report(job.ref, own)
+
+    def close(self) -> None:
+        """Finish the comparisons that are left, and give up those that take more than some seconds,
+        since a rank has died.
+        """
+        if self._newest is not None:
+            wait([self._newest], _END_SECONDS)
+        self._ended.set()
+        self._waiter.close(cancel=True)
+
+    def _exchange(self, ref: StepRef, own: _Finding) -> None:
+        """Post what this rank has seen, and compare it on the waiting thread if that is not enough.
+
+        Holds the lock.
+        """
+        subject = f"trained/{ref.folder}"
+        self._coordinator.post(subject, msgspec.json.encode(own))
+        self._posted.append(subject)
+        if len(self._posted) > _KEPT_MESSAGES:
+            self._coordinator.forget(self._posted.popleft())
+        if self._scans or not own.changed:
+            self._newest = self._waiter.submit(self._compare, ref, subject)
+
+    def _compare(self, ref: StepRef, subject: str) -> None:
         try:
-            with self._lock:
-                finding = self._agreed(job, self._own(job, job.trained))
+            finding = self._agreed(ref, subject)
         except CkptError as error:
-            _log.debug("ckpt: step %d is not compared: %s", job.ref.step, error)
-            return
+            _not_compared(ref, error)
+        else:
+            self._report(ref, finding)
+
+    def _report(self, ref: StepRef, finding: _Finding) -> None:
         if finding.not_finite or finding.changed is False:
             found = SuspiciousState(
-                job.ref.step,
+                ref.step,
                 finding.not_finite or finding.unchanged,
                 since=None if finding.not_finite else finding.since,
             )
@@ -140,31 +195,26 @@ class Suspicions:
         unchanged = () if changed else _few([chunks.places])
         return _Finding(changed, before.step if before else -1, unchanged, bad)
 
-    def _agreed(self, job: SaveJob, own: _Finding) -> _Finding:
+    def _agreed(self, ref: StepRef, subject: str) -> _Finding:
         """Return what all ranks together have seen."""
         coordinator = self._coordinator
-        if coordinator.world_size == 1:
-            return own
-        last, self._subject = self._subject, f"trained/{job.ref.folder}"
-        if last:
-            coordinator.forget(last)
-        coordinator.post(self._subject, msgspec.json.encode(own))
-        wait = Wait(_WAIT_SECONDS, "the comparison with the last save", job.ref.step)
-        if not self._scans:
-            if own.changed:
-                return own
-            if coordinator.rank != LEADER:
-                first = _decoded(gather(coordinator, self._subject, wait, ranks=[LEADER]).values())
-                if first[0].changed:
-                    return first[0]
+        patience = Wait(_WAIT_SECONDS, "the comparison with the last save", ref.step)
+        if not self._scans and coordinator.rank != LEADER:
+            first = _decoded(gather(coordinator, subject, patience, ranks=[LEADER]).values())
+            if first[0].changed:
+                return first[0]
 
         def decide() -> bytes:
             return msgspec.json.encode(
-                _together(_decoded(gather(coordinator, self._subject, wait).values()))
+                _together(_decoded(gather(coordinator, subject, patience).values()))
             )
 
-        decided = leader_decides(coordinator, self._subject, decide, wait)
+        decided = leader_decides(coordinator, subject, decide, patience)
         return msgspec.json.decode(decided, type=_Finding)
+
+
+def _not_compared(ref: StepRef, error: CkptError) -> None:
+    _log.debug("ckpt: step %d is not compared: %s", ref.step, error)
 
 
 def _decoded(messages: Iterable[bytes]) -> list[_Finding]:

@@ -21,6 +21,15 @@ def test_those_who_live_commit_follow_and_train_on(tmp_path: Path) -> None:
     check(told(outputs, 1, 2) + outputs[0], tmp_path)
 
 
+def test_a_rank_that_dies_before_the_comparison_delays_neither_commits_nor_the_end(
+    tmp_path: Path,
+) -> None:
+    outputs = run_world(2, "alarm.py", tmp_path / "run", store_here=True)
+    told(outputs, 0)
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.steps() == [1, 2]
+
+
 @pytest.mark.torture
 def test_storage_takes_30_s_and_the_process_group_has_5(tmp_path: Path) -> None:
     outputs = run_world(3, "survive.py", tmp_path, 5, 30, "dcp", store_here=True, timeout=250)
