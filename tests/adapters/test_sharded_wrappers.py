@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -69,11 +73,23 @@ def test_a_sharded_wrapper_is_restored_into_a_whole_one_and_back() -> None:
             assert insides(part["w"]) == insides(cut(WHOLE, rank, 2)["w"])
 
 
+def bytes_written(ranks: int, state_of: Callable[[int], State]) -> Counter[str]:
+    """The bytes that all ranks together write of each tensor."""
+    written: Counter[str] = Counter()
+    for rank in range(ranks):
+        with rank_of(rank, ranks):
+            plan = PlanCache(rank, 64).prepare(collect(state_of(rank), rank=rank)).plan
+            for item in plan.items:
+                written[plan.tensors[item.leaf].name] += item.nbytes
+    return written
+
+
 def test_replicated_wrappers_are_saved_once() -> None:
     def state(_: int) -> State:
         held = DTensor.from_local(Blocks.of(WHOLE), mesh_of([2]), [Replicate()], run_check=False)
         return {"w": held}
 
+    assert bytes_written(2, state) == {"w/codes": 96, "w/scale": 96, "w/table": 16}
     images, manifest = save_ranks(2, state)
     assert {each.name: each.shape for each in manifest.tensors} == {
         "w/codes": (16, 6), "w/scale": (24,), "w/table": (4,)
@@ -96,6 +112,46 @@ def test_copies_and_parts_on_a_mesh_of_two_dimensions() -> None:
     with rank_of(0, 1):
         restore(target, images, manifest, 0, 1)
     assert insides(target["w"]) == insides(Blocks.of(WHOLE))
+
+
+def on_one_of_two_dimensions(rank: int) -> State:
+    """Wrappers on the first dimension of a mesh, as a norm beside layers that are cut along both.
+
+    A rank has the same part of them as its neighbour along the other dimension.
+    """
+    mesh, model = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), nn.Module()
+
+    def blocks() -> torch.Tensor:
+        part = Blocks.of(WHOLE.chunk(2)[rank // 2])
+        shape: Any = {"shape": WHOLE.shape, "stride": WHOLE.stride()}
+        return DTensor.from_local(part, mesh["dp"], [Shard(0)], run_check=False, **shape)
+
+    both = [Shard(0), Shard(1)]
+    model.layer = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, both, run_check=False))
+    model.register_buffer("cut", blocks())
+    model.register_buffer(
+        "whole",
+        DTensor.from_local(Blocks.of(WHOLE), mesh["dp"], [Replicate()], run_check=False),
+    )
+    model.norm = nn.Parameter(
+        DTensor.from_local(torch.ones(8, 6), mesh["dp"], [Shard(0)], run_check=False)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.norm]["momentum_buffer"] = blocks()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_on_one_dimension_of_a_wider_mesh_each_byte_is_written_once() -> None:
+    written = bytes_written(4, on_one_of_two_dimensions)
+    for name in ("model/cut", "model/whole", "optimizer/model/norm/momentum_buffer"):
+        inner = {part: written[f"{name}/{part}"] for part in ("codes", "scale", "table")}
+        assert inner == {"codes": 96, "scale": 96, "table": 16}, name
+    images, manifest = save_ranks(4, on_one_of_two_dimensions)
+    with rank_of(3, 4):
+        target = on_one_of_two_dimensions(3)
+        target["model"].cut._local_tensor.codes.zero_()
+        restore(target, images, manifest, 3, 4)
+        assert insides(target["model"].cut) == insides(Blocks.of(WHOLE.chunk(2)[1]))
 
 
 def test_what_is_whole_on_each_rank_must_be_equal() -> None:

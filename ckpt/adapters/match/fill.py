@@ -33,8 +33,9 @@ def fill(match: Matching, name: str, source: str, target: Source, node: Node) ->
         match.want(name, source, target, node["n"])
         return
     taken = apart(name, target)
+    sources = taken.sources()
     for path, stored in _stored(name, "", taken.layer, node):
-        held = taken.sources[path].source
+        held = sources[path].source
         saved = match.saved.tensors.get(stored)
         if saved is None:
             raise ManifestCorrupt(

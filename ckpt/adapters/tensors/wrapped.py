@@ -21,7 +21,7 @@ from ckpt.adapters.tensors.layout import (
     PLAIN,
     boxes_of,
     held_in,
-    mesh_ranks,
+    holders_of,
     replicas_of,
 )
 from ckpt.adapters.tensors.local_shards import LocalShards, Source
@@ -109,7 +109,7 @@ class Layer:
 class Inside(NamedTuple):
     """An innermost tensor of a wrapper, as a source of its own.
 
-    ``replicas``: ranks known to hold the same, if that follows from the wrapper.
+    ``replicas``: ranks known to hold the same.
     """
 
     source: Source
@@ -121,37 +121,50 @@ class Apart:
     """A wrapper, taken apart.
 
     Attributes:
+        name: The name of the tensor.
+        tensor: The wrapper, or a DTensor of it.
         layer: What it consists of on this rank.
-        sources: The innermost tensors by their paths in the wrapper.
         watched: Tensors with version counters besides those of the innermost tensors.
         key: Differs if the sources or the wrappers differ though the innermost tensors are the
             same.
     """
 
+    name: str
+    tensor: torch.Tensor
     layer: Layer
-    sources: Mapping[str, Inside]
     watched: tuple[torch.Tensor, ...]
     key: Hashable
+
+    def sources(self, around: tuple[int, ...] = ()) -> dict[str, Inside]:
+        """Return the innermost tensors by their paths in the wrapper.
+
+        Args:
+            around: The ranks known to hold the wrapper too, or the ``around`` of ``replicas_of`` if
+                it is a DTensor.
+
+        Raises:
+            UnsupportedValue: A DTensor whose inner tensors are not cut as it is.
+        """
+        if isinstance(self.tensor, DTensor):
+            return _sharded(self.name, self.tensor, self.layer, around)
+        return {path: Inside(leaf, around) for path, leaf in self.layer.leaves()}
 
 
 def apart(name: str, tensor: torch.Tensor) -> Apart:
     """Take a wrapper apart.
 
     Raises:
-        UnsupportedValue: It has memory of its own or metadata that is not plain, or it is a DTensor
-            whose inner tensors are not cut as it is.
+        UnsupportedValue: It has memory of its own or metadata that is not plain.
     """
     held = held_in(tensor)
     if not isinstance(tensor, DTensor):
         layer = _layer(name, held, _as_it_is)
-        found = {path: Inside(leaf) for path, leaf in layer.leaves()}
-        return Apart(layer, found, _aliases(layer), (_identities(layer), tuple(found)))
+        return Apart(name, tensor, layer, _aliases(layer), _identities(layer))
     here, whole = held.shape, tensor.shape
     layer = _layer(name, held, lambda size: whole if size == here else size)
-    found = _sharded(name, tensor, layer)
     spec = tensor._spec
-    key = (_Same(tensor), _identities(layer), tuple(found), spec.mesh, spec.placements)
-    return Apart(layer, found, (tensor, *_aliases(layer)), (*key, spec.tensor_meta))
+    key = (_Same(tensor), _identities(layer), spec.mesh, spec.placements, spec.tensor_meta)
+    return Apart(name, tensor, layer, (tensor, *_aliases(layer)), key)
 
 
 class _Same:
@@ -170,7 +183,7 @@ class _Same:
 
 
 def _identities(layer: Layer) -> Hashable:
-    return tuple(_Same(each.held) for each in layer.layers())
+    return (*(_Same(each.held) for each in layer.layers()), *dict(layer.leaves()))
 
 
 def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
@@ -308,7 +321,9 @@ def _qualified(kind: type) -> str:
 # -- sharded ---------------------------------------------------------------------------------------
 
 
-def _sharded(name: str, tensor: DTensor, layer: Layer) -> dict[str, Inside]:
+def _sharded(
+    name: str, tensor: DTensor, layer: Layer, around: tuple[int, ...]
+) -> dict[str, Inside]:
     """The innermost tensors of this rank's part of a DTensor, as parts of larger tensors.
 
     A DTensor that is not cut has them whole. One that is cut by rows has each inner tensor cut by
@@ -316,7 +331,7 @@ def _sharded(name: str, tensor: DTensor, layer: Layer) -> dict[str, Inside]:
     """
     held, boxes = held_in(tensor), boxes_of(name, tensor)
     leaves = dict(layer.leaves())
-    replicas = replicas_of(tensor)
+    replicas = replicas_of(tensor, around)
     if len(boxes) == 1 and boxes[0].shape == tuple(tensor.shape):
         return {path: Inside(leaf, replicas) for path, leaf in leaves.items()}
     if (
@@ -330,7 +345,7 @@ def _sharded(name: str, tensor: DTensor, layer: Layer) -> dict[str, Inside]:
     found: dict[str, Inside] = {}
     for path, leaf in leaves.items():
         if path not in cut:
-            found[path] = Inside(leaf, mesh_ranks(tensor))
+            found[path] = Inside(leaf, holders_of(tensor, around))
             continue
         at, length = leaf.shape[0] * start, leaf.shape[0] * whole
         if at % rows or length % rows:

@@ -265,12 +265,14 @@ class _Walk:
         if not is_wrapper(tensor):
             return {"$": "tensor", "n": self._tensor(path, as_source(tensor))}
         taken = apart(path, tensor)
-        inner = {f"{path}/{part}": inside.source for part, inside in taken.sources.items()}
-        return taken.layer.node(path, lambda name: self._tensor(name, inner[name]))
+        inner = {f"{path}/{part}": inside for part, inside in taken.sources().items()}
+        return taken.layer.node(path, lambda name: self._tensor(name, *inner[name]))
 
-    def _tensor(self, name: str, tensor: Source) -> str:
+    def _tensor(self, name: str, tensor: Source, replicas: tuple[int, ...] = ()) -> str:
         """Register a tensor that belongs to no module or optimizer; returns the name its bytes
         are stored under.
+
+        ``replicas``: ranks known to hold the same.
         """
         if self._alone:  # its own bytes: what ranks share must not hang on what they do not
             if isinstance(tensor, DTensor | LocalShards):
@@ -281,7 +283,8 @@ class _Walk:
             return name
         stored = self._stored(name, tensor, self._seen, self._at)
         if stored == name:
-            self.out.parts.append(Held(name, tensor, late=self._has_owner(tensor), replicas=()))
+            late = self._has_owner(tensor)
+            self.out.parts.append(Held(name, tensor, late=late, replicas=replicas))
         else:
             self.out.tied[name] = stored
         return stored

@@ -78,11 +78,11 @@ class Wrappers:
         if (taken := self._found.get(index)) is None:
             yield item
             return
-        for path, inside in taken.sources.items():
+        for path, inside in taken.sources(item.replicas).items():
             yield item._replace(
                 name=f"{item.name}/{path}",
                 tensor=inside.source,
-                replicas=inside.replicas or item.replicas,
+                replicas=inside.replicas,
                 watched=taken.watched,
             )
 
