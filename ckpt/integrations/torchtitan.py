@@ -15,11 +15,12 @@ Importing this module imports torchtitan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 import tyro  # pyright: ignore[reportMissingImports]
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -43,6 +44,7 @@ from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
 from ckpt.integrations.tested import warn_of_untested
 
+T = TypeVar("T")
 TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
 
@@ -106,17 +108,30 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _load(self, step: int = -1) -> bool:
-        steps = self.manager.steps()
-        is_here = max(steps) >= self._find_load_step() if steps and step == -1 else step in steps
+        is_here, step, has_model_only = _of_first_rank(lambda: self._find(step))
         if not is_here:
             loaded: bool = super()._load(step)
             return loaded
-        if step == 0 or steps == [0]:  # a seed checkpoint
-            wanted = {MODEL}
-        else:
-            wanted = self._state().keys() - set(self.exclude_from_loading)
+        everything = self._state().keys() - set(self.exclude_from_loading)
+        wanted = {MODEL} if has_model_only else everything
         self._restore(self.manager, None if step == -1 else step, wanted)
         return True
+
+    def _find(self, step: int) -> tuple[bool, int, bool]:
+        """Return whether ckpt has the step to load, which one it is, and whether it is a seed
+        checkpoint, which holds the model alone.
+
+        The step is -1 for the newest one of ckpt, and if there is no step at all.
+        """
+        steps, theirs = self.manager.steps(), self._find_load_step() if step == -1 else step
+        if step == -1:
+            is_here = bool(steps) and max(steps) >= theirs
+        else:
+            is_here = step in steps
+        if not is_here:
+            return False, theirs, False
+        is_seed = step == 0 or steps == [0]
+        return True, 0 if is_seed else step, is_seed
 
     def _wait_for_saving(self) -> None:
         pending, self.save_future = self.save_future, None
@@ -135,7 +150,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         """Load the ``initial_load_path``: a folder of ckpt, of DCP or of Hugging Face."""
         if not from_hf:
             with manager.CheckpointManager(checkpoint_id) as source:
-                if source.steps():
+                if _of_first_rank(lambda: bool(source.steps())):
                     everything = self._state().keys()
                     wanted = {MODEL} if self.initial_load_model_only else everything
                     self._restore(source, None, wanted)
@@ -236,6 +251,29 @@ def _named(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         named[f"{kind}_{seen[kind]}" if seen[kind] else kind] = optimizer
         seen[kind] += 1
     return named
+
+
+def _of_first_rank(look: Callable[[], T]) -> T:
+    """Return on all ranks what ``look`` returns on rank 0.
+
+    Ranks that list a folder by themselves may find different steps, and would wait for each other
+    in different collectives.
+    """
+    if not dist.is_initialized():
+        return look()
+    if dist.get_rank() != 0:
+        found: list[Any] = [None, ""]
+        dist.broadcast_object_list(found, src=0)
+        if found[1]:
+            raise RestoreError(f"rank 0 has not found the step to load: {found[1]}")
+        return found[0]  # type: ignore[no-any-return]
+    try:
+        seen = look()
+    except Exception as error:
+        dist.broadcast_object_list([None, f"{type(error).__name__}: {error}"], src=0)
+        raise
+    dist.broadcast_object_list([seen, ""], src=0)
+    return seen
 
 
 def _same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,7 @@ from ckpt.integrations.torchtitan import CkptManager
 from tests import processes, servers
 from tests.adapters.saving import manifest_of
 from tests.integrations.titan_job import assets
+from tests.kit.worlds import world
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).parent / "workers" / "titan.py"
@@ -346,6 +348,33 @@ def test_a_seed_checkpoint_gives_the_model_alone(tmp_path: Path) -> None:
     assert torch.equal(job.parts[0].layer.up.weight, seeded.parts[0].layer.up.weight)
     assert job.states["seen_tokens"] == 1
     job.manager.close()
+
+
+def test_a_step_that_comes_after_the_listing_is_no_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeded, later = Job(tmp_path / "run", seed=3), Job(tmp_path / "later", seed=5)
+    seeded.manager.save(0, last_step=True)
+    later.manager.save(1, last_step=True)
+    job = Job(tmp_path / "run")
+    listed = job.manager.manager.steps
+
+    def steps() -> list[int]:
+        found = listed()
+        for folder in (tmp_path / "later" / "checkpoint").glob("step-*"):
+            shutil.copytree(folder, tmp_path / "run" / "checkpoint" / folder.name)
+        return found
+
+    monkeypatch.setattr(job.manager.manager, "steps", steps)
+    assert job.manager.load()
+    assert torch.equal(job.parts[0].layer.up.weight, seeded.parts[0].layer.up.weight)
+    for each in (seeded, job, later):
+        each.manager.close()
+
+
+@pytest.mark.distributed
+def test_all_ranks_load_what_rank_0_finds(tmp_path: Path) -> None:
+    assert world(2, WORKER.with_name("titan_listing.py"), tmp_path).count("ALL WELL") == 2
 
 
 def test_a_run_of_their_manager_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
