@@ -35,12 +35,15 @@ run() {
 }
 
 echo "all states of three ranks:"
-run "nobody dies, the store goes, someone finishes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=1
-run "one dies at any step" 0 "" -DCOLLAPSE -DCRASHES=1 -DFINISHERS=0
-run "another job restores, or takes the root, and evicts" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=0 -DOTHERS=1
+run "nobody dies, the store goes, someone finishes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=1 -DSTORE_GOES
+run "one dies at any step, an agent finishes, copies, removes" 0 "" -DCOLLAPSE -DCRASHES=1 -DFINISHERS=0 -DAGENT
+run "another job restores, or takes the root, and removes" 0 "" -DCOLLAPSE -DCRASHES=0 -DFINISHERS=0 -DOTHERS=1
+echo "all states after three ranks have ended:"
+run "two other jobs, a finisher, a reader that pins" 0 "" -DCOLLAPSE -DSAVED -DFINISHERS=1 -DOTHERS=2 -DPINNER
+run "an agent, another job, a finisher, a pruner, a reader" 0 "" -DCOLLAPSE -DSAVED -DFINISHERS=1 -DOTHERS=1 -DPINNER -DAGENT -DPRUNER
 echo "as many states as a minute has, of three ranks, two attempts, two tiers, three deaths:"
 run "two finishers, a pruner" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=2 -DPRUNER -DSTORE_GOES
-run "two other jobs" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=0 -DOTHERS=2 -DSTORE_GOES
+run "two other jobs, an agent, a reader" 0 "-Q1 -w30" -DBITSTATE -DATTEMPTS=2 -DTIERS=2 -DCRASHES=3 -DFINISHERS=0 -DOTHERS=2 -DPINNER -DAGENT -DSTORE_GOES
 echo "broken on purpose:"
 for bug in REFUSE_WITHOUT_CAS TAKE_WITHOUT_CAS; do
     run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=0
@@ -51,4 +54,12 @@ done
 for bug in CONFIRM_ONCE UNKNOWN_IS_DEAD EVICT_BEGUN; do
     run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DCRASHES=0 -DFINISHERS=0 -DOTHERS=1
 done
+for bug in REMOVE_WITHOUT_MARK UNMARK_REMOVAL_EARLY; do
+    run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DSAVED -DFINISHERS=1 -DOTHERS=1
+done
+for bug in MARK_AFTER_PINS PINNED_UNMARKS PIN_WITHOUT_LOOK RENEW_WITHOUT_OVERLAP; do
+    run "$bug" 1 "" -DCOLLAPSE -DBUG_$bug -DSAVED -DFINISHERS=0 -DOTHERS=2 -DPINNER
+done
+run "FINISH_WITHOUT_MARK, by an agent that copies" 1 "" -DCOLLAPSE -DBUG_FINISH_WITHOUT_MARK -DSAVED -DFINISHERS=0 -DPRUNER -DAGENT
+run "AGENT_DOES_NOT_WAIT" 1 "" -DCOLLAPSE -DBUG_AGENT_DOES_NOT_WAIT -DCRASHES=0 -DFINISHERS=0 -DAGENT
 echo "the protocol holds, and the model tells when it does not"

@@ -3,10 +3,19 @@
    Time is not modelled: whoever waits may lose its patience at any moment, which covers every delay, every stop and every clock. A crash may come before every step (CRASHES of them in
    all), what a process was putting may arrive after its death, or arrive though the answer was lost, or be put twice.
 
-   Another job may come (OTHERS of them). It takes the root over and evicts, or it only restores and evicts. It evicts a step when nothing of that step is on its way and no rank is between its
-   last look at the owner and its put: that is what the protocol rests on (see "What it rests on" in docs/protocol.md).
+   Another job may come (OTHERS of them). It takes the root over and removes a checkpoint, or it
+   only restores and removes one. An agent (AGENT) finishes a save of a job that has ended, or copies
+   a step of it to the tier from another tier, or removes a checkpoint of it. A reader (PINNER) pins
+   a step, renews the pin, and reads. Each of them may die before every step.
 
-   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER; each -DBUG_... breaks one rule on purpose.  */
+   A removal deletes a manifest when no manifest of that step is on its way, and no rank is between
+   its last look at the owner and its put. A marker that another process has deleted is not put
+   again before the process that had put it is over. These are assumptions of docs/protocol.md.
+
+   Not modelled: a disk that is too full for a marker, and markers that are a day old.
+
+   -DATTEMPTS=2 -DTIERS=2 -DCRASHES=n -DFINISHERS=n -DOTHERS=n -DPRUNER -DAGENT -DPINNER. -DSAVED
+   begins when all ranks have ended, with any result. Each -DBUG_... breaks one rule on purpose.  */
 
 #ifndef ATTEMPTS
 #define ATTEMPTS 1
@@ -45,6 +54,7 @@
 /* mark on the tier */
 #define BY_JOB 1
 #define BY_FINISHER 2
+#define BY_REMOVER 3 /* of a checkpoint */
 
 /* the owner of a root, if it is neither attempt */
 #define ANOTHER 2
@@ -63,6 +73,11 @@ bool late_manifest[SAVES];
 byte crashes, ended[2];
 bool finisher_put[SAVES], evicted[SAVES];
 byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
+#if OTHERS > 0 || defined(AGENT)
+#define REMOVALS
+byte marking[SAVES], stale[SAVES]; /* those that go on with a marker; whose marker another deleted */
+byte pins[SAVES], held[SAVES]; /* a pin, and a later one in its place; those that a reader trusts */
+#endif
 
 #define WORD(r) word[(S) * 3 + (r)]
 #define ALL_DURABLE (WORD(0) == DURABLE && WORD(1) == DURABLE && WORD(2) == DURABLE)
@@ -75,7 +90,7 @@ byte putting[SAVES]; /* ranks that have looked whose the root is, and put now */
 #define MAY_DELETE(s) assert(!manifest[s])
 
 #define CLAIM owner[t] = (r == 0 -> a : owner[t])
-#if defined(PRUNER) || OTHERS > 0
+#if defined(PRUNER) || defined(REMOVALS)
 #define ENDED(a) ended[a]++
 #else
 #define ENDED(a) skip
@@ -237,8 +252,8 @@ clear_away:
 #ifdef BUG_CLEAR_WITHOUT_MARK
   :: true
 #else
-  :: atomic { mark[S] != BY_FINISHER -> mark[S] = BY_JOB }
-  :: atomic { mark[S] == BY_FINISHER -> goto next }
+  :: atomic { mark[S] == NONE || mark[S] == BY_JOB -> mark[S] = BY_JOB }
+  :: atomic { mark[S] == BY_FINISHER || mark[S] == BY_REMOVER -> goto next }
 #endif
   fi;
   if
@@ -279,48 +294,115 @@ over:
   atomic { seen = false; exclusive = false; spoiled = false; failed = false; unanswered = false; t = 0; ENDED(a) }
 }
 
-/* `ckpt finalize --job-is-dead`, or the restore of a later job: at any moment, also while the job lives. */
-proctype Finisher()
+#ifdef REMOVALS
+#define MAY_MARK(kind) (mark[S] == kind || (mark[S] == NONE && stale[S] == 0))
+#define MARK(kind) mark[S] = kind; marking[S] = marking[S] | me
+#define UNMARK mark[S] = NONE; stale[S] = marking[S] & ~me
+#define LEAVE marking[S] = marking[S] & ~me; stale[S] = stale[S] & ~me
+#else
+#define MAY_MARK(kind) (mark[S] == kind || mark[S] == NONE)
+#define MARK(kind) mark[S] = kind
+#define UNMARK mark[S] = NONE
+#define LEAVE skip
+#endif
+
+/* A finisher puts its marker, looks, puts the manifest, and deletes the marker. `may` is its last
+   look at the owner. */
+inline finish(may)
 {
-  byte a = 0, t = 0;
-  if :: true :: TIERS == 2 -> t = 1 fi;
-  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
-  if :: atomic { owner[t] == a && WHOLE(S) } :: goto over fi;
   if
   :: goto over
 #ifdef BUG_FINISH_WITHOUT_MARK
   :: true
 #else
-  :: atomic { mark[S] != BY_JOB -> mark[S] = BY_FINISHER }
+  :: atomic { MAY_MARK(BY_FINISHER) -> MARK(BY_FINISHER) }
 #endif
   fi;
 #ifndef BUG_FINISH_WITHOUT_LOOK
   if :: goto over :: data[S] == ALL fi;
   if :: goto over :: fragment[S] == ALL fi;
 #endif
+  if :: goto over :: may fi;
   if
   :: goto over
   :: atomic { late_manifest[S] = true; finisher_put[S] = true; goto over } /* it dies, and its put arrives */
   :: atomic { APPEAR(S); finisher_put[S] = true }
   fi;
-  if :: goto over :: atomic { mark[S] = NONE } fi;
+  if :: goto over :: atomic { UNMARK; LEAVE } fi
+}
+
+/* `ckpt finalize --job-is-dead`, or the restore of a later job: at any moment, also while the job lives. */
+proctype Finisher(byte me)
+{
+  byte a = 0, t = 0;
+  if :: true :: TIERS == 2 -> t = 1 fi;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+  if :: atomic { owner[t] == a && WHOLE(S) } :: goto over fi;
+  finish(true);
 over:
+  atomic { LEAVE }
+}
+
+#ifdef REMOVALS
+#define NOTHING_COMES (!late_manifest[S] && putting[S] == 0)
+
+/* A checkpoint is removed, or what a removal that was cut off has left. `may` is the last look at
+   the owner. A remover that dies is followed by one more. */
+inline remove(may)
+{
+  if :: goto over :: may fi;
+#ifdef BUG_REMOVE_WITHOUT_MARK
+  skip;
+#else
+#ifdef BUG_MARK_AFTER_PINS
+  if :: pins[S] != 0 -> goto over :: pins[S] == 0 fi;
+#endif
+  if
+  :: goto over
+  :: atomic { MAY_MARK(BY_REMOVER) -> MARK(BY_REMOVER) }
+  fi;
+#endif
+#ifndef BUG_MARK_AFTER_PINS
+  if :: atomic { (pins[S] & 1) != 0 -> goto pinned } :: (pins[S] & 1) == 0 fi; /* in their order */
+  if :: atomic { (pins[S] & 2) != 0 -> goto pinned } :: (pins[S] & 2) == 0 fi;
+#endif
+  if
+  :: goto cut
+  :: atomic {
+      NOTHING_COMES -> assert(held[S] == 0);
+      assert(owner[t] != a || ended[a] == RANKS); /* of a job that lives, and has the root */
+      manifest[S] = false; evicted[S] = true
+    }
+  fi;
+#ifdef BUG_UNMARK_REMOVAL_EARLY
+  atomic { UNMARK };
+#endif
+  if :: goto cut :: atomic { MAY_DELETE(S); fragment[S] = 0 } fi;
+  if :: goto cut :: atomic { MAY_DELETE(S); data[S] = 0 } fi;
+  if :: goto cut :: atomic { UNMARK; LEAVE; goto over } fi;
+cut:
+  atomic { LEAVE; if :: !again -> again = true; goto removal :: again -> goto over fi };
+pinned: /* the marker stays, since another may be at the same removal */
+#ifdef BUG_PINNED_UNMARKS
+  atomic { UNMARK };
+#endif
   skip
 }
+#endif
 
 #if OTHERS > 0
 /* Another job, which sees the tier too: it takes the root over to save there, or it only restores. Then it needs room. */
-proctype Other()
+proctype Other(byte me)
 {
   byte a = 0, t = 0;
-  bool takes, there;
+  bool takes, there, again;
   if :: true :: TIERS == 2 -> t = 1 fi;
   if :: true :: ATTEMPTS == 2 -> a = 1 fi;
   if
   :: atomic { takes = true; owner[t] = ANOTHER }
   :: takes = false
   fi;
-  there = manifest[S]; /* what is a checkpoint now; what becomes one later is another's */
+  there = manifest[S] || mark[S] == BY_REMOVER; /* what is a checkpoint now; what becomes one later is another's */
   if
   :: takes
 #ifdef BUG_UNKNOWN_IS_DEAD
@@ -330,28 +412,74 @@ proctype Other()
   :: atomic { !takes && ended[a] < RANKS -> goto over }
 #endif
   fi;
-  if
-  :: !there -> goto begun
-  :: atomic { there && takes && owner[t] != ANOTHER -> goto over } /* looks again before each removal */
-  :: atomic {
-      there && (!takes || owner[t] == ANOTHER) && !late_manifest[S] && putting[S] == 0 ->
-      assert(owner[t] != a || ended[a] == RANKS); /* of a job that lives, and has the root */
-      manifest[S] = false; evicted[S] = true
-    }
-  fi;
-  atomic { MAY_DELETE(S); fragment[S] = 0 };
-  atomic { MAY_DELETE(S); data[S] = 0 };
+  if :: !there -> goto begun :: there fi;
+removal:
+  remove(!takes || owner[t] == ANOTHER);
   goto over;
 begun:
 #ifdef BUG_EVICT_BEGUN
-  if :: atomic { mark[S] != BY_FINISHER -> mark[S] = BY_JOB } :: goto over fi;
+  if :: atomic { mark[S] == NONE || mark[S] == BY_JOB -> mark[S] = BY_JOB } :: goto over fi;
   if :: atomic { manifest[S] -> mark[S] = NONE; goto over } :: !manifest[S] fi;
   atomic { MAY_DELETE(S); fragment[S] = 0 };
   atomic { MAY_DELETE(S); data[S] = 0 };
   atomic { mark[S] = NONE };
 #endif
 over:
-  skip
+  atomic { LEAVE }
+}
+#endif
+
+#ifdef AGENT
+/* The agent, when the processes of its job have ended. It owns no root. */
+proctype Agent(byte me)
+{
+  byte a = 0, t = 0;
+  bool again;
+  if :: true :: TIERS == 2 -> t = 1 fi;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+#ifndef BUG_AGENT_DOES_NOT_WAIT
+end:
+  ended[a] == RANKS;
+#endif
+  if :: owner[t] == a :: goto over fi;
+  if
+  :: true /* it finishes a save that lacks its manifest */
+  :: atomic { !manifest[S] -> data[S] = ALL }; /* or copies a step that another tier has */
+    if :: goto over :: fragment[S] = ALL fi
+  :: manifest[S] -> goto removal
+  fi;
+  finish(owner[t] == a);
+removal: /* retention, or what is in memory is freed */
+  remove(owner[t] == a);
+over:
+  atomic { LEAVE }
+}
+#endif
+
+#ifdef PINNER
+/* A reader: it pins, looks, reads, and perhaps replaces its pin by a later one. */
+proctype Pinner()
+{
+  byte a = 0, t = 0;
+  if :: true :: TIERS == 2 -> t = 1 fi;
+  if :: true :: ATTEMPTS == 2 -> a = 1 fi;
+  pins[S] = pins[S] | 1;
+#ifndef BUG_PIN_WITHOUT_LOOK
+  if :: mark[S] != NONE -> goto over :: mark[S] == NONE fi;
+#endif
+  if :: !manifest[S] -> goto over :: atomic { manifest[S] -> held[S] = 1 } fi;
+  if :: goto over :: true fi;
+#ifdef BUG_RENEW_WITHOUT_OVERLAP
+  pins[S] = pins[S] & 2;
+  pins[S] = pins[S] | 2;
+#else
+  pins[S] = pins[S] | 2;
+#endif
+  atomic { assert(manifest[S]); held[S] = 3 };
+  if :: goto over :: atomic { held[S] = 2; pins[S] = pins[S] & 2 } fi;
+over: /* a pin ends by itself at some time */
+  held[S] = 0;
+  if :: pins[S] = 0 :: true fi
 }
 #endif
 
@@ -376,19 +504,19 @@ end:
 
 #ifdef PRUNER
 /* What a job has left that ended long ago. */
-proctype Pruner()
+proctype Pruner(byte me)
 {
   byte a = 0, t = 0;
 end:
   ended[a] == RANKS && late_fragment[S] == 0 && !late_manifest[S];
   if :: atomic { !manifest[S] } :: goto over fi;
-  if :: atomic { mark[S] != BY_FINISHER -> mark[S] = BY_JOB } :: goto over fi;
-  if :: atomic { manifest[S] -> mark[S] = NONE; goto over } :: !manifest[S] fi;
+  if :: atomic { MAY_MARK(BY_JOB) -> MARK(BY_JOB) } :: goto over fi;
+  if :: atomic { manifest[S] -> UNMARK; goto over } :: !manifest[S] fi;
   atomic { MAY_DELETE(S); fragment[S] = 0 };
   atomic { MAY_DELETE(S); data[S] = 0 };
-  atomic { mark[S] = NONE };
+  atomic { UNMARK };
 over:
-  skip
+  atomic { LEAVE }
 }
 #endif
 
@@ -399,25 +527,45 @@ proctype Fire() { gone[0] = true }
 init {
   atomic {
     owner[0] = 0; owner[1] = 0;
+#ifdef SAVED
+    ended[0] = RANKS;
+    if :: true :: owner[0] = ANOTHER fi;
+    if :: data[0] = ALL :: data[0] = 3 fi;
+    if :: fragment[0] = ALL :: fragment[0] = 3 :: fragment[0] = 3; late_fragment[0] = 4 fi;
+    if
+    :: true
+    :: mark[0] = BY_JOB
+    :: WHOLE(0) -> mark[0] = BY_FINISHER
+    :: WHOLE(0) -> manifest[0] = true
+    :: WHOLE(0) -> late_manifest[0] = true
+    fi;
+#else
     run Rank(0, 0); run Rank(0, 1); run Rank(0, 2);
 #if ATTEMPTS == 2
     run Rank(1, 0); run Rank(1, 1); run Rank(1, 2);
 #endif
+#endif
     run Network();
 #if OTHERS > 0
-    run Other();
+    run Other(16);
 #endif
 #if OTHERS > 1
-    run Other();
+    run Other(32);
 #endif
 #if FINISHERS > 0
-    run Finisher();
+    run Finisher(1);
 #endif
 #if FINISHERS > 1
-    run Finisher();
+    run Finisher(2);
+#endif
+#ifdef AGENT
+    run Agent(4);
+#endif
+#ifdef PINNER
+    run Pinner();
 #endif
 #ifdef PRUNER
-    run Pruner();
+    run Pruner(8);
 #endif
 #ifdef STORE_GOES
     run Fire();
