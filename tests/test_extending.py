@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.kit.worlds import ROOT, run_code
 
 
 class Distribution:
@@ -25,13 +25,14 @@ class Distribution:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(textwrap.dedent(entries))
-        self._path = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "backends")])
+        self._folder = folder
 
     def run(self, *args: str) -> subprocess.CompletedProcess[str]:
-        """A fresh interpreter that sees the package."""
+        """A command, in a fresh interpreter that sees the package."""
+        path = os.pathsep.join([str(self._folder), str(ROOT), str(ROOT / "backends")])
         return subprocess.run(
             [sys.executable, *args],
-            env={**os.environ, "PYTHONPATH": self._path},
+            env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=120,
@@ -39,9 +40,9 @@ class Distribution:
         )
 
     def run_code(self, code: str, *args: str) -> str:
-        done = self.run("-c", textwrap.dedent(code), *args)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        """What a program prints that sees the package."""
+        see = f"import sys\nsys.path.insert(0, {str(self._folder)!r})\n"
+        return run_code(see + textwrap.dedent(code), *args)
 
 
 def test_a_backend_of_another_distribution_saves_and_restores(tmp_path: Path) -> None:
