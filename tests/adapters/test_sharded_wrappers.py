@@ -221,9 +221,9 @@ def test_another_class_on_another_number_of_ranks_is_an_error() -> None:
         restore({"w": torch.zeros(16, 6)}, images, manifest, 0, 1)
 
 
-@pytest.mark.parametrize("kind", [tuple, list])
+@pytest.mark.parametrize("kind", [tuple, list, torch.Size])
 def test_a_block_size_that_equals_the_size_of_a_part_is_compared_as_it_is(kind: type) -> None:
-    """The size of the tensor is a ``torch.Size``, which follows the number of ranks."""
+    """The size of the tensor is a ``torch.Size`` too, which follows the number of ranks."""
 
     def state(rank: int, ranks: int, block: Any) -> State:
         found = cut(WHOLE, rank, ranks)

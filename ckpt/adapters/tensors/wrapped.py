@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -160,8 +161,10 @@ def apart(name: str, tensor: torch.Tensor) -> Apart:
     if not isinstance(tensor, DTensor):
         layer = _layer(name, held, _as_it_is)
         return Apart(name, tensor, layer, _aliases(layer), _identities(layer))
-    here, whole = held.shape, tensor.shape
-    layer = _layer(name, held, lambda size: whole if size == here else size)
+    layer = _layer(name, held, _as_it_is)
+    if held.shape != tensor.shape and (following := _following(name, layer)):
+        whole = tensor.shape
+        layer = _layer(name, held, lambda at, items: whole if at in following else items)
     spec = tensor._spec
     key = (_Same(tensor), _identities(layer), spec.mesh, spec.placements, spec.tensor_meta)
     return Apart(name, tensor, layer, (tensor, *_aliases(layer)), key)
@@ -192,16 +195,16 @@ def _aliases(layer: Layer) -> tuple[torch.Tensor, ...]:
 
 # -- one layer -------------------------------------------------------------------------------------
 
-_Resize = Callable[[torch.Size], torch.Size]
+_Resize = Callable[[str, Sequence[Any]], Sequence[Any]]
 
 
-def _as_it_is(size: torch.Size) -> torch.Size:
-    return size
+def _as_it_is(_: str, items: Sequence[Any]) -> Sequence[Any]:
+    return items
 
 
 def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
-    """``resize``: from a ``torch.Size`` in the metadata to that of the whole tensor, if it is the
-    size of this rank's part. Other tuples and lists may be block sizes, and stay as they are.
+    """``resize``: from the place of a tuple or list in the metadata, and itself, to what takes its
+    place.
     """
     kind = _qualified(type(held))
     if held.is_meta:
@@ -238,10 +241,14 @@ def _layer(name: str, held: torch.Tensor, resize: _Resize) -> Layer:
         wraps = is_wrapper(part) and not isinstance(part, DTensor)
         inner[attribute] = _layer(join(name, attribute), part, _as_it_is) if wraps else part
     try:
-        values = _values(metadata, f"the metadata of {name}", resize)
+        values = _values(metadata, _metadata_of(name), resize)
     except RecursionError:
         raise UnsupportedValue(name, f"{kind} with metadata nested too deeply") from None
     return Layer(kind, values, inner, held, alias)
+
+
+def _metadata_of(name: str) -> str:
+    return f"the metadata of {name}"
 
 
 def _flattened(held: Any) -> tuple[dict[str, Any], Any]:
@@ -292,8 +299,8 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
             named = dict(zip(names, value, strict=True))
             return {"class": _qualified(type(value)), "fields": inside(named)}
         case list() | tuple():
-            items = resize(value) if isinstance(value, torch.Size) else value
-            return [_values(item, f"{path}/{i}", resize) for i, item in enumerate(items)]
+            items = enumerate(resize(path, value))
+            return [_values(item, f"{path}/{i}", resize) for i, item in items]
         case dict() if all(type(key) is str and not key.startswith("$") for key in value):
             return inside(value)
         case _ if is_dataclass(value) and not isinstance(value, type):
@@ -316,6 +323,43 @@ def _plain(value: object, path: str) -> Node:
 
 def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+_known_sizes: Final = WeakKeyDictionary[type, dict[Hashable, frozenset[str]]]()
+
+
+def _following(name: str, layer: Layer) -> frozenset[str]:
+    """Return the places in the metadata of a part that hold its size, as a slice of it shows.
+
+    A block size may equal the size of the part, and does not follow the number of rows. What a
+    class shows once for a shape and its metadata is remembered, since each save asks.
+    """
+    held, path = layer.held, _metadata_of(name)
+    places = _places_of_size(held, path, torch.Size)
+    if not places:
+        return places
+    known = _known_sizes.setdefault(type(held), {})
+    key = (held.shape, str(layer.values))
+    for _, piece in _slices(held) if key not in known else ():
+        with suppress(Exception):  # code of the user's
+            known[key] = places & _places_of_size(piece, path, tuple)
+            break
+    return frozenset(path + place for place in known.get(key, ()))
+
+
+def _places_of_size(held: torch.Tensor, path: str, kind: type) -> frozenset[str]:
+    """Return the places below ``path`` in the metadata that hold the size of the tensor, as an
+    instance of ``kind``.
+    """
+    places = set[str]()
+
+    def note(place: str, items: Sequence[Any]) -> Sequence[Any]:
+        if isinstance(items, kind) and items == held.shape:
+            places.add(place.removeprefix(path))
+        return items
+
+    _values(_flattened(held)[1], path, note)
+    return frozenset(places)
 
 
 # -- sharded ---------------------------------------------------------------------------------------
@@ -341,7 +385,7 @@ def _sharded(
     ):
         raise _refused(name, layer.kind, "which is not cut by rows into one part for each rank")
     start, rows, whole = boxes[0].offsets[0], boxes[0].shape[0], tensor.shape[0]
-    cut = _cut_by_rows(name, held, layer, rows)
+    cut = _cut_by_rows(name, layer)
     found: dict[str, Inside] = {}
     for path, leaf in leaves.items():
         if path not in cut:
@@ -356,17 +400,14 @@ def _sharded(
     return found
 
 
-def _cut_by_rows(name: str, held: torch.Tensor, layer: Layer, rows: int) -> set[str]:
+def _cut_by_rows(name: str, layer: Layer) -> set[str]:
     """Return the paths of the innermost tensors that are cut when the class cuts its rows.
 
     A class whose blocks are larger than a row cuts at the boundaries of blocks only.
     """
     leaves = dict(layer.leaves())
-    for parts in (*(prime for prime in _PRIMES if prime < rows), rows):
-        if parts < 2 or rows % parts:
-            continue
-        with suppress(Exception), torch.no_grad():  # code of the user's
-            piece = torch.ops.aten.slice.Tensor(held, 0, 0, rows // parts)
+    for parts, piece in _slices(layer.held):
+        with suppress(Exception):  # code of the user's
             shapes = {
                 path: tuple(leaf.shape) for path, leaf in _layer(name, piece, _as_it_is).leaves()
             }
@@ -377,6 +418,20 @@ def _cut_by_rows(name: str, held: torch.Tensor, layer: Layer, rows: int) -> set[
             ):
                 return cut
     raise _refused(name, layer.kind, "which does not show by slices how it is cut")
+
+
+def _slices(held: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the first rows of a part, as its class cuts them off, each with the number of such
+    pieces that the part has.
+    """
+    rows = held.shape[0] if held.ndim else 0
+    for parts in (*(prime for prime in _PRIMES if prime < rows), rows):
+        piece: torch.Tensor | None = None
+        if parts > 1 and rows % parts == 0:
+            with suppress(Exception), torch.no_grad():  # code of the user's
+                piece = torch.ops.aten.slice.Tensor(held, 0, 0, rows // parts)
+        if piece is not None:
+            yield parts, piece
 
 
 def _refused(name: str, kind: str, why: str) -> UnsupportedValue:
