@@ -133,7 +133,8 @@ MAX_PARAMETERS = 6
 ENTRY_POINTS = {"ckpt/manager.py restore", "ckpt/integrations/lightning.py __init__"}
 """Public functions, whose parameters are a user's settings. Commands are entry points too."""
 
-OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "gcsfs", "google", "obstore", "s3fs"}
+OPTIONAL_PACKAGES = {"accelerate", "aiobotocore", "botocore", "deepspeed", "gcsfs", "google"}
+OPTIONAL_PACKAGES |= {"obstore", "s3fs"}
 LATE_IMPORTS = {
     "backends/ckpt_backends/fsspec_bridge.py": {"fsspec"},  # slow: only foreign schemes need it
     "backends/ckpt_backends/gcs.py": {"fsspec"},

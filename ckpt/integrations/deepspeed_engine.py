@@ -1,0 +1,492 @@
+"""DeepSpeed: ``engine.save_checkpoint`` and ``engine.load_checkpoint`` through the tiers of ckpt.
+
+    engine, *_ = deepspeed.initialize(...)
+    engine.checkpoint_engine = CkptEngine(engine, "checkpoints", ["/nvme/run", "s3://bucket/run"])
+    engine.load_checkpoint("checkpoints")
+    ...
+    engine.save_checkpoint("checkpoints", client_state={"epoch": epoch})
+    ...
+    engine.destroy()
+
+Each ``save_checkpoint`` is a step of ckpt that is saved in the background. DeepSpeed looks for
+files with names of its own before it asks for their contents, so the folder has a small file in the
+place of each. `ckpt.integrations.deepspeed.zero_state` reshards, and this does not: a checkpoint
+has the partitions that DeepSpeed gives to each rank.
+
+This module imports deepspeed when the first `CkptEngine` is made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import distributed as dist
+
+from ckpt.adapters.match.tree import StateTree
+from ckpt.catalog.candidates import Candidate
+from ckpt.catalog.tiered_reader import Found, TieredReader
+from ckpt.config import Tier
+from ckpt.errors import (
+    ConfigError,
+    EntryMissing,
+    IntegrityError,
+    NoCheckpoint,
+    RestoreError,
+    StorageError,
+)
+from ckpt.events import Event, SaveCommitted, SaveFailed
+from ckpt.integrations.deepspeed_values import Owned, StoredTensor, packed, unpacked
+from ckpt.integrations.stored import Failed, fill, opened, reader_of
+from ckpt.integrations.tested import warn_of_untested
+from ckpt.manager import CheckpointManager
+from ckpt.model.box import Box
+from ckpt.model.values import following, parse
+from ckpt.pending import PendingSave
+from ckpt.plan.leaf import Leaf
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.tiers import as_tiers, urls_of
+
+TESTED: Final = ("0.19", "0.19")
+"""The first and the last release of deepspeed that the tests ran with."""
+LATEST: Final = "latest"
+_ABOUT, _PARTS = "deepspeed", "parts"  # the two entries of a step
+_NOTE: Final = "ckpt has the contents of this file of DeepSpeed"
+_MOST_NOTE_BYTES: Final = 4096
+
+_log = logging.getLogger("ckpt")
+
+
+class CkptEngine:
+    """A checkpoint engine of DeepSpeed that saves steps of ckpt.
+
+    Every rank makes one after ``deepspeed.initialize`` and sets it as ``engine.checkpoint_engine``.
+    ``engine.destroy()`` closes it, and so does the end of the process.
+
+    The number of a step is ``engine.global_steps``, or more, so that each save has a number above
+    all others of the root. A tag that is saved a second time names the newer step.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        folder: The ``save_dir`` and ``load_dir`` of the script. The file ``latest`` and the small
+            files are there. What is missing there is written from the tiers.
+        tiers: As for `CheckpointManager`. None: ``folder``.
+        settings: Further arguments of the `CheckpointManager`.
+
+    Attributes:
+        manager: The `CheckpointManager` at work.
+        pending: The handle of the newest save; None before the first.
+
+    Raises:
+        ConfigError: The engine saves in a way that a step of ckpt cannot be, or the tiers have
+            steps that something else has saved. Nothing was written.
+    """
+
+    name = "CkptEngine"
+
+    def __init__(
+        self,
+        engine: Any,
+        folder: str | os.PathLike[str],
+        tiers: str
+        | os.PathLike[str]
+        | Tier
+        | Sequence[str | os.PathLike[str] | Tier]
+        | None = None,
+        **settings: Any,
+    ) -> None:
+        advice = "load a checkpoint once and compare the losses"
+        warn_of_untested("deepspeed", TESTED, advice=advice)
+        _check(engine)
+        self.pending: PendingSave | None = None
+        self._engine = engine
+        self._folder = os.path.abspath(folder)
+        self._tiers = as_tiers(self._folder if tiers is None else tiers)
+        # one rank of each node, which may have a folder of its own
+        self._latest = _Latest(self._folder) if int(engine.local_rank) <= 0 else None
+        self._call: _Call | None = None
+        self._looked_at: tuple[str, Any] | None = None
+        observers = (*settings.pop("observers", ()), *([self._latest] if self._latest else ()))
+        self.manager = CheckpointManager(self._tiers, observers=observers, **settings)
+        self._last = self._newest()
+        if self._latest is not None:
+            self._mirror(self._latest)
+        dist.barrier()
+
+    # -- what DeepSpeed calls to save --------------------------------------------------------------
+
+    def create(self, info: Any) -> None:
+        """Begin to put a checkpoint together."""
+        self._call = _Call(os.path.abspath(info.save_dir), str(info.tag), bool(info.save_latest))
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Add a file to the checkpoint. Nothing in it may change until ``save_checkpoint`` returns.
+
+        Raises:
+            ConfigError: ``save_checkpoint`` was given another folder.
+            UnsupportedValue: A value, perhaps of ``client_state``, is not plain.
+        """
+        assert self._call is not None, "DeepSpeed calls create first"
+        if os.path.abspath(os.path.dirname(path)) != self._call.folder:
+            torch.save(state_dict, path)  # save_16bit_model writes a file for other programs
+            return
+        call, self._call = self._call, None
+        try:
+            _, part = self._named(path)
+            call.parts[part] = packed(state_dict, f"{_PARTS}/{part}", Owned.by(self._engine))
+            if not _is_note(path):  # an fsync of each would hold up the training
+                _write(path, _note(part), sync=False)
+        except BaseException as error:
+            with suppress(Exception):
+                self._begin(call, Failed(error))  # so that the other ranks do not wait
+            raise
+        self._call = call
+
+    def is_decoupled(self) -> bool:
+        """Return True: the save goes on when ``save_checkpoint`` has returned.
+
+        DeepSpeed asks at the end of ``save_checkpoint``, when all files of this rank are there. The
+        save begins then.
+        """
+        if self._call is not None and len(self._call.parts) == _files_of(self._engine):
+            call, self._call = self._call, None
+            self._begin(call, {"tag": call.tag, "latest": call.is_latest})
+        return True
+
+    def get_commit_info(self) -> None:
+        """Return None: DeepSpeed need not wait for a commit before the next step."""
+        return
+
+    def set_commit_info(self, info: Any) -> None:
+        """DeepSpeed has no call of it."""
+
+    def commit(self, info: Any) -> bool:
+        """End ``save_16bit_model``, whose file is written."""
+        del info
+        self._call = None
+        return True
+
+    def cleanup(self) -> None:
+        """Finish every save (`CheckpointManager.close`)."""
+        self.manager.close()
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        return dp_rank == 0
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False: DeepSpeed need not copy a part of a larger buffer first."""
+        return False
+
+    # -- what DeepSpeed calls to load --------------------------------------------------------------
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the contents of a file, from the newest step with its tag.
+
+        Each chunk comes from the nearest tier that has it intact.
+
+        Raises:
+            NoCheckpoint: No step has the tag.
+            RestoreError: DeepSpeed's own engine has written the file, or the state cannot be loaded
+                by so many ranks.
+            IntegrityError, StorageError: Bytes are intact on no tier.
+        """
+        if self._looked_at is not None and self._looked_at[0] == path:
+            # DeepSpeed loads the first file twice, the first time to look at one entry
+            found, self._looked_at = self._looked_at[1], None
+            return found
+        self._looked_at = None
+        if not _is_note(path):
+            raise RestoreError(
+                f"{path} was written by another engine of DeepSpeed, and ckpt unpickles nothing: "
+                "call engine.load_checkpoint before you set engine.checkpoint_engine"
+            )
+        tag, part = self._named(path)
+        self.manager.fence()  # a copy under way must not see what is loaded
+        if self.pending is not None:
+            self.pending.wait()
+        device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+        with opened(self._tiers) as (backends, found):
+            described = self._tagged(tag, _described(backends, found))
+            contents = _read(backends, described, part, torch.device(device))
+        if isinstance(contents, dict) and "dp_world_size" in contents:
+            self._check_world(int(contents["dp_world_size"]))
+            self._looked_at = (path, contents)
+        return contents
+
+    def export(self, tag: str, folder: str | os.PathLike[str]) -> list[str]:
+        """Write the files of a tag into ``folder/tag`` as DeepSpeed's own engine does.
+
+        For ``zero_to_fp32.py``, universal checkpoints, and other tools that read DeepSpeed's files.
+        One rank is enough.
+
+        Returns:
+            The paths of the files.
+
+        Raises:
+            NoCheckpoint: No step has the tag.
+        """
+        paths: list[str] = []
+        with opened(self._tiers) as (backends, found):
+            described = self._tagged(tag, _described(backends, found))
+            os.makedirs(os.path.join(folder, tag), exist_ok=True)
+            for part in described.parts:
+                paths.append(os.path.join(folder, tag, f"{part}.pt"))
+                torch.save(_read(backends, described, part, torch.device("cpu")), paths[-1])
+        _write(os.path.join(folder, LATEST), tag)
+        return paths
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _begin(self, call: _Call, about: Any) -> None:
+        """Save what was put together, or let the other ranks know that there is nothing."""
+        self._last = max(self._last + 1, int(self._engine.global_steps))
+        if call.is_latest and self._latest is not None:
+            self._latest.expect(self._last, call.tag)
+        self.pending = self.manager.save_async({_ABOUT: about, _PARTS: call.parts}, self._last)
+
+    def _named(self, path: str) -> tuple[str, str]:
+        """Return the tag of a file, and the name of the part of a step that it stands for."""
+        place, name = os.path.split(os.path.abspath(path))
+        tag = os.path.relpath(place, self._folder)
+        if tag == os.curdir or tag.split(os.sep)[0] == os.pardir:
+            raise ConfigError(
+                f"{path} is not in the folder of a tag in {self._folder}: give save_checkpoint and "
+                "load_checkpoint the folder that CkptEngine was given"
+            )
+        return tag, name.removesuffix(".pt")
+
+    def _tagged(self, tag: str, described: Iterator[_Described]) -> _Described:
+        """Return the newest step that was saved with a tag."""
+        wanted = os.path.normpath(tag)
+        found = next((each for each in described if os.path.normpath(each.tag) == wanted), None)
+        if found is None:
+            raise NoCheckpoint(", ".join(urls_of(self._tiers)), f"no step has the tag {tag!r}")
+        return found
+
+    def _newest(self) -> int:
+        """Return the number of the newest step, the same on all ranks; -1 if there is none."""
+        about: dict[str, Any] = {_ABOUT: {"tag": "", "latest": True}}
+        try:
+            report = self.manager.restore(about, only=_ABOUT)
+        except (ConfigError, RestoreError) as error:
+            self.manager.close()
+            if isinstance(error, ConfigError | EntryMissing):
+                raise ConfigError(
+                    f"{', '.join(urls_of(self._tiers))} has steps that CkptEngine has not saved: "
+                    "give it tiers of its own, or restore with ckpt.integrations.deepspeed."
+                    "zero_state if that has saved them"
+                ) from error
+            raise
+        return -1 if report is None else report.step
+
+    def _mirror(self, latest: _Latest) -> None:
+        """Write the small files of all steps that are missing, and name the newest one."""
+        with opened(self._tiers) as (backends, found):
+            for each in _described(backends, found):
+                for part in each.parts:
+                    path = os.path.join(self._folder, each.tag, f"{part}.pt")
+                    if not os.path.exists(path) or not os.path.getsize(path):
+                        os.makedirs(os.path.dirname(path), exist_ok=True)
+                        _write(path, _note(part), sync=False)
+                if each.is_latest:
+                    latest.name(each.found.ref.step, each.tag)
+
+    def _check_world(self, saved: int) -> None:
+        """Raise or log what DeepSpeed does not load onto another number of ranks."""
+        now, stage = int(self._engine.seq_dp_world_size), self._engine.zero_optimization_stage()
+        if saved == now or stage == 0:
+            return
+        text = (
+            f"the checkpoint has the ZeRO partitions of {saved} rank(s), and this job has {now}: "
+            "resume with as many ranks, or save with ckpt.integrations.deepspeed.zero_state, which "
+            "restores on any number"
+        )
+        if stage == 3:
+            raise RestoreError(text)
+        _log.warning("ckpt: %s; load_module_only=True loads the weights alone", text)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of ``save_checkpoint`` under way.
+
+    Attributes:
+        parts: What is saved of each file.
+    """
+
+    save_dir: str
+    tag: str
+    is_latest: bool
+    parts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def folder(self) -> str:
+        return os.path.abspath(os.path.join(self.save_dir, self.tag))
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A step that `CkptEngine` has saved."""
+
+    found: Candidate
+    tag: str
+    is_latest: bool
+    parts: tuple[str, ...]
+
+
+class _Latest:
+    """Keeps the file ``latest``: it names the tag of the newest committed step.
+
+    Thread safety: any thread; ``_lock`` guards all fields.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._path = os.path.join(folder, LATEST)
+        self._lock = threading.Lock()
+        self._tags: dict[int, str] = {}
+        self._step = -1
+
+    def expect(self, step: int, tag: str) -> None:
+        """Let ``latest`` name the tag once the step is committed."""
+        with self._lock:
+            self._tags[step] = tag
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, SaveFailed):
+            with self._lock:
+                self._tags.pop(event.step, None)
+        elif isinstance(event, SaveCommitted) and not event.tier.startswith("shm://"):
+            with self._lock:  # memory is lost with the machine
+                tag = self._tags.pop(event.step, None)
+            if tag is not None:
+                self.name(event.step, tag)
+
+    def name(self, step: int, tag: str) -> None:
+        """Let ``latest`` name a step, unless it names a newer one."""
+        with self._lock:
+            if step > self._step:
+                self._step = step
+                if not os.path.isfile(self._path) or _text(self._path).strip() != tag:
+                    os.makedirs(os.path.dirname(self._path), exist_ok=True)
+                    _write(self._path, tag)
+
+
+def _described(
+    backends: Sequence[StorageBackend], found: Iterator[Candidate]
+) -> Iterator[_Described]:
+    """The steps that `CkptEngine` has saved, newest first. A damaged manifest is passed over."""
+    for each in found:
+        try:
+            manifest = reader_of(backends, each).manifest().manifest
+        except (IntegrityError, StorageError) as error:
+            _log.warning("ckpt: step %d is passed over: %s", each.ref.step, error)
+            continue
+        match parse(manifest.tree):
+            case {
+                "deepspeed": {"tag": str(tag), "latest": bool(latest)},
+                "parts": dict(parts),
+            } if _stays_inside(tag, parts):
+                yield _Described(each, tag, latest, tuple(parts))
+            case _:
+                continue
+
+
+def _stays_inside(tag: str, parts: Iterable[str]) -> bool:
+    """Return True if files of these names are below the folder that they are put into."""
+    first = os.path.normpath(tag).split(os.sep)[0]
+    return first not in ("", os.curdir, os.pardir) and not any(os.sep in part for part in parts)
+
+
+def _read(
+    backends: Sequence[StorageBackend], described: _Described, part: str, device: torch.device
+) -> Any:
+    """Return the contents of a file."""
+    if part not in described.parts:
+        raise RestoreError(
+            f"the step of tag {described.tag!r} has no {part}.pt: it was saved by another number "
+            "of ranks, or under another stage of ZeRO"
+        )
+    reader = reader_of(backends, described.found)
+    return reader.whole(lambda outline: _built(reader, outline, part, device))
+
+
+def _built(reader: TieredReader, outline: Found, part: str, device: torch.device) -> Any:
+    stored = outline.manifest.tensor_map()
+    targets: dict[str, torch.Tensor] = {}
+
+    def tensor(name: str) -> torch.Tensor:
+        if name not in targets:
+            dtype = getattr(torch, stored[name].dtype)
+            targets[name] = torch.empty(stored[name].shape, dtype=dtype, device=device)
+        return targets[name]
+
+    tree = StateTree(outline.manifest, StoredTensor, (), by_name=True, safe=False).build()
+    with following("tree"):
+        contents = unpacked(tree[_PARTS][part], tensor)
+    filled = {name: target for name, target in targets.items() if target.numel()}
+    leaves = [
+        Leaf(name, stored[name].dtype, stored[name].shape, (Box.whole(stored[name].shape),))
+        for name in filled
+    ]
+    fill(reader, outline, leaves, list(filled.values()))
+    return contents
+
+
+def _files_of(engine: Any) -> int:
+    """Return how many files ``save_checkpoint`` gives to the checkpoint engine of this rank."""
+    return int(engine.save_non_zero_checkpoint) + int(engine.save_zero_checkpoint)
+
+
+def _text(path: str) -> str:
+    """Return the beginning of a file, as far as it is text."""
+    with open(path, "rb") as file:
+        return file.read(_MOST_NOTE_BYTES).decode(errors="replace")
+
+
+def _is_note(path: str) -> bool:
+    """Return True if a file stands for a part of a step."""
+    return os.path.isfile(path) and _text(path).startswith(_note("")[: len(_NOTE)])
+
+
+def _note(part: str) -> str:
+    """Return the text of a file that stands for a part of a step."""
+    return json.dumps({_NOTE: part}) + "\n"
+
+
+def _write(path: str, text: str, *, sync: bool = True) -> None:
+    """Write a file, and replace it as a whole."""
+    fresh = f"{path}.{uuid.uuid4().hex}"
+    with open(fresh, "w", encoding="utf-8") as file:
+        file.write(text)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    os.replace(fresh, path)
+
+
+def _check(engine: Any) -> None:
+    """Raise ``ConfigError`` for what is outside of the files that DeepSpeed gives to its engine."""
+    wrong = {
+        "a pipeline": type(engine).__name__ == "PipelineEngine",
+        "experts": engine.has_moe_layers,
+        "an optimizer or parameters on NVMe": engine.zero_nvme_offload_optimizer(),
+        "checkpoint.load_universal": engine.load_universal_checkpoint(),
+        "checkpoint.use_node_local_storage": engine.use_node_local_storage(),
+    }
+    if found := [what for what, present in wrong.items() if present]:
+        raise ConfigError(
+            f"CkptEngine cannot save an engine with {' and '.join(found)}: leave it out, put "
+            "ckpt.integrations.deepspeed.zero_state(engine) into a state of your own, or keep "
+            "DeepSpeed's own checkpoint engine"
+        )

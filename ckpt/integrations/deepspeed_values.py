@@ -1,0 +1,200 @@
+"""The state dicts of DeepSpeed's checkpoint files <-> values that a step of ckpt may hold.
+
+DeepSpeed pickles some objects of its own. The few types that it uses are in a table, and are stored
+as dicts of plain values with the name of the type. Nothing else is imported or made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from ckpt.adapters.tensors.local_shards import LocalShards
+from ckpt.errors import RestoreError, UnsupportedValue
+from ckpt.model.values import join
+
+_KIND, _VALUE, _METADATA = "ckpt.kind", "value", "metadata"
+_STATE_DICT, _ARRAY = "state_dict", "numpy"
+_PLAIN: Final = (
+    *(type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset),
+    *(torch.Size, torch.dtype, torch.device),
+)
+_WAY_OUT: Final = (
+    "client_state takes tensors, arrays and plain values: give an object's state_dict() there"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Stands for a tensor that is not read yet."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The memory that only the step of one optimizer changes.
+
+    It is copied while training goes on, and that step waits for the copy.
+
+    Attributes:
+        optimizer: The optimizer inside of DeepSpeed's; None if there is none.
+        addresses: Those of the storages.
+    """
+
+    optimizer: Optimizer | None
+    addresses: Set[int]
+
+    @classmethod
+    def by(cls, engine: Any) -> Self:
+        """Return what the optimizer of an engine owns: its state, master weights, and the weights
+        that are computed from them after its step.
+        """
+        optimizer = engine.optimizer
+        while not isinstance(optimizer, Optimizer):
+            if optimizer is None:
+                return cls(None, frozenset())
+            optimizer = getattr(optimizer, "optimizer", None)
+        held: list[Any] = [p for p in engine.module.parameters() if p.requires_grad]
+        held += [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter, state in optimizer.state.items():
+            held += [parameter, *state.values()]
+        found = {_address(each) for each in held if isinstance(each, torch.Tensor)}
+        return cls(optimizer, found - {0})
+
+
+def packed(value: Any, path: str, owned: Owned) -> Any:
+    """Return a value for a step of ckpt.
+
+    Raises:
+        UnsupportedValue: A part of it would need pickle.
+    """
+    return _Packer(owned).pack(value, path)
+
+
+class _Packer:
+    def __init__(self, owned: Owned) -> None:
+        self._owned = owned
+        self._known: dict[object, LocalShards] = {}
+
+    def pack(self, value: Any, path: str) -> Any:
+        kind = type(value)
+        if kind in _PLAIN or isinstance(value, np.generic):
+            return value
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return self._tensor(value.detach())
+        if kind is np.ndarray:
+            return {_KIND: _ARRAY, _VALUE: value}
+        if kind in (dict, OrderedDict, Counter):
+            return self._mapping(value, path)
+        if kind in (list, tuple):
+            return kind(self.pack(item, join(path, str(i))) for i, item in enumerate(value))
+        if (name := next((name for name, each in _kinds().items() if each is kind), None)) is None:
+            raise UnsupportedValue(path, f"{kind.__module__}.{kind.__qualname__}", _WAY_OUT)
+        fields = value.value if isinstance(value, Enum) else self.pack(dict(vars(value)), path)
+        return {_KIND: name, _VALUE: fields}
+
+    def _mapping(self, value: dict[Any, Any], path: str) -> Any:
+        if _KIND in value:
+            raise UnsupportedValue(join(path, _KIND), "key", "name it otherwise")
+        items = {key: self.pack(item, join(path, key)) for key, item in value.items()}
+        metadata = getattr(value, "_metadata", None)  # of nn.Module.state_dict
+        if metadata is None:
+            return type(value)(items)
+        versions = self.pack(dict(metadata), join(path, _METADATA))
+        return {_KIND: _STATE_DICT, _VALUE: items, _METADATA: versions}
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor | LocalShards:
+        """Return what is copied late as ``LocalShards``. The same memory gives the same object."""
+        if not tensor.numel() or _address(tensor) not in self._owned.addresses:
+            return tensor
+        layout = (tuple(tensor.shape), tensor.stride())
+        key = (tensor.data_ptr(), tensor.dtype, tensor.device, *layout)
+        if key not in self._known:
+            whole = [((0,) * tensor.ndim, tensor)]
+            self._known[key] = LocalShards(tensor.shape, whole, owner=self._owned.optimizer)
+        return self._known[key]
+
+
+def unpacked(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Return what ``packed`` was given.
+
+    Args:
+        value: What the step holds, with a `StoredTensor` for each tensor.
+        tensor: Gives the tensor of a name.
+
+    Raises:
+        RestoreError: It has a type that this version of ckpt does not know.
+    """
+
+    def inner(item: Any) -> Any:
+        return unpacked(item, tensor)
+
+    match value:
+        case StoredTensor():
+            return tensor(value.name)
+        case {"ckpt.kind": "state_dict"}:
+            return _state_dict(inner(value[_VALUE]), inner(value[_METADATA]))
+        case {"ckpt.kind": "numpy"}:
+            return inner(value[_VALUE]).numpy()
+        case {"ckpt.kind": str(kind)}:
+            return _made(kind, inner(value[_VALUE]))
+        case dict():
+            return type(value)({key: inner(item) for key, item in value.items()})
+        case list() | tuple():
+            return type(value)(map(inner, value))
+        case _:
+            return value
+
+
+def _state_dict(items: Mapping[str, Any], metadata: Any) -> Any:
+    """Return it as ``nn.Module.state_dict`` does, with the versions of the modules."""
+    made: Any = OrderedDict(items)
+    vars(made)["_metadata"] = metadata
+    return made
+
+
+def _made(kind: str, value: Any) -> Any:
+    if (known := _kinds().get(kind)) is None:
+        raise RestoreError(f"the checkpoint has a value of the type {kind!r}: install a later ckpt")
+    if issubclass(known, Enum):
+        return known(value)
+    made = known.__new__(known)
+    vars(made).update(value)
+    return made
+
+
+@functools.cache
+def _kinds() -> Mapping[str, Any]:
+    """The types that are stored as dicts of their attributes, by the names in a checkpoint."""
+    from deepspeed.runtime.fp16.loss_scaler import (  # pyright: ignore[reportMissingImports]
+        DynamicLossScaler,
+        LossScaler,
+    )
+    from deepspeed.runtime.zero.config import (  # pyright: ignore[reportMissingImports]
+        ZeroStageEnum,
+    )
+    from deepspeed.utils.tensor_fragment import (  # pyright: ignore[reportMissingImports]
+        fragment_address,
+    )
+
+    return {
+        "LossScaler": LossScaler,
+        "DynamicLossScaler": DynamicLossScaler,
+        "ZeroStageEnum": ZeroStageEnum,
+        "fragment_address": fragment_address,
+        "Namespace": argparse.Namespace,
+    }
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
