@@ -515,7 +515,8 @@ class CheckpointManager:
 
         If it takes more than two seconds, one log line for each tier says what it waits for. While
         an exception ends the process, ``timeout`` defaults to ``exit_seconds``, and saves that are
-        given up are logged and not raised (`ckpt.elastic.handled`).
+        given up are logged and not raised (`ckpt.elastic.handled`). A job with an agent is left to
+        it then, as with ``detach``.
 
         Args:
             timeout: How many seconds to wait. Saves that are not finished then are given up.
@@ -551,6 +552,7 @@ class CheckpointManager:
             error = None if isinstance(error, END_OF_DATA) else error
             reason = reason_of(error)
             timeout = self._config.exit_seconds if reason and timeout is None else timeout
+            detach = detach or bool(reason and self._agent)
             closer = Workers("close", 3)
             listed = closer.submit(self._listers.close)
             done = closer.submit(self._detach if detach else self._finish, reason)
@@ -559,11 +561,7 @@ class CheckpointManager:
                 if wait([listed], _LIST_SECONDS).done:
                     closer.close()
             elif reason:
-                missing = missing_at_the_end(self._ledger.pending, timeout)
-                _log.error(
-                    "ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing
-                )
-                self._ledger.clear()
+                self._ledger.give_up(reason, timeout)
                 if self._coordinator.world_size > 1:
                     wait([closer.submit(self._coordinator.leave, reason)], _LEAVE_SECONDS)
                     # waits for others end
@@ -590,8 +588,10 @@ class CheckpointManager:
         assert self._agent is not None
         try:
             self._saver.detach()
-            self._agent.detach()
+            self._agent.detach(reason)
         finally:
+            if reason:
+                self._coordinator.leave(reason)  # the others need not wait for what follows
             await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
 
     def _finish(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Reach the agent of this user, start it if there is none, and replace one of another version."""
+"""Reach the agent of this user, start it if there is none, and replace one of an older version."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from ckpt.agent.messages import (
     Refused,
     Request,
     Stop,
+    Stopped,
     Welcome,
+    is_newer,
     receive,
     send,
 )
@@ -82,6 +84,15 @@ class Connection:
         except OSError:
             return True
 
+    def stopped(self) -> Stopped:
+        """Wait until the agent, which was asked to stop, has ended. Return its last message, which
+        is empty if it was killed or is of another version.
+        """
+        self._socket.settimeout(None)
+        with suppress(OSError, EOFError, AgentError, msgspec.MsgspecError):
+            return msgspec.msgpack.decode(receive(self._socket), type=Stopped)
+        return Stopped()
+
     def interrupt(self) -> None:
         """Let ``wait_ended`` return in another thread."""
         with suppress(OSError):
@@ -118,10 +129,11 @@ def connect(place: Place) -> Connection | None:
 def reach(place: Place) -> Connection:
     """Return a connection to an agent of this version, which is started if there is none.
 
-    An agent of another version is asked to finish, and is replaced.
+    An agent of an older version is asked to finish, and is replaced. A newer one is not, or two
+    versions on one node would replace each other again and again.
 
     Raises:
-        AgentError: None could be started.
+        AgentError: None could be started, or one of a newer version runs.
     """
     deadline = time.monotonic() + _START_SECONDS
     while True:
@@ -130,6 +142,9 @@ def reach(place: Place) -> Connection:
             start(place, max(1.0, deadline - time.monotonic()))
         elif found.welcome.version == VERSION:
             return found
+        elif is_newer(found.welcome.version, VERSION):
+            found.close()
+            raise _other_version(found.welcome, "set CKPT_AGENT_FOLDER to a folder for this one")
         else:
             with suppress(AgentError):  # it may be ending already
                 found.ask(Stop())
@@ -200,13 +215,17 @@ def status(place: Place) -> AgentStatus | None:
         return None
     try:
         if found.welcome.version != VERSION:
-            raise AgentError(
-                f"the agent (process {found.welcome.pid}) has version {found.welcome.version}, "
-                f"and this is {VERSION}: the next manager replaces it, or ckpt agent stop"
-            )
+            raise _other_version(found.welcome, "ckpt agent stop ends it")
         answer = found.ask(AskStatus())
         if not isinstance(answer, AgentStatus):
             raise AgentError("the agent has answered something else")
         return answer
     finally:
         found.close()
+
+
+def _other_version(agent: Welcome, way_out: str) -> AgentError:
+    return AgentError(
+        f"the agent (process {agent.pid}) has version {agent.version}, and this is {VERSION}: "
+        f"{way_out}"
+    )

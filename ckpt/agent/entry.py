@@ -74,14 +74,15 @@ class Entry:
     def status(self) -> JobStatus:
         """Return what the agent shows of the job."""
         now, copying = self.progress.copying, self.progress.copying or Copying(-1, "", 0, 0)
-        state = "running" if self.runs else "finishing" if self.worker else "waiting"
+        state = "running" if self.runs else "kept" if self.settled else "waiting"
+        state = "finishing" if self.worker else state
         return JobStatus(
             attempt=self.attempt,
             state=state,
             tiers=tuple(map(redact, self.urls)),
             processes=tuple(process.pid for process in self.job.processes),
             since=self.since,
-            next_at=self.next_at if state == "waiting" else 0.0,
+            next_at=self.next_at if state in {"waiting", "kept"} else 0.0,
             step=copying.step if now else -1,
             to=copying.to,
             done_bytes=copying.done_bytes,

@@ -73,7 +73,14 @@ class Finish:
         self._errors: list[str] = []
         self._superseded = False
         self._open: list[OpenTier] = []
-        found = [root for tier in enumerate(job.open_as()) if (root := self._look(*tier))]
+        self._handed_over = False
+        self._ended: set[str] = set()
+        looked = [one for tier in enumerate(job.open_as()) if (one := self._owner_of(*tier))]
+        for _, owner in looked:
+            if owner is not None and owner.attempt == self._me.attempt:
+                self._handed_over |= owner.pid == NO_PROCESS
+                self._ended.update(owner.ended)
+        found = [root for one in looked if (root := self._look(*one))]
         self._memory = [root for root in found if root.tier.in_memory]
         self._durable = [root for root in found if not root.tier.in_memory]
         if not any(root.owner and root.owner.attempt == self._me.attempt for root in found):
@@ -119,16 +126,23 @@ class Finish:
 
     # -- roots -------------------------------------------------------------------------------------
 
-    def _look(self, index: int, given: Tier) -> _Root | None:
-        """Open a tier. Returns None if the job cannot be finished there."""
+    def _owner_of(self, index: int, given: Tier) -> tuple[OpenTier, Owner | None] | None:
+        """Open a tier, and read its owner. Returns None if one of them fails."""
         try:
             tier = OpenTier(index, given, open_backend(given.url, given.options))
             self._open.append(tier)
-            owner = read_owner(tier.backend)
+            return tier, read_owner(tier.backend)
         except CkptError as error:
             self._errors.append(str(error))
             return None
-        if owner and owner.attempt != self._me.attempt and not owner.is_predecessor(self._me):
+
+    def _look(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
+        """Return None if the job cannot be finished on a tier, since another job has taken it."""
+        if (
+            owner
+            and owner.attempt not in {self._me.attempt, *self._ended}
+            and not owner.is_predecessor(self._me)
+        ):
             self._superseded = True
             _log.info("ckpt: %s belongs to %s now", tier.url, owner)
             return None
@@ -265,7 +279,7 @@ class Finish:
     def _give_back(self, root: _Root) -> None:
         """Remove the record of a job that has handed its root over, as closing would have."""
         owner = read_owner(root.tier.backend)
-        if owner and owner.attempt == self._me.attempt and owner.pid == NO_PROCESS:
+        if owner and owner.attempt == self._me.attempt and self._handed_over:
             root.tier.backend.delete(OWNER)
 
     def _free(self, root: _Root) -> None:

@@ -51,8 +51,11 @@ class Link:
             self._connection = _register(job)
             self._watcher.submit(self._watch)
 
-    def detach(self) -> None:
+    def detach(self, reason: str) -> None:
         """Leave the job to the agent, although this process may live on.
+
+        Args:
+            reason: The failure that ends the process, if one does. Nothing is raised then.
 
         Raises:
             AgentError: The agent cannot be reached. It finishes the job when this process ends, if
@@ -60,11 +63,16 @@ class Link:
         """
         if self._job is not None:
             self._end()
-            connection = _register(self._job)
             try:
-                connection.ask(Detach(self._job.owner.attempt))
-            finally:
-                connection.close()
+                connection = _register(self._job)
+                try:
+                    connection.ask(Detach(self._job.owner.attempt))
+                finally:
+                    connection.close()
+            except AgentError as error:
+                if not reason:
+                    raise
+                _log.warning("ckpt: the job is not left to an agent: %s", error)
 
     def forget(self) -> None:
         """The job is over, and nothing is left to do. Never raises an error of ours."""
@@ -88,7 +96,9 @@ class Link:
         self._watcher.close()
 
     def _watch(self) -> None:
-        """Register again whenever the agent has ended, until the job ends."""
+        """Register again whenever the agent has ended, until the job ends. A job that has no agent
+        for a while says so once.
+        """
         while not self._ends.is_set():
             connection = self._connection
             if connection is not None:
@@ -99,7 +109,8 @@ class Link:
             try:
                 found = None if self._job is None else _register(self._job)
             except CkptError as error:
-                _log.debug("ckpt: the agent has ended, and %s", error)
+                level = logging.WARNING if connection is not None else logging.DEBUG
+                _log.log(level, "ckpt: this job has no agent for now: %s", error)
                 found = None
             with self._lock:
                 self._connection = found

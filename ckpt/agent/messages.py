@@ -7,6 +7,7 @@ other messages are exchanged between equal versions only.
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -106,8 +107,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         attempt: The job's attempt.
         state: "running": the trainer lives. "waiting": the work begins at ``next_at``, or when
             another agent or another job on the same roots has ended. "finishing": a worker copies.
-            For a job that is over: "done", "closed" by its trainer, "superseded" by another job, or
-            "given up" after a day.
+            "kept": durable tiers have the steps, and the memory is freed at ``next_at``. For a job
+            that is over: "done", "closed" by its trainer, "superseded" by another job, or "given
+            up" after a day or when the agent was stopped.
         tiers: The URLs of the tiers, without credentials.
         processes: The process ids of the trainer on this node.
         since: When the state began, in seconds since 1970.
@@ -154,8 +156,26 @@ class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="agent_status")
     jobs: tuple[JobStatus, ...] = ()
 
 
+class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
+    """The last message to a caller that has sent `Stop`.
+
+    ``given_up`` are the jobs that have ended and are not finished.
+    """
+
+    given_up: tuple[JobStatus, ...] = ()
+
+
 Request = Job | Detach | Forget | AskStatus | Stop
 Answer = Done | Refused | AgentStatus
+
+
+def is_newer(version: str, than: str) -> bool:
+    """Return whether one version is newer than another. Of two that differ, one is the newer."""
+
+    def order(text: str) -> tuple[list[int], str]:
+        return [int(number) for number in re.findall(r"[0-9]+", text)], text
+
+    return order(version) > order(than)
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -92,7 +92,8 @@ class Lock:
 
     def __init__(self, place: Place, name: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self.descriptor = os.open(f"{place.folder}/{name}.lock", flags, 0o600)
+        self._path = f"{place.folder}/{name}.lock"
+        self.descriptor = os.open(self._path, flags, 0o600)
 
     def take(self) -> bool:
         """Return whether this process holds the lock now. It does not wait."""
@@ -102,9 +103,22 @@ class Lock:
             return False
         return True
 
+    def is_in_place(self) -> bool:
+        """Return whether another process that takes the lock meets this one."""
+        return identity(self._path) == identity(self.descriptor)
+
     def close(self) -> None:
         """Let go of the lock. A process that has inherited the descriptor still holds it."""
         os.close(self.descriptor)
+
+
+def identity(file: str | int) -> tuple[int, int]:
+    """Return the device and the inode of a file; two zeros if there is none."""
+    try:
+        found = os.lstat(file) if isinstance(file, str) else os.fstat(file)
+    except OSError:
+        return 0, 0
+    return found.st_dev, found.st_ino
 
 
 def check_peer(connection: socket.socket, what: str) -> int:

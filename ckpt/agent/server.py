@@ -38,11 +38,12 @@ from ckpt.agent.messages import (
     Refused,
     Request,
     Stop,
+    Stopped,
     Welcome,
     encode,
     frames,
 )
-from ckpt.agent.place import Lock, Place, check_peer
+from ckpt.agent.place import Lock, Place, check_peer, identity
 from ckpt.agent.reports import Ended
 from ckpt.errors import AgentError
 
@@ -51,8 +52,8 @@ _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
 _READ_BYTES: Final = 1 << 16
 _LOOK_SECONDS: Final = 0.2
 """How often an agent that must not work yet looks again."""
-_MOST_PATIENCE_SECONDS: Final = 3600.0
-"""A selector takes no more than some weeks."""
+_SOCKET_SECONDS: Final = 5.0
+"""How often an agent looks for its socket, which a cleaner may have removed."""
 _GIVE_UP_SECONDS: Final = 24 * 3600.0
 """How long the agent tries to finish a job."""
 _REMEMBERED: Final = 16
@@ -87,6 +88,9 @@ class Agent:
         self._started = self._busy = time.time()
         self._entries: list[Entry] = []
         self._over: list[JobStatus] = []
+        self._given_up: list[JobStatus] = []
+        self._asking: _Caller | None = None
+        self._socket = (0, 0)
         self._callers: list[_Caller] = []
         self._selector = selectors.DefaultSelector()
 
@@ -94,6 +98,10 @@ class Agent:
         """Open the socket. Returns False if another agent has it."""
         if not self._listens.take():
             return False
+        self._bind()
+        return True
+
+    def _bind(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._place.socket)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -102,22 +110,23 @@ class Agent:
             self._listening.bind(self._place.socket)
         finally:
             os.umask(mask)
+        self._socket = identity(self._place.socket)
         self._listening.listen(_CONNECTIONS)
         self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
-        return True
 
     def run(self) -> None:
         """Work until the agent is idle for long, or is asked to end, or gets a signal."""
         ear, mouth = socket.socketpair()
         ear.setblocking(False)
         mouth.setblocking(False)
-        self._selector.register(ear, selectors.EVENT_READ, self._end)
+        self._selector.register(ear, selectors.EVENT_READ, partial(self._on_signal, ear))
         old = signal.set_wakeup_fd(mouth.fileno())
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         _log.info("ckpt: agent %s listens, process %d", VERSION, os.getpid())
         try:
             while not self._is_over():
+                self._look_for_socket()
                 self._begin_what_is_due()
                 for key, _ in self._selector.select(self._patience()):
                     if self._selector.get_map().get(key.fd) == key:  # else it has just been left
@@ -138,26 +147,21 @@ class Agent:
             return True
         return time.time() - self._busy > self._idle_seconds
 
-    def _end(self) -> None:
-        """A signal has come."""
-        self._stop_listening()
-        self._ends = True
-        for entry in list(self._entries):
-            self._drop(entry)
-
     def _patience(self) -> float | None:
         """Return how long nothing can be due."""
+        most = None if self._listening is None else _SOCKET_SECONDS
         if not self._entries:
-            left = max(0.0, self._busy + self._idle_seconds - time.time())
-            return min(left + _LOOK_SECONDS, _MOST_PATIENCE_SECONDS)
+            left = max(0.0, self._busy + self._idle_seconds - time.time()) + _LOOK_SECONDS
+            return left if most is None else min(left, most)
         waits = [
             entry
             for entry in self._entries
             if not entry.runs and entry.worker is None and not self._is_held_up(entry)
         ]
         if not waits:
-            return None
-        return max(_LOOK_SECONDS, min(entry.next_at for entry in waits) - time.time())
+            return most
+        left = max(_LOOK_SECONDS, min(entry.next_at for entry in waits) - time.time())
+        return left if most is None else min(left, most)
 
     def _begin_what_is_due(self) -> None:
         due = [
@@ -255,8 +259,9 @@ class Agent:
         elif ended.outcome == "failed":
             if self._ends or time.time() - entry.ended_at > _GIVE_UP_SECONDS:
                 self._drop(entry, "given up")
-        elif entry.has_memory and not entry.settled and not self._ends:
-            entry.settled, entry.next_at = True, time.time() + self._memory_seconds
+        elif entry.has_memory and not entry.settled:
+            kept_seconds = 0.0 if self._ends else self._memory_seconds
+            entry.settled, entry.next_at = True, time.time() + kept_seconds
         else:
             self._drop(entry, "done")
 
@@ -274,6 +279,8 @@ class Agent:
             _log.info("ckpt: job %s is over: %s", entry.attempt, state)
             over = msgspec.structs.replace(entry.status(), state=state, since=time.time())
             self._over = [*self._over, over][-_REMEMBERED:]
+            if state == "given up":
+                self._given_up.append(over)
         entry.close()
         self._entries.remove(entry)
 
@@ -327,7 +334,8 @@ class Agent:
                 case AskStatus():
                     return self._status()
                 case Stop(at_once):
-                    self._stop(caller, at_once=at_once)
+                    self._asking = caller
+                    self._stop(at_once=at_once)
                     return Done()
         except AgentError as error:
             return Refused(str(error))
@@ -344,22 +352,50 @@ class Agent:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def _stop(self, asking: _Caller, *, at_once: bool) -> None:
-        """Let another agent listen. Living trainers register there, since they are left; what has
-        ended is finished here, unless it is to end ``at_once``. ``asking`` is left last.
+    def _stop(self, *, at_once: bool) -> None:
+        """Let another agent listen. Living trainers register there, since they are left. What has
+        ended is finished here, and its memory is freed, unless the agent is to end ``at_once``.
         """
         self._stop_listening()
         self._ends = True
-        for caller in [caller for caller in self._callers if caller is not asking]:
+        for caller in [caller for caller in self._callers if caller is not self._asking]:
             self._leave(caller)
         for entry in list(self._entries):
-            if at_once or entry.runs or entry.settled:
+            if entry.runs:
                 self._drop(entry)
+            elif at_once:
+                self._drop(entry, "given up")
+            else:
+                entry.next_at = 0.0
+
+    def _on_signal(self, ear: socket.socket) -> None:
+        """Finish what has ended, as `Stop` asks. A second signal ends the agent at once."""
+        ear.recv(_READ_BYTES)
+        ready = {key.fd for key, _ in self._selector.select(0)}
+        for entry in list(self._entries):
+            for process in entry.processes & ready:  # it may have ended just before the signal
+                self._on_death(entry, process)
+        self._stop(at_once=self._ends)
+
+    def _look_for_socket(self) -> None:
+        """Bind again if the socket was removed. If the locks are gone too, another agent may take
+        this one's place, and this one stops.
+        """
+        if self._listening is None or identity(self._place.socket) == self._socket:
+            return
+        if self._listens.is_in_place() and self._may_work.is_in_place():
+            _log.warning("ckpt: the agent's socket was removed: it is made again")
+            self._selector.unregister(self._listening)
+            self._listening.close()
+            self._bind()
+        else:
+            _log.warning("ckpt: the agent's folder was removed or replaced: the agent ends")
+            self._stop(at_once=False)
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
             self._selector.unregister(self._listening)
-            with suppress(FileNotFoundError):
+            if identity(self._place.socket) == self._socket:
                 os.unlink(self._place.socket)
             self._listening.close()
             self._listening = None
@@ -368,6 +404,9 @@ class Agent:
     def _close(self) -> None:
         for entry in list(self._entries):
             self._drop(entry)
+        if self._asking is not None:
+            with suppress(OSError):  # it has not waited
+                self._asking.connection.sendall(encode(Stopped(tuple(self._given_up))))
         self._stop_listening()
         for key in list(self._selector.get_map().values()):
             found: Any = key.fileobj

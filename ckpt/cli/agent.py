@@ -13,7 +13,6 @@ from ckpt.cli.options import JsonOption
 from ckpt.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
-    from ckpt.agent.client import Connection
     from ckpt.agent.messages import AgentStatus, JobStatus
 
 
@@ -46,9 +45,10 @@ def agent(
 
     A manager with agent="auto" starts an agent by itself. "run" stays in the foreground, for
     systemd and the like. "status" shows the jobs that the agent knows, and what it copies. "stop"
-    asks the agent to end, and waits until it has finished the jobs whose trainers have ended.
+    asks the agent to end, and waits until it has finished the jobs whose trainers have ended, and
+    has freed their memory. It names the jobs that could not be finished.
 
-    Exit code 10: there is no agent, or it does not answer.
+    Exit code 10: there is no agent, it does not answer, or it has not finished all jobs.
 
     \b
     Examples:
@@ -113,24 +113,38 @@ def _what(job: JobStatus) -> str:
 
 def _stop(*, at_once: bool, as_json: bool) -> None:
     from ckpt.agent.client import connect
-    from ckpt.agent.messages import Stop
+    from ckpt.agent.messages import Stop, Stopped
     from ckpt.agent.place import Place
 
-    found = connect(Place.of_this_user())
+    found, last = connect(Place.of_this_user()), Stopped()
     if found is not None:
         try:
             found.ask(Stop(at_once=at_once))
-            _await_end(found)
+            last = found.stopped()
         finally:
             found.close()
     if as_json:
-        output.show_json({"stopped": found.welcome.pid if found else None})
+        given_up = msgspec.to_builtins(last.given_up)
+        output.show_json({"stopped": found.welcome.pid if found else None, "given_up": given_up})
     elif found is not None:
         output.show_line(f"the agent, process {found.welcome.pid}, has ended")
     else:
         output.show_line("no agent of this user runs on this node")
+    if last.given_up:
+        raise AgentError(_unfinished(last.given_up))
 
 
-def _await_end(found: Connection) -> None:
-    """Return when the agent has closed the connection, which it does last."""
-    found.wait_ended(None)
+def _unfinished(jobs: tuple[JobStatus, ...]) -> str:
+    """Say what the agent has not finished, and which memory is still taken."""
+    from ckpt.storage.registry import stores_in_memory
+
+    there = set(stores_in_memory())
+    told: list[str] = []
+    for job in jobs:
+        kept = [url for url in job.tiers if url in there]
+        where = f"; {', '.join(kept)} still takes memory (ckpt ls {kept[0]})" if kept else ""
+        told.append(f"job {job.attempt} ({job.error or 'it was not waited for'}{where})")
+    return (
+        f"the agent has not finished {', '.join(told)}: the next job on the same tiers goes on "
+        "with what is there"
+    )

@@ -69,7 +69,9 @@ class ManagerClosed(CkptError):
 
 
 class AgentError(CkptError):
-    """The agent of this node cannot be reached or started, or refuses what it is asked."""
+    """The agent of this node cannot be reached or started, refuses what it is asked, or was stopped
+    with unfinished jobs.
+    """
 
     exit_code = 10
 

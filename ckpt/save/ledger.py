@@ -22,7 +22,7 @@ from ckpt.errors import (
 )
 from ckpt.errors.base import few
 from ckpt.events import Observers, SaveFailed, SaveSuspicious
-from ckpt.pending import PendingSave, SaveRecord
+from ckpt.pending import PendingSave, SaveRecord, missing_at_the_end
 
 _log = logging.getLogger("ckpt")
 _OF_THE_CALL: Final = (ConfigError, ManagerClosed, StepExists, UnsupportedValue)
@@ -103,8 +103,10 @@ class SaveLedger:
             self._owners.pop(step, None)
             self._pending = [save for save in self._pending if save.step != step]
 
-    def clear(self) -> None:
-        """Forget all handles."""
+    def give_up(self, reason: str, timeout: float | None) -> None:
+        """Forget all saves, since ``reason`` ends the process, and log what tiers lack."""
+        missing = missing_at_the_end(self.pending, timeout)
+        _log.error("ckpt: %s: this process ends: %s; older checkpoints are whole", reason, missing)
         with self._lock:
             self._pending = []
 

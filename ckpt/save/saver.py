@@ -16,8 +16,10 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 from ckpt.config import SaveConfig, ranks_on_this_node
 from ckpt.coordination.api import Coordinator
@@ -42,6 +44,8 @@ from ckpt.staging.snapshot import Snapshot
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
+_DETACH_SECONDS: Final = 2.0
+"""How long a detach waits for the stores to take its record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +289,6 @@ class Saver:
         On return the nearest durable tier has every step that it is to have, and no step needs its
         image any more. Steps that wait for a farther tier, and lie on a nearer one, are given up
         here. One that is being written there ends soon, by itself.
-
-        Raises:
-            StorageError: The root of a tier cannot be left to the agent.
         """
         self._finish_images()
         self._left.set()
@@ -298,8 +299,18 @@ class Saver:
                 self._fail(step.task, LeftToAgent(step.ref.step))
         self.steps.wait_images()
         if self._is_leader:
-            for writer in self._writers:
-                writer.detach()
+            self._leave_roots()
+
+    def _leave_roots(self) -> None:
+        """A store that does not answer soon keeps its record, which the agent removes later."""
+        leaving = Workers("detach", len(self._writers))
+        left = [leaving.submit(writer.detach) for writer in self._writers]
+        hanging = wait(left, _DETACH_SECONDS).not_done
+        for writer, one in zip(self._writers, left, strict=True):
+            if one in hanging or one.exception() is not None:
+                _log.info("ckpt: %s does not answer: its record is left to the agent", writer.url)
+        if not hanging:
+            leaving.close()
 
     def _finish_images(self) -> None:
         """Finish what is served from images by the streaming thread."""

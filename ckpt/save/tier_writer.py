@@ -53,6 +53,7 @@ _log = logging.getLogger("ckpt")
 _MANY: Final = 16
 """The number of ranks from which threads for the merge save more than they cost."""
 _READERS: Final = 8
+_LEAVING: Final = RetryPolicy(attempts=3)
 """Threads that fetch fragments for the merge. Requests take the time: one for each rank."""
 
 
@@ -290,10 +291,10 @@ class TierWriter:
         """Leave the root, and the steps that only memory has, to the agent. ``close`` follows.
 
         Raises:
-            StorageError: The store does not answer.
+            StorageError: The store does not answer. The agent removes the record of the job there.
         """
         self._detached = True
-        self._retry.call(self.root.detach)
+        _LEAVING.call(self.root.detach)
 
     def close(self, durable_step: int) -> None:
         """Stop the threads and release the root.
@@ -319,8 +320,9 @@ class TierWriter:
         with contextlib.suppress(CkptError):
             for ref in self._unclean:
                 self._discard(ref)
-        with contextlib.suppress(CkptError):
-            self.root.release()
+        if not self._detached:
+            with contextlib.suppress(CkptError):
+                self.root.release()
 
     def _discard(self, ref: StepRef) -> None:
         """Discard the unfinished writes of this rank for ``ref``. No listing shows them, and a

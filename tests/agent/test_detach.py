@@ -15,10 +15,12 @@ from ckpt import CheckpointManager, Tier
 from ckpt.agent.place import Place
 from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
-from ckpt.errors import LeftToAgent
+from ckpt.coordination.owner import read_owner
+from ckpt.errors import LeftToAgent, TransientStorageError
+from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
-from tests.agent.conftest import await_state
+from tests.agent.conftest import await_state, memory_folder
 from tests.kit.states import state
 from tests.kit.stores import Gated, whole
 from tests.kit.waiting import until
@@ -92,6 +94,75 @@ def test_what_the_far_tier_still_needs_stays_on_the_near_one(
     await_state(place, "done")
     assert whole(tmp_path / "far") == [1, 2, 3]
     assert whole(tmp_path / "near") == [3]
+
+
+class Down(Gated):
+    """A far store whose record of the job cannot be read: it answers with an error, or not."""
+
+    def __init__(self, url: str, hangs: bool) -> None:
+        super().__init__(url)
+        self.hangs, self.is_down = hangs, False
+        self.open.set()
+
+    def head(self, key):
+        if self.is_down and key == OWNER:
+            if self.hangs:
+                assert self.open.wait(200)
+            raise TransientStorageError(key, "down")
+        return self.inner.head(key)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_it_does_not_wait_for_the_record_of_a_store_that_is_down(
+    place: Place, tmp_path: Path, monkeypatch, hangs
+) -> None:
+    far = Down(str(tmp_path / "far"), hangs)
+    monkeypatch.setattr(
+        ckpt.storage.tiers,
+        "open_backend",
+        lambda url, options: far if url == far.url else open_backend(url, options),
+    )
+    manager = CheckpointManager([tmp_path / "near", tmp_path / "far"], agent="required")
+    manager.save(state(1), 1)
+    far.is_down = True
+    far.open.clear()
+    began = time.perf_counter()
+    manager.close(detach=True)
+    assert time.perf_counter() - began < DETACH_SECONDS
+    await_state(place, "done")
+    far.open.set()
+    assert whole(tmp_path / "far") == [1]
+    assert until(lambda: read_owner(open_backend(str(tmp_path / "far"))) is None)
+
+
+@pytest.mark.parametrize("how", ["with", "close"])
+def test_an_exception_leaves_the_job_to_the_agent(place: Place, tmp_path: Path, how) -> None:
+    """A step that memory alone has becomes durable."""
+    tiers = [Tier("memory"), Tier(str(tmp_path / "disk"), every=100)]
+    with pytest.raises(ValueError, match="oh"):  # noqa: PT012
+        manager = CheckpointManager(tiers, agent="required")
+        if how == "with":
+            with manager:
+                manager.save(state(1), 1)
+                raise ValueError("oh")
+        try:
+            manager.save(state(1), 1)
+            raise ValueError("oh")
+        finally:
+            manager.close()
+    await_state(place, "done")
+    assert whole(tmp_path / "disk") == [1]
+    assert not memory_folder(*tiers).exists()
+
+
+def test_a_second_manager_of_the_process_is_finished_too(place: Place, tmp_path: Path) -> None:
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    for step in (1, 2, 3):
+        manager = CheckpointManager(tiers, agent="required")
+        manager.save_async(state(step), step)
+        manager.close(detach=True)
+    await_state(place, "done")
+    assert 3 in whole(tmp_path / "far")
 
 
 def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: Place, tmp_path: Path) -> None:

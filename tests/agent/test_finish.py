@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,14 @@ from ckpt.errors import AgentError, ConfigError, LeftToAgent
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
 from tests.agent.conftest import await_state, holders, job_of, memory_folder
+from tests.cli.conftest import Cli, cli
 from tests.kit.stores import whole
 from tests.kit.waiting import until
 from tests.kit.worlds import run_code
 from tests.processes import ended
 from tests.servers import Server
 
+__all__ = ["cli"]
 TRAINER = """
 import os, sys, json, torch
 from ckpt import CheckpointManager, Tier
@@ -132,10 +135,60 @@ def test_memory_is_kept_for_a_trainer_that_starts_again_soon(
 ) -> None:
     monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "3600")
     train(tiers, 1, 2, "kill nearest")
-    assert until(lambda: (job := job_of(place)) and job.state == "waiting" and job.next_at)
+    assert await_state(place, "kept").next_at
     assert holds(tmp_path / "disk", 2)
     tiers[0] = {"url": "memory"}
     assert "from 2" in train(tiers, 3, 3, "restore")
+
+
+@pytest.mark.parametrize("how", ["command", "signal"])
+def test_memory_that_was_kept_is_freed_when_the_agent_stops(
+    place: Place, tmp_path: Path, tiers, monkeypatch, cli: Cli, how
+) -> None:
+    monkeypatch.setenv("CKPT_AGENT_MEMORY_SECONDS", "3600")
+    train(tiers, 1, 2, "kill nearest")
+    await_state(place, "kept")
+    if how == "command":
+        assert cli("agent", "stop").code == 0
+    else:
+        [pid] = holders(place, "listen")
+        os.kill(pid, signal.SIGTERM)
+        assert until(lambda: not holders(place, "work"))
+    assert no_traces(tiers)
+    assert holds(tmp_path / "disk", 2)
+
+
+def test_a_signal_right_after_the_death_of_the_trainer_finishes_its_steps(
+    place: Place, tmp_path: Path, tiers
+) -> None:
+    """As Kubernetes ends a sidecar when the trainer has ended."""
+    train(tiers, 1, 3, "kill nearest")
+    [pid] = holders(place, "listen")
+    os.kill(pid, signal.SIGTERM)
+    assert until(lambda: not holders(place, "work"))
+    assert holds(tmp_path / "far", 3)
+    assert no_traces(tiers)
+
+
+@pytest.mark.parametrize("words", [[], ["--now"]])
+def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
+    place: Place, tmp_path: Path, tiers, cli: Cli, words
+) -> None:
+    (tmp_path / "disk").write_text("no folder")
+    (tmp_path / "far").write_text("no folder")
+    del tiers[1]["every"]
+    tiers[1]["url"], tiers[2]["url"] = str(tmp_path / "disk" / "a"), str(tmp_path / "far" / "b")
+    train(tiers, 1, 1, "kill nearest")
+    assert until(lambda: (job := job_of(place)) and job.state == "waiting" and job.error)
+    job = job_of(place)
+    assert job is not None
+    stopped = cli("agent", "stop", *words)
+    assert stopped.code == AgentError.exit_code
+    assert job.attempt in stopped.err
+    assert f"ckpt ls {job.tiers[0]}" in stopped.err
+    assert not no_traces(tiers)
+    assert f"job {job.attempt} is over: given up" in Path(place.log).read_text()
+    shutil.rmtree(memory_folder(*(Tier(**fields) for fields in tiers)))  # type: ignore[arg-type]
 
 
 def test_nothing_is_touched_while_the_trainer_lives(place: Place, tmp_path: Path, tiers) -> None:

@@ -20,7 +20,7 @@ from ckpt.agent.finish import Finish
 from ckpt.agent.messages import Job, fields_of
 from ckpt.agent.reports import Copied, Ended
 from ckpt.catalog.index import committed
-from ckpt.coordination.owner import Owner, read_owner
+from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import OutOfSpace
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
@@ -160,6 +160,22 @@ def test_a_job_after_it_on_the_same_roots_ends_its_turn(tmp_path: Path, dead: Jo
         assert finish(dead) == (Ended("superseded"), [])
     assert finish(dead) == (Ended("superseded"), [])  # it has closed, and the root names no job
     assert not (tmp_path / "far").exists()
+
+
+def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dead: Job) -> None:
+    """The far tier still names the job before, which has detached; the near one knows that it has
+    ended.
+    """
+    first = msgspec.structs.replace(dead.owner, attempt="feedbeef0000", pid=NO_PROCESS)
+    near = read_owner(open_backend(str(tmp_path / "near")))
+    assert near is not None
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / OWNER).write_bytes(msgspec.json.encode(first))
+    assert finish(dead)[0] == Ended("superseded")
+    second = msgspec.structs.replace(near, ended=(first.attempt,))
+    (tmp_path / "near" / OWNER).write_bytes(msgspec.json.encode(second))
+    assert finish(dead)[0] == Ended("done")
+    assert steps(tmp_path / "far") == [1, 2, 3]
 
 
 def test_a_tier_that_fails_costs_no_other_and_is_tried_again(

@@ -14,10 +14,20 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
 
 from ckpt import CheckpointManager
 from ckpt.agent.client import connect, reach, start, status
-from ckpt.agent.messages import VERSION, Detach, Job, Process, Stop, Welcome, encode
+from ckpt.agent.messages import (
+    VERSION,
+    Detach,
+    Job,
+    Process,
+    Stop,
+    Welcome,
+    encode,
+    is_newer,
+)
 from ckpt.agent.place import Place
 from ckpt.coordination.owner import Owner, process_started
 from ckpt.errors import AgentError
@@ -109,6 +119,29 @@ def test_it_ends_by_itself_and_leaves_no_socket(place: Place, monkeypatch) -> No
     assert status(place) is None
 
 
+def test_a_socket_that_was_removed_is_made_again(place: Place) -> None:
+    connection = reach(place)
+    os.unlink(place.socket)
+    assert until(lambda: connect_version(place) == VERSION)
+    found = status(place)
+    assert found is not None
+    assert found.pid == connection.welcome.pid
+    connection.close()
+
+
+def test_an_agent_whose_folder_was_removed_ends(place: Place) -> None:
+    """Another agent may take its locks then."""
+    connection = reach(place)
+    for name in ("socket", "listen.lock", "work.lock"):
+        os.unlink(f"{place.folder}/{name}")
+    second = reach(place)
+    assert second.welcome.pid != connection.welcome.pid
+    assert connection.wait_ended(30)
+    assert connect_version(place) == VERSION  # the first has removed no socket but its own
+    connection.close()
+    second.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_in_order(place: Place, number) -> None:
     connection = reach(place)
@@ -118,15 +151,58 @@ def test_a_signal_ends_it_in_order(place: Place, number) -> None:
     connection.close()
 
 
-def test_one_of_another_version_is_asked_to_finish_and_replaced(place: Place) -> None:
-    """The other one is this very code, which says another version."""
+def agent_of(version: str) -> subprocess.Popen[bytes]:
+    """This very code, which says another version."""
     script = (
         "import sys, ckpt.agent.server as server\n"
-        "server.VERSION = 'other'\n"
+        f"server.VERSION = {version!r}\n"
         "from ckpt.agent.__main__ import main\n"
         "sys.exit(main(['run']))"
     )
-    with ended(subprocess.Popen([sys.executable, "-c", script])) as other:
+    return subprocess.Popen([sys.executable, "-c", script])
+
+
+def test_of_two_versions_that_differ_one_is_newer() -> None:
+    rising = ["", "other", "0.1.0-1", "0.1.0rc1-1", "0.1.0-2", "0.1.1-1", "0.10.0-1", "1.0-1"]
+    for place, one in enumerate(rising):
+        assert [is_newer(other, one) for other in rising] == [
+            at > place for at in range(len(rising))
+        ]
+
+
+def test_one_of_a_newer_version_stays_and_the_older_trainer_goes_on_without(
+    place: Place, tmp_path: Path, caplog
+) -> None:
+    with ended(agent_of("999.0.0-1")) as newer:
+        assert until(lambda: connect_version(place) == "999.0.0-1")
+        with pytest.raises(AgentError, match=r"has version 999\.0\.0-1.*CKPT_AGENT_FOLDER"):
+            reach(place)
+        with CheckpointManager(tmp_path, agent="auto") as manager:
+            manager.save({"x": torch.ones(1)}, 1)
+        assert caplog.text.count("999.0.0-1") == 1
+        assert newer.poll() is None
+        assert connect_version(place) == "999.0.0-1"
+
+
+def test_a_trainer_whose_agent_a_newer_one_has_replaced_says_so_once(
+    place: Place, tmp_path: Path, caplog
+) -> None:
+    with CheckpointManager(tmp_path, agent="required"):
+        ours = status(place)
+        assert ours is not None
+        connection = connect(place)
+        assert connection is not None
+        connection.ask(Stop())  # as a newer trainer does
+        with ended(agent_of("999.0.0-1")):
+            assert until(lambda: "has no agent for now" in caplog.text)
+            assert connect_version(place) == "999.0.0-1"
+            assert until(lambda: caplog.text.count("999.0.0-1") == 1)
+        connection.close()
+        assert until(lambda: (job := job_of(place)) and job.state == "running")
+
+
+def test_one_of_another_version_is_asked_to_finish_and_replaced(place: Place) -> None:
+    with ended(agent_of("other")) as other:
         assert until(lambda: connect_version(place) == "other")
         with pytest.raises(AgentError, match="has version other"):
             status(place)
@@ -241,7 +317,8 @@ def test_the_command_line_asks_and_stops_it(place: Place, cli: Cli) -> None:
     assert cli("agent", "run").code == AgentError.exit_code
     assert cli("agent", "status", "--now").code == 2
     assert cli("agent", "stop", "--idle-seconds", "3").code == 2
-    assert cli("agent", "stop", "--json").json == {"stopped": connection.welcome.pid}
+    told = cli("agent", "stop", "--json")
+    assert (told.code, told.json) == (0, {"stopped": connection.welcome.pid, "given_up": []})
     assert status(place) is None
     connection.close()
 
@@ -250,5 +327,6 @@ def test_an_agent_that_finishes_for_another_lets_it_listen_but_not_work(place: P
     connection = reach(place)
     connection.ask(Stop())
     assert msgspec.structs.asdict(connection.welcome)["version"] == VERSION
+    assert connection.stopped().given_up == ()
     assert connection.wait_ended(30)
     connection.close()
