@@ -1,7 +1,7 @@
-"""Train with a quantised optimizer of torchao: quantised.py KIND save|restore ROOT.
+"""Train with a quantised optimizer of torchao: KIND save|restore|move ROOT [TO [WIDTH]].
 
 It prints the losses of four steps: those after the save, or those after the restore. On more ranks
-than one the model is sharded by ``fully_shard``.
+than one the model is sharded by ``fully_shard``. To move is to restore, and to save it below TO.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 
 
-def main(kind: str, phase: str, root: str) -> None:
+def main(kind: str, phase: str, root: str, to: str = "", width: str = "256") -> None:
     torch.set_num_threads(1)
+    # torch's cache of compiled steps takes the code of one class of moments for another's
+    caches: Any = importlib.import_module("torch._functorch.config")
+    caches.enable_autograd_cache = False
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(0 if phase == "save" else 7)
-    model: Any = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    model: Any = nn.Sequential(nn.Linear(64, int(width)), nn.GELU(), nn.Linear(int(width), 64))
     if ranks > 1:
         dist.init_process_group("gloo")
         fully_shard(model)
@@ -48,6 +51,9 @@ def main(kind: str, phase: str, root: str) -> None:
         else:
             manager.restore(state)
             pending = None
+        if phase == "move":
+            with CheckpointManager(to) as other:
+                other.save(state, 4)
         losses = [step(index) for index in range(4, 8)]
         if pending is not None:
             pending.result()
