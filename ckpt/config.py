@@ -199,6 +199,11 @@ class Tier:
         if self.local not in (None, True, False):
             raise ConfigError(f"local={shown(self.local)}: give true or false")
         whole("replicas", self.replicas, 0, 16)
+        if self.replicas and self.capacity is not None:
+            raise ConfigError(
+                f"replicas={self.replicas} and capacity: copies for other nodes would take the "
+                "room of saves: bound the tier by keep_last instead"
+            )
         parse_codec(self.codec)
 
     @property

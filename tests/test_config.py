@@ -180,3 +180,22 @@ def test_the_traceback_is_shown_on_demand(monkeypatch: pytest.MonkeyPatch) -> No
     assert not debug_wanted()
     monkeypatch.setenv("CKPT_DEBUG", "1")
     assert debug_wanted()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"replicas": -1}, "replicas"),
+        ({"replicas": True}, "replicas"),
+        ({"replicas": 1, "capacity": "1GB"}, "keep_last"),
+    ],
+)
+def test_replicas_that_cannot_be_kept(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Tier("/nvme", local=True, **fields)
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("inf"), "fast"])
+def test_a_rate_of_copies_is_a_positive_number(rate: Any) -> None:
+    with pytest.raises(ConfigError, match="replicate_mb_per_s"):
+        SaveConfig(replicate_mb_per_s=rate)

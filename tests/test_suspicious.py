@@ -188,6 +188,30 @@ def test_one_of_two_optimizers_is_enough(tmp_path: Path) -> None:
         assert one.steps == [9]
 
 
+def test_what_is_frozen_at_the_save_may_have_been_trained_before(tmp_path: Path) -> None:
+    """The critic is trained each time, and frozen while the generator learns from it."""
+    with Job(tmp_path) as generator, Job(tmp_path / "other") as critic:
+        state = {"generator": generator.state, "critic": critic.state}
+        for step in range(6):
+            critic.train()
+            critic.model.requires_grad_(False)
+            if step % 3 == 0:
+                generator.train()
+            generator.manager.save(state, step)
+            critic.model.requires_grad_(True)
+        assert generator.steps == []
+        critic.model.requires_grad_(False)
+        generator.manager.save(state, 9)
+        assert generator.steps == [9]
+
+
+def test_a_rate_that_is_no_number_is_no_error(tmp_path: Path) -> None:
+    with Job(tmp_path) as job:
+        job.optimizer.param_groups[0]["lr"] = (1e-3, 1e-4)
+        job.manager.save(job.state, 1)
+        assert job.steps == []
+
+
 def test_an_older_step_is_compared_with_none(tmp_path: Path) -> None:
     with Job(tmp_path) as job:
         job.manager.save(job.state, 5)

@@ -126,6 +126,11 @@ class PosixBackend(RootedFolder):
         self._root_synced = False
         self._remember_root()
 
+    def free_bytes(self) -> int:
+        with mapped("", missing=StorageError):
+            found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize
+
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         target = self._writable(check_key(key))
         with mapped(key, missing=StorageError):

@@ -122,6 +122,13 @@ class ShmBackend(PosixBackend):
             found = os.stat(self._top())
         return f"{found.st_dev}:{found.st_ino}"
 
+    def free_bytes(self) -> int:
+        """Return what the file system leaves, or the machine's memory if that is less."""
+        with mapped("", missing=StorageError), open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        kib = lines.get("MemAvailable", "").split()
+        return min(super().free_bytes(), int(kib[0]) << 10) if kib else super().free_bytes()
+
     def close(self) -> None:
         """Let go of the folder. One with nothing in it is not left behind."""
         self._let_go()

@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -25,17 +27,20 @@ from ckpt.catalog.transfer import copy_files
 from ckpt.catalog.verify import StepFolder
 from ckpt.config import SaveConfig, failure_domain
 from ckpt.coordination.api import Coordinator
+from ckpt.coordination.commit import LEADER
 from ckpt.coordination.gather import Wait, gather, leader_decides
-from ckpt.errors import CkptError, ConfigError, StorageError
+from ckpt.errors import CkptError, ConfigError, OutOfSpace, StorageError
 from ckpt.events import NodeReplicated, Observers
 from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Fragment, Manifest, StoredFile
+from ckpt.model.readable import size
 from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step
 from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.plan.buddies import buddies
 from ckpt.plan.restore import ChunkRead
+from ckpt.storage.api import HasSpace
 from ckpt.storage.tiers import Nodes, OpenTier
 
 _START_SECONDS: Final = 300.0
@@ -44,6 +49,8 @@ _END_SECONDS: Final = 60.0
 _SUBJECT: Final = "replicas"
 _MISSED: Final = 3
 """Steps in a row that a buddy does not get before a warning says so."""
+_TRIES: Final = 3
+"""Of a step, while there is no newer one: a node may learn of the commit later than its buddy."""
 
 _log = logging.getLogger("ckpt")
 
@@ -81,10 +88,10 @@ class NodeReplicas:
         observers: Observers,
     ) -> None:
         self._server, self._coordinator, self._observers = server, coordinator, observers
-        self._patience = min(config.commit_timeout_seconds, _END_SECONDS)
         self._pace = _Pace(config.replicate_mb_per_s)
         self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
+        self._copying.start()  # a commit must not fail because no thread can be started
         self._lock = threading.Lock()
         self._newest: dict[int, StepRef] = {}
         self._tiers = {tier.index: _ring_of(tier, nodes, coordinator.rank) for tier in tiers}
@@ -114,16 +121,21 @@ class NodeReplicas:
                 )
         apart = [(tier, tier.nodes) for tier in wanted if tier.nodes is not None]
         if not apart:
+            if wanted:
+                _log.info("ckpt: the job has one node: there is no other to keep copies on")
             return None
         mine = [tier for tier, nodes in apart if coordinator.rank in nodes.firsts]
-        server = NodeServer({tier.index: tier.backend for tier in mine}) if mine else None
+        stores = {tier.index: tier.backend for tier in mine}
+        server = NodeServer(stores, nice=config.nice, cpus=config.cpus) if mine else None
         try:
             nodes = _exchange([nodes for _, nodes in apart], server, coordinator)
+            if server is None:
+                return None
+            return cls(mine, nodes, server, coordinator, config, observers)
         except BaseException:
             if server is not None:
                 server.close()
             raise
-        return None if server is None else cls(mine, nodes, server, coordinator, config, observers)
 
     def committed(self, tier: OpenTier, ref: StepRef) -> None:
         """The step is a checkpoint on ``tier``: let others read it, and copy theirs. Returns at
@@ -131,7 +143,7 @@ class NodeReplicas:
         """
         if tier.index not in self._tiers:
             return
-        self._server.allow(ref)
+        self._server.allow(ref, tier.index)
         with self._lock:
             waits = tier.index in self._newest
             self._newest[tier.index] = ref
@@ -140,15 +152,17 @@ class NodeReplicas:
 
     def close(self, *, wait: bool) -> None:
         """Stop. With ``wait``, this node and its buddies copy the last step before, as fast as it
-        goes.
+        goes and for 60 s at most.
         """
+        deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         self._pace.end(now=not wait)
-        self._copying.close(cancel=not wait)
-        self._writing.close(cancel=not wait)
+        if wait and not futures.wait([self._copying.submit(int)], _END_SECONDS).done:
+            self._pace.end(now=True)
+        self._copying.close(cancel=True)
+        self._writing.close(cancel=True)
         for ring in self._tiers.values():
-            ring.forget_evicted()
-        if wait:
-            self._await_buddies()
+            ring.end(warn=wait)
+        self._meet_buddies(deadline)
         self._server.close()
 
     def _copy(self, index: int) -> None:
@@ -156,10 +170,9 @@ class NodeReplicas:
             ref = self._newest.pop(index)
         ring, began = self._tiers[index], time.perf_counter()
         try:
-            nbytes = ring.copy(ref, self._writing, self._pace)
-        except CkptError as error:
-            if not self._pace.stopped:
-                ring.missed(ref, error)
+            nbytes = self._try(ring, ref)
+        except Exception as error:  # noqa: BLE001 - nothing that fails here may cost a save
+            ring.missed(ref, error)
             return
         seconds = time.perf_counter() - began
         if nbytes is not None:
@@ -167,13 +180,29 @@ class NodeReplicas:
                 NodeReplicated(step=ref.step, tier=ring.tier.url, nbytes=nbytes, seconds=seconds)
             )
 
-    def _await_buddies(self) -> None:
-        """Return when the buddies of this node have copied what they could."""
+    def _try(self, ring: _Ring, ref: StepRef) -> int | None:
+        """Copy a step, and try again while there is no newer one. Raises as ``_Ring.copy`` does."""
+        for _ in range(_TRIES - 1):
+            try:
+                return ring.copy(ref, self._writing, self._pace)
+            except CkptError:
+                with self._lock:
+                    is_newest = ring.tier.index not in self._newest
+                if self._pace.stopped or not is_newest:
+                    raise
+        return ring.copy(ref, self._writing, self._pace)
+
+    def _meet_buddies(self, deadline: float) -> None:
+        """Tell that this node has copied what it could, and return when its buddies have.
+
+        A node that leaves the others by an exception tells it too, so that none waits for it.
+        """
         subject = f"{_SUBJECT}/done"
         keepers = {rank for ring in self._tiers.values() for rank in ring.keepers}
         try:
             self._coordinator.post(subject, b"done")
-            gather(self._coordinator, subject, Wait(self._patience, "the copies"), ranks=keepers)
+            if (left := deadline - time.monotonic()) > 0:
+                gather(self._coordinator, subject, Wait(left, "the copies"), ranks=keepers)
         except CkptError as error:
             _log.warning(
                 "ckpt: whether other nodes have copied the last step is unknown: %s", error
@@ -185,16 +214,19 @@ class _Ring:
     """The part of one node in the copies of one tier. The thread that copies has it.
 
     Attributes:
+        here: The number of this node.
         sources: How the nodes are reached whose files this node keeps, by their number.
         keepers: The lowest ranks of the nodes that keep this node's files.
     """
 
     tier: OpenTier
     nodes: Nodes
+    here: int
     sources: Mapping[int, Peer]
     keepers: Sequence[int]
     _kept: dict[StepRef, list[str]] = field(default_factory=dict[StepRef, list[str]])
     _missed: int = 0
+    _lacking: StepRef | None = None
 
     def copy(self, ref: StepRef, workers: Workers, pace: _Pace) -> int | None:
         """Copy the other nodes' files of a committed step; return their size, or None if the step
@@ -217,11 +249,11 @@ class _Ring:
         if not is_committed(backend, ref):  # its slot was needed meanwhile
             self._remove(ref)
             return None
-        self._missed = 0
-        for older in [other for other in self._kept if other < ref]:
+        self._missed, self._lacking = 0, None
+        for other in [other for other in self._kept if other != ref]:
             if self.tier.in_memory:
-                self._remove(older)
-            self._kept.pop(older, None)  # the retention of a folder removes its copies
+                self._remove(other)
+            self._kept.pop(other, None)  # the retention of a folder removes its copies
         return nbytes
 
     def _copy_node(
@@ -242,6 +274,7 @@ class _Ring:
             for part in theirs
         ]
         stored = [found for _, fragment, _ in parts if (found := _stored(ref, fragment))]
+        self._check_room(manifest, sum(file.size for file in stored))
         kept += [file.key for file in stored]
         copy_files(_fetch(store, stored, pace), stored, folder, on_bytes=pace.spend)
         for name, _, data in parts:  # last: a fragment says that its file is there
@@ -249,9 +282,18 @@ class _Ring:
             folder.backend.put(ref.key(name), [data])
         return sum(file.size for file in stored)
 
-    def missed(self, ref: StepRef, error: CkptError) -> None:
+    def _check_room(self, manifest: Manifest, nbytes: int) -> None:
+        """Raise ``OutOfSpace`` if copies of ``nbytes`` would take the room of the next save."""
+        backend = self.tier.backend
+        own = sum(file.size for file in manifest.files if self.nodes.of[file.rank] == self.here)
+        if isinstance(backend, HasSpace) and backend.free_bytes() < nbytes + own:
+            raise OutOfSpace(
+                self.tier.url, f"copies of {size(nbytes)} would leave no room for the next save"
+            )
+
+    def missed(self, ref: StepRef, error: Exception) -> None:
         """A step was not copied."""
-        self._missed += 1
+        self._missed, self._lacking = self._missed + 1, ref
         level = logging.WARNING if self._missed == _MISSED else logging.DEBUG
         _log.log(
             level,
@@ -264,15 +306,24 @@ class _Ring:
             error,
         )
 
-    def forget_evicted(self) -> None:
-        """Remove copies of steps of which this node has no part any more."""
+    def end(self, *, warn: bool) -> None:
+        """Remove copies of steps of which this node has no part any more.
+
+        With ``warn``, log a warning if the last step was not copied.
+        """
         for ref in list(self._kept):
             with suppress(CkptError):
                 if not is_committed(self.tier.backend, ref):
                     self._remove(ref)
+        if warn and self._lacking is not None:
+            _log.warning(
+                "ckpt: step %d on %s: the files of other nodes were not copied to this node",
+                self._lacking.step,
+                self.tier.url,
+            )
 
     def _remove(self, ref: StepRef) -> None:
-        for key in self._kept.pop(ref, []):
+        for key in reversed(self._kept.pop(ref, [])):  # a fragment says that its file is there
             with suppress(CkptError):
                 self.tier.backend.delete(key)
 
@@ -359,9 +410,18 @@ def _ring_of(tier: OpenTier, known: Mapping[int, _Node], rank: int) -> _Ring:
     lowest = nodes.firsts
     chosen = buddies([known[first].domain for first in lowest], tier.tier.replicas)
     here = nodes.of[rank]
+    most = max(Counter(node for keepers in chosen for node in keepers).values(), default=0)
+    if most > tier.tier.replicas and rank == LEADER:
+        _log.warning(
+            "ckpt: the failure domains (CKPT_FAILURE_DOMAIN) are of different sizes: a node keeps "
+            "the files of up to %d others on %s",
+            most,
+            tier.url,
+        )
     return _Ring(
         tier,
         nodes,
+        here,
         sources={
             node: known[lowest[node]].peer for node, keepers in enumerate(chosen) if here in keepers
         },

@@ -54,8 +54,10 @@ _WAITING: Final = 1024
 _WAITING_PER_ADDRESS: Final = 128
 """Of those, as many from one address: its ranks and their threads."""
 _KEY_BYTES: Final = 1024
-_ALLOWED: Final = 4
-"""Steps that may be read at once. A restore reads one, and buddies copy the last few."""
+_ALLOWED: Final = 256
+"""Steps of a tier that may be read at once. A restore reads one. Buddies copy the last ones, and a
+slow one may be many steps behind.
+"""
 _PAUSE_SECONDS: Final = 0.1
 _CONNECT_SECONDS: Final = 5.0
 _REQUEST_SECONDS: Final = 5.0
@@ -113,8 +115,15 @@ class NodeServer:
     Threads: ``allow`` and ``close`` from the owner.
     """
 
-    def __init__(self, stores: Mapping[int, StorageBackend]) -> None:
-        self._stores, self._allowed = stores, deque[str](maxlen=_ALLOWED)
+    def __init__(
+        self,
+        stores: Mapping[int, StorageBackend],
+        *,
+        nice: int = 0,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
+        self._stores = stores
+        self._allowed = {tier: deque[str](maxlen=_ALLOWED) for tier in stores}
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.served_bytes = 0
         self._changed = threading.Condition()
@@ -125,15 +134,18 @@ class NodeServer:
         self.addresses = tuple(str(each.getsockname()[0]) for each in self._listening)
         self.port: int = self._listening[0].getsockname()[1]
         self._wake, self._woken = socket.socketpair()
-        self._workers = Workers("serve", _SERVING + 1)
+        self._workers = Workers("serve", _SERVING + 1, nice=nice, cpus=cpus)
         self._workers.submit(self._listen)
 
-    def allow(self, ref: StepRef) -> None:
-        """The files of ``ref`` may be read from now on, and those of the last few steps that were
-        allowed before. All others may not.
+    def allow(self, ref: StepRef, tier: int | None = None) -> None:
+        """The files of ``ref`` may be read from now on, from ``tier`` or from all.
+
+        So may those of the last steps that were allowed before, and no others.
         """
         with self._changed:
-            self._allowed.append(ref.folder)
+            for folders in self._allowed.values() if tier is None else [self._allowed[tier]]:
+                if ref.folder not in folders:
+                    folders.append(ref.folder)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -256,7 +268,7 @@ class NodeServer:
         _, _, tier, offset, length, _ = _REQUEST.unpack_from(request)
         try:
             store, key = self._stores[tier], check_key(request[_REQUEST.size :].decode())
-            self._check(key)
+            self._check(tier, key)
             size = store.head(key).size
         except ObjectNotFound:
             connection.sendall(_ANSWER.pack(_MAGIC, _NOT_THERE, 0))
@@ -275,7 +287,7 @@ class NodeServer:
             connection.sendall(piece)
             self.served_bytes += len(piece)
 
-    def _check(self, key: str) -> None:
+    def _check(self, tier: int, key: str) -> None:
         """Raise ``ObjectNotFound`` for a key that may not be read.
 
         A rank may learn of the step a moment before this one.
@@ -286,10 +298,9 @@ class NodeServer:
         if name == MANIFEST:
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or folder in self._allowed, _CONNECT_SECONDS
-            )
-            if folder not in self._allowed:
+            allowed = self._allowed[tier]
+            self._changed.wait_for(lambda: self._closing or folder in allowed, _CONNECT_SECONDS)
+            if folder not in allowed:
                 raise ObjectNotFound(key)
 
 

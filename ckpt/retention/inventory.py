@@ -87,8 +87,8 @@ class Inventory:
     """The steps of a tier.
 
     It remembers whole steps, of which only the metrics and the copies of other nodes' files change.
-    Each look costs a listing of the root, a listing
-    of the pins, and one request for every known step.
+    Each look costs a listing of the root, a listing of the pins, and one request for every known
+    step.
 
     Args:
         part: Whether other nodes may have the rest of each step.
@@ -187,14 +187,14 @@ class Inventory:
         return there and bool(files or not self._part)
 
     def _here(self, objects: Sequence[ObjectInfo], outline: _Outline) -> Sequence[_NamedFile]:
-        """Return the data files that belong here.
+        """Return the data files that belong here: those of the ranks whose fragments are here.
 
-        A rank's fragment and its file are on one node.
+        A data file without its fragment is a copy for another node that was cut off.
         """
         if not self._part:
             return outline.files
         here = {info.key.rpartition("/")[2] for info in objects}
-        return [file for file in outline.files if here & {file.name, fragment_name(file.rank)}]
+        return [file for file in outline.files if fragment_name(file.rank) in here]
 
     def _outline(self, ref: StepRef) -> _Outline | None:
         """None if the manifest is damaged, or was removed just now."""

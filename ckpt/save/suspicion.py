@@ -71,19 +71,24 @@ class _Seen:
     table: Sequence[Chunk]
 
     def changed(self, before: _Seen) -> bool | None:
-        """Return whether a trained tensor has changed since ``before``, or may have.
+        """Return whether a tensor of the optimizers has changed since ``before``, or may have.
 
-        None if this rank writes none of those that both saves have.
+        One that was trained between the saves may not be trained now, as the two models of a GAN.
+
+        None if this rank writes none of those that are trained now and that both saves have.
         """
         mine, other = self.chunks, before.chunks
         if not (mine.whole and other.whole and mine.trained.era == other.trained.era):
             return True
-        both = [name for name in mine.places if name in other.places]
-        return any(self.of(name) != before.of(name) for name in both) if both else None
+        places, earlier = {**mine.still, **mine.places}, {**other.still, **other.places}
+        both = places.keys() & earlier.keys()
+        if any(self.of(places[name]) != before.of(earlier[name]) for name in both):
+            return True
+        return False if both & mine.places.keys() & other.places.keys() else None
 
-    def of(self, name: str) -> list[str]:
-        """Return the checksums of this rank's chunks of a tensor."""
-        return [self.table[index].checksum for index in self.chunks.places[name]]
+    def of(self, places: Sequence[int]) -> list[str]:
+        """Return the checksums of some of this rank's chunks."""
+        return [self.table[index].checksum for index in places]
 
 
 class Suspicions:
@@ -185,7 +190,7 @@ class Suspicions:
         """Return what this rank sees, and remember the save."""
         before, step = self._seen, job.ref.step
         bad = _few([job.image.found]) if isinstance(job.image, ScannedImage) else ()
-        same_plan = before is not None and before.chunks.still(job.plan, trained)
+        same_plan = before is not None and before.chunks.is_of(job.plan, trained)
         chunks = before.chunks if before and same_plan else Chunks.of(job.plan, trained)
         now = _Seen(step, chunks, job.known)
         if before is not None and step <= before.step and trained.era == before.chunks.trained.era:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, compress, pairwise
-from operator import attrgetter
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -36,8 +35,9 @@ class Trained:
 
     Attributes:
         era: Counts the restores before the save.
-        still: The identities of the tensors that they train with a learning rate of zero.
-        moving: Those of the other tensors that they train.
+        still: The identities of the tensors of their groups that they do not train now: with a
+            learning rate of zero, or without a gradient.
+        moving: Those of the other tensors.
         seen: Identity -> the name that the bytes are stored under, for each part of the state.
     """
 
@@ -56,9 +56,10 @@ class Trained:
                 moving.append(id(optimizer))
                 continue
             for group in optimizer.param_groups:
-                parameters = group["params"]
-                trained = compress(parameters, map(_needs_gradient, parameters))
-                (moving if _moves(group) else still).extend(map(id, trained))
+                moves = _moves(group)
+                for parameter in group["params"]:
+                    trains = moves and parameter.requires_grad
+                    (moving if trains else still).append(id(parameter))
         seen: list[Mapping[int, str]] = []
         alone: dict[int, str] = {}
         for part in collected.parts:
@@ -75,12 +76,11 @@ class Trained:
         }
 
 
-_needs_gradient: Final = attrgetter("requires_grad")
-
-
 def _moves(group: Mapping[str, Any]) -> bool:
-    rate = group.get("lr")
-    return rate is None or float(rate) != 0.0  # without a rate, the optimizer finds its own
+    try:
+        return float(group["lr"]) != 0.0
+    except (KeyError, TypeError, ValueError):  # the optimizer finds its own rate, or has several
+        return True
 
 
 class _Piece(NamedTuple):
@@ -107,32 +107,37 @@ def _pieces(plan: SavePlan) -> list[_Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Where the chunks of the tensors that move are in the file of this rank.
+    """Where the chunks of the tensors of optimizers are in the file of this rank.
 
     Attributes:
         plan: The plan of the file.
         trained: What is trained.
-        places: Name -> the indices of its chunks.
+        places: Name -> the indices of its chunks, of those that move.
+        still: The same of the others.
         whole: Whether all that moves is saved.
     """
 
     plan: SavePlan
     trained: Trained
     places: Mapping[str, Sequence[int]]
+    still: Mapping[str, Sequence[int]]
     whole: bool
 
     @classmethod
     def of(cls, plan: SavePlan, trained: Trained) -> Chunks:
         """Find them."""
-        names = trained.names(trained.moving)
+        moving, others = trained.names(trained.moving), trained.names(trained.still)
         places: dict[str, list[int]] = {}
+        still: dict[str, list[int]] = {}
         for index, piece in enumerate(_pieces(plan)):
-            if piece.name in names:
+            if piece.name in moving:
                 places.setdefault(piece.name, []).append(index)
+            elif piece.name in others:
+                still.setdefault(piece.name, []).append(index)
         whole = all(any(each in known for known in trained.seen) for each in trained.moving)
-        return cls(plan, trained, places, whole)
+        return cls(plan, trained, places, still, whole)
 
-    def still(self, plan: SavePlan, trained: Trained) -> bool:
+    def is_of(self, plan: SavePlan, trained: Trained) -> bool:
         """Return True if this is what ``of`` would return."""
         return self.plan is plan and self.trained == trained
 

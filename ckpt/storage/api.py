@@ -227,6 +227,19 @@ class Rooted(Protocol):
 
 
 @runtime_checkable
+class HasSpace(Protocol):
+    """A store that knows how much it can still take."""
+
+    def free_bytes(self) -> int:
+        """Return how many bytes are free.
+
+        Raises:
+            StorageError: The store does not answer.
+        """
+        ...
+
+
+@runtime_checkable
 class KeepsUnfinished(Protocol):
     """A store that keeps what a process had written before it was killed: temporary files, or
     the parts of an upload.

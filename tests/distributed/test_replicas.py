@@ -15,12 +15,12 @@ pytestmark = pytest.mark.distributed
 WORKER = WORKERS / "replicas.py"
 
 
-@pytest.mark.parametrize("scene", ["on_disk", "in_racks", "on_two_buddies"])
+@pytest.mark.parametrize("scene", ["on_disk", "in_racks", "on_two_buddies", "slow_to_hear"])
 def test_a_step_outlives_the_nodes_whose_buddies_are_left(tmp_path: Path, scene: str) -> None:
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
 
 
-@pytest.mark.parametrize("scene", ["unfaithful", "full_disk", "not_local"])
+@pytest.mark.parametrize("scene", ["unfaithful", "full_disk", "no_room", "leaves", "not_local"])
 def test_a_copy_that_cannot_be_made_costs_no_save(tmp_path: Path, scene: str) -> None:
     assert world(4, WORKER, tmp_path, scene).count("ALL WELL") == 4
 

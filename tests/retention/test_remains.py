@@ -394,7 +394,8 @@ def test_what_the_job_goes_on_from_stays_on_a_node_that_does_not_list_it(tmp_pat
         attempt(tmp_path, 12, ONE, version=None),
         attempt(tmp_path, 9, ONE),
     )
-    (restored / "rank-00000.json").write_bytes(b"{}")
+    for folder in (listed, restored, older):
+        (folder / "rank-00000.json").write_bytes(b"{}")
     (tmp_path / OWNER).write_bytes(msgspec.json.encode(replace(Owner.here(ONE), started=1)))
     claim = claim_of(tmp_path, TWO)
     claim.take()

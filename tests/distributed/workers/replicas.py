@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import torch.distributed as dist
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
-from ckpt.errors import CkptError, ConfigError, NoCheckpoint, OutOfSpace
+from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
-from ckpt.nodes.replicas import _Ring
+from ckpt.nodes.replicas import NodeReplicas, _Ring
 from ckpt.nodes.server import NodeServer
+from ckpt.retention.inventory import Inventory
 from ckpt.storage.api import Upload
+from ckpt.storage.tiers import OpenTier, open_tiers
 from ckpt_backends.posix import PosixBackend
 from tests.distributed.workers import nets
 from tests.distributed.workers.nets import assert_same, full, step
@@ -111,6 +114,13 @@ def on_disk(root: Path) -> None:
     assert files(base, 1) == [[], [], [], []], files(
         base, 1
     )  # a node's retention removes the copies too
+    dist.barrier()
+    cut = without(base, 1)  # and node 0 was killed while it copied
+    alone(lambda: next((cut / "node0").glob("step-000000003.*/rank-00003.json")).unlink())
+    (near,) = open_tiers([Tier(str(cut / "node0"))])
+    found = Inventory(near.backend, part=True).look()
+    assert [held.state for held in found] == ["whole", "whole"], found
+    alone(lambda: shutil.rmtree(cut))
     for node in range(4):
         assert restored(tiers(without(base, node))) == 3
     assert restored(tiers(without(base, 0, 2))) == 3
@@ -166,7 +176,7 @@ def unfaithful(root: Path) -> None:
     base, events = root / "unfaithful", list[Event]()
     missed, miss = threading.Semaphore(0), _Ring.missed
 
-    def note(self: _Ring, ref: StepRef, error: CkptError) -> None:
+    def note(self: _Ring, ref: StepRef, error: Exception) -> None:
         miss(self, ref, error)
         missed.release()
 
@@ -214,6 +224,57 @@ def full_disk(root: Path) -> None:
     dist.barrier()
     assert files(base, 3) == [[0, 3], [0, 1], [2], [2, 3]]
     assert restored(tiers(base)) == 3
+
+
+def no_room(root: Path) -> None:
+    """Copies would take the room of the next save on rank 2's node."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    base = root / "room"
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(PosixBackend, "free_bytes", lambda _: 1000)
+        with CheckpointManager(tiers(base, replicas=1)) as manager:
+            save(manager)
+    dist.barrier()
+    assert files(base, 3) == [[0, 3], [0, 1], [2], [2, 3]]
+    said = any("were not copied to this node" in message for message in messages)
+    assert said == (dist.get_rank() == 2), messages
+
+
+def slow_to_hear(root: Path) -> None:
+    """Rank 1 learns of a commit later than its buddy asks for the files."""
+    patched, waits = NodeReplicas.committed, [threading.Timer(0, int)]
+
+    def later(self: NodeReplicas, tier: OpenTier, ref: StepRef) -> None:
+        waits[0] = threading.Timer(7, patched, (self, tier, ref))
+        waits[0].start()
+
+    base = root / "slow"
+    with CheckpointManager(tiers(base, replicas=1)) as manager:
+        if dist.get_rank() == 1:
+            NodeReplicas.committed = later  # type: ignore[method-assign]
+        save(manager, (1,))
+        if dist.get_rank() == 1:
+            waits[0].join()
+    dist.barrier()
+    assert files(base, 1) == [[0, 3], [0, 1], [1, 2], [2, 3]]
+
+
+def leaves(root: Path) -> None:
+    """Rank 3 leaves by an exception; the others do not wait for its copies."""
+    base, began = root / "leaves", 0.0
+    try:
+        with CheckpointManager(tiers(base, replicas=1), commit_timeout_seconds=300) as manager:
+            save(manager, (1,))
+            began = time.monotonic()
+            if dist.get_rank() == 3:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert time.monotonic() - began < 50  # it waits for 60 s where no word comes
 
 
 def not_local(root: Path) -> None:

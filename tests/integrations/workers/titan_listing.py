@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RestoreError, TransientStorageError
-from tests.integrations.test_torchtitan import Job
+from tests.integrations.titan_parts import Job
 
 
 def refuse() -> NoReturn:
