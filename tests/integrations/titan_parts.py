@@ -13,6 +13,9 @@ from ckpt.integrations.torchtitan import CkptManager
 
 
 class Layer(nn.Module):
+    seen: torch.Tensor
+    rope: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(3, 4), nn.Linear(4, 2)
@@ -21,7 +24,8 @@ class Layer(nn.Module):
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         self.seen += 1
-        return self.down(self.up(values))
+        found: torch.Tensor = self.down(self.up(values))
+        return found
 
 
 class Net(nn.Module):
@@ -37,6 +41,7 @@ class Net(nn.Module):
     @property
     def layer(self) -> Layer:
         (found,) = self.layers.values()
+        assert isinstance(found, Layer)
         return found
 
 
