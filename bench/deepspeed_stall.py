@@ -22,6 +22,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from bench.rank_exit import exit_rank
 from ckpt import Tier
 from ckpt.integrations.deepspeed_engine import CkptEngine
 
@@ -73,6 +74,7 @@ def main() -> None:
     print(f"DeepSpeed's own engine  stall {_ms(theirs[1:])}")
     print(f"CkptEngine              stall {_ms(ours[1:])}, durable {_ms(durable[1:])}")
     print(f"load average {os.getloadavg()[0]:.1f}")
+    exit_rank()
 
 
 def engine_of(width: int, stage: int) -> Any:

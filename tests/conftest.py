@@ -1,4 +1,4 @@
-"""Fixtures for all tests; the servers live in tests/servers.py."""
+"""Fixtures for all tests; the servers live in tests/servers.py, stores in tests/kit/stores.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
 
 from tests.faults.ledger import Tally  # noqa: E402
+from tests.kit.stores import gated  # noqa: E402
 from tests.servers import fake_gcs, moto_server, rclone_s3  # noqa: E402
 
-__all__ = ["fake_gcs", "moto_server", "rclone_s3"]
+__all__ = ["fake_gcs", "gated", "moto_server", "rclone_s3"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -190,15 +191,26 @@ def test_a_trainer_whose_agent_a_newer_one_has_replaced_says_so_once(
     with CheckpointManager(tmp_path, agent="required"):
         ours = status(place)
         assert ours is not None
-        connection = connect(place)
-        assert connection is not None
-        connection.ask(Stop())  # as a newer trainer does
-        with ended(agent_of("999.0.0-1")):
+        with contextlib.ExitStack() as newer:
+            assert until(lambda: replaced_by(place, "999.0.0-1", newer))
             assert until(lambda: "has no agent for now" in caplog.text)
             assert connect_version(place) == "999.0.0-1"
             assert until(lambda: caplog.text.count("999.0.0-1") == 1)
-        connection.close()
         assert until(lambda: (job := job_of(place)) and job.state == "running")
+
+
+def replaced_by(place: Place, version: str, agents: contextlib.ExitStack) -> bool:
+    """Do as a trainer of ``version`` does, until its agent runs: the older trainer may be first."""
+    found = connect(place)
+    if found is None:
+        agents.enter_context(ended(agent_of(version)))
+        return until(lambda: connect_version(place)) and connect_version(place) == version
+    with contextlib.closing(found):
+        if found.welcome.version == version:
+            return True
+        with contextlib.suppress(AgentError):  # it may be ending already
+            found.ask(Stop())
+        return False
 
 
 def test_one_of_another_version_is_asked_to_finish_and_replaced(place: Place) -> None:

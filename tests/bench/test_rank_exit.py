@@ -77,6 +77,8 @@ OTHER_ENDS = {
     "tests/distributed/workers/tormented.py": "forked by warm_torchrun.py, never finalized",
     "tests/distributed/workers/no_store.py": "calls os._exit, since its store is gone",
     "tests/distributed/workers/survive.py": "calls os._exit, since its leader is gone",
+    "tests/distributed/workers/alarm.py": "calls os._exit, since the other rank is dead",
+    "bench/buddies.py": "calls os._exit, so that its memory stays as that of a killed process",
     "tests/distributed/workers/nodes_kill.py": "runs until it is killed",
     "tests/distributed/workers/raises.py": "tests the end by an exception",
     "tests/versions/worker.py": "runs on other releases of torch, outside of `make test`",
