@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
+from operator import attrgetter, not_
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -56,10 +57,10 @@ class Trained:
                 moving.append(id(optimizer))
                 continue
             for group in optimizer.param_groups:
-                moves = _moves(group)
-                for parameter in group["params"]:
-                    trains = moves and parameter.requires_grad
-                    (moving if trains else still).append(id(parameter))
+                parameters = group["params"]
+                trains = list(map(_needs_gradient, parameters)) if _moves(group) else []
+                moving += map(id, compress(parameters, trains))
+                still += map(id, compress(parameters, map(not_, trains)) if trains else parameters)
         seen: list[Mapping[int, str]] = []
         alone: dict[int, str] = {}
         for part in collected.parts:
@@ -74,6 +75,9 @@ class Trained:
         return {
             known[identity] for identity in identities for known in self.seen if identity in known
         }
+
+
+_needs_gradient: Final = attrgetter("requires_grad")
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
