@@ -66,16 +66,16 @@ class NodeReplicas:
     """The copies that this node keeps, and the server that the others copy from.
 
     Args:
-        tiers: The tiers with replicas, which this rank is the lowest of its node of.
+        tiers: The tiers with replicas on which this rank is the lowest rank of its node.
         nodes: All nodes of the job, by their lowest rank.
         server: Serves this node's files.
         coordinator: The connection to the other ranks.
         config: How to save.
-        observers: Are told of each step that was copied.
+        observers: They get an event for each step that was copied.
 
     Thread safety: ``committed`` may be called from any thread, ``close`` by the owner, once.
-        ``_lock`` guards ``_newest``. The other fields are set once, or belong to the thread that
-        copies.
+    ``_lock`` guards ``_newest``. The other fields are set once, or belong to the thread that
+    copies.
     """
 
     def __init__(
@@ -138,8 +138,9 @@ class NodeReplicas:
             raise
 
     def committed(self, tier: OpenTier, ref: StepRef) -> None:
-        """The step is a checkpoint on ``tier``: let others read it, and copy theirs. Returns at
-        once.
+        """Note that ``ref`` is a checkpoint on ``tier``. Return at once.
+
+        The other nodes may read this node's files of it from now on, and this node copies theirs.
         """
         if tier.index not in self._tiers:
             return
@@ -151,8 +152,10 @@ class NodeReplicas:
             self._copying.submit(self._copy, tier.index)
 
     def close(self, *, wait: bool) -> None:
-        """Stop. With ``wait``, this node and its buddies copy the last step before, as fast as it
-        goes and for 60 s at most.
+        """Stop.
+
+        With ``wait``, let this node and its buddies finish the last step first, without a limit to
+        the rate and for at most 60 s.
         """
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)
         self._pace.end(now=not wait)
@@ -193,9 +196,9 @@ class NodeReplicas:
         return ring.copy(ref, self._writing, self._pace)
 
     def _meet_buddies(self, deadline: float) -> None:
-        """Tell that this node has copied what it could, and return when its buddies have.
+        """Post that this node copies nothing more, and return when its buddies have posted it.
 
-        A node that leaves the others by an exception tells it too, so that none waits for it.
+        A node that leaves the others by an exception posts it too, so that no node waits for it.
         """
         subject = f"{_SUBJECT}/done"
         keepers = {rank for ring in self._tiers.values() for rank in ring.keepers}
@@ -292,7 +295,7 @@ class _Ring:
             )
 
     def missed(self, ref: StepRef, error: Exception) -> None:
-        """A step was not copied."""
+        """Note that a step was not copied."""
         self._missed, self._lacking = self._missed + 1, ref
         level = logging.WARNING if self._missed == _MISSED else logging.DEBUG
         _log.log(
@@ -307,7 +310,7 @@ class _Ring:
         )
 
     def end(self, *, warn: bool) -> None:
-        """Remove copies of steps of which this node has no part any more.
+        """Remove the copies of steps that this node does not list any more.
 
         With ``warn``, log a warning if the last step was not copied.
         """

@@ -1,4 +1,4 @@
-"""Which nodes keep copies of which other nodes' files."""
+"""Choose, for each node, the nodes that keep copies of its files."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ class StoredStep:
 class Inventory:
     """The steps of a tier.
 
-    It remembers whole steps, of which only the metrics and the copies of other nodes' files change.
-    Each look costs a listing of the root, a listing of the pins, and one request for every known
+    It remembers whole steps. Only their metrics and the copies of other nodes' files change. Each
+    look costs a listing of the root, a listing of the pins, and one request for every known
     step.
 
     Args:

@@ -18,7 +18,7 @@ from ckpt.storage.testing import FaultyBackend, Rule
 
 
 def whole(root: Path | str) -> list[int]:
-    """Steps listed below ``root``, each of which verifies."""
+    """The steps that are listed below ``root``. All of them verify."""
     backend = open_backend(str(root))
     with Workers("check", 2) as workers:
         for ref in committed(backend):

@@ -1,4 +1,4 @@
-"""Which nodes keep copies of which other nodes' files."""
+"""The nodes that keep copies of a node's files."""
 
 from __future__ import annotations
 

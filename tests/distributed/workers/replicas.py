@@ -148,6 +148,15 @@ def on_two_buddies(root: Path) -> None:
         assert restored(tiers(without(base, *lost))) == 2
 
 
+def logged() -> list[str]:
+    """A list that the log messages of ckpt are added to from now on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    return messages
+
+
 def unfaithful(root: Path) -> None:
     """The node of rank 1 sends wrong bytes, then nothing, and then knows another token.
 
@@ -181,10 +190,7 @@ def unfaithful(root: Path) -> None:
         missed.release()
 
     _Ring.missed = note  # type: ignore[method-assign]
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt").addHandler(handler)
+    messages = logged()
     for number, (name, wrong) in enumerate(
         [("_answer", corrupt), ("_answer", silent), ("_knows_token", strange)], 1
     ):
@@ -228,10 +234,7 @@ def full_disk(root: Path) -> None:
 
 def no_room(root: Path) -> None:
     """Copies would take the room of the next save on rank 2's node."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ckpt").addHandler(handler)
+    messages = logged()
     base = root / "room"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
