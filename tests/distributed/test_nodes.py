@@ -11,12 +11,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.launch import ROOT, WORKERS
+from tests.kit.waiting import until
 from tests.kit.worlds import world
 from tests.processes import ended, run
 
@@ -66,21 +66,14 @@ def run_and_kill(
             subprocess.Popen(command, env=ENVIRONMENT, stdout=out, stderr=subprocess.STDOUT)
         ) as job,
     ):
-        wait_for(lambda: log.read_text().count("COMMITTED") > 0, job, log)
+        begun = until(lambda: "COMMITTED" in log.read_text() or job.poll() is not None)
+        assert begun, log.read_text()[-5000:]
         time.sleep(seconds)
         assert job.poll() is None, log.read_text()[-5000:]
     told = log.read_text()
     (restored,) = set(re.findall(r"RESTORED \d (\d+)", told))
     assert told.count("RESTORED") == 4
     return int(restored), max(int(step) for step in re.findall(r"COMMITTED (\d+)", told))
-
-
-def wait_for(come: Callable[[], bool], job: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not come():
-        assert job.poll() is None, log.read_text()[-5000:]
-        assert time.monotonic() < deadline, log.read_text()[-5000:]
-        time.sleep(0.05)
 
 
 @pytest.mark.torture

@@ -16,7 +16,6 @@ from torch import nn
 
 from ckpt import PerRank
 from ckpt.errors import CkptError
-from ckpt.model.checksum import checksum
 from ckpt.model.keys import fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest, Packed
 from tests.model.records import records
@@ -32,10 +31,6 @@ SCALE = pytest.mark.parametrize(
     [FEW, pytest.param(MANY, marks=[pytest.mark.torture, pytest.mark.timeout(1800)])],
     ids=["few", "many"],
 )
-
-
-def sealed(body: bytes) -> bytes:
-    return b'{"checksum":"' + checksum(body).encode() + b'","body":' + body + b"}"
 
 
 def told(error: CkptError) -> None:

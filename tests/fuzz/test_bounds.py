@@ -23,7 +23,8 @@ from ckpt.model.encoding import MAX_EXPANSION, pack, unpack
 from ckpt.model.manifest import Manifest
 from ckpt.model.values import decode, dumps, parse
 from ckpt.storage.registry import open_backend
-from tests.fuzz.records import BODIES, sealed
+from tests.fuzz.records import BODIES
+from tests.kit.damage import sealed
 
 Tree = Callable[[int], Any]
 
@@ -175,7 +176,7 @@ def cost(
     """
     [path] = root.glob("step-*/manifest.json")
     body = json.loads(path.read_bytes())["body"]
-    path.write_bytes(sealed(msgspec.json.encode({**body, "tree": tree, "metadata": tree})))
+    path.write_bytes(sealed({**body, "tree": tree, "metadata": tree}))
     verb, *flags = words.split()
     place = [str(root), str(root)] if verb == "diff" else ["--root", str(root)]
     tracemalloc.start()

@@ -10,13 +10,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from ckpt import CheckpointManager
 from ckpt.cli.main import main
 from tests.fuzz.mutations import mutated
-from tests.fuzz.records import fuzz, sealed, target
+from tests.fuzz.records import fuzz, target
+from tests.kit.damage import sealed
 
 VERBS = (
     "ls --root runs",
@@ -73,7 +73,7 @@ def test_a_manifest_changed_anywhere_ends_in_our_errors(
 
     def check(changed: Any) -> None:
         nonlocal number
-        data = sealed(msgspec.json.encode(changed))
+        data = sealed(changed)
         for words in VERBS if examples < len(VERBS) else [VERBS[number % len(VERBS)]]:
             path.write_bytes(data)
             monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
@@ -139,7 +139,7 @@ def test_a_tree_that_no_save_writes_ends_in_our_errors(
 ) -> None:
     [path] = Path("runs").glob("step-000000002.*/manifest.json")
     body = json.loads(path.read_bytes())["body"]
-    path.write_bytes(sealed(msgspec.json.encode({**body, **change})))
+    path.write_bytes(sealed({**body, **change}))
     for words in VERBS[:11]:
         monkeypatch.setattr("sys.argv", ["ckpt", *words.split()])
         code = main()

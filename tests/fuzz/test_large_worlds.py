@@ -23,7 +23,8 @@ from ckpt.plan.merge import merge
 from ckpt.plan.restore import plan_restore
 from tests.faults.conftest import Count, tally
 from tests.fuzz.mutations import mutated
-from tests.fuzz.records import SCALE, fuzz, record_ref, sealed, told
+from tests.fuzz.records import SCALE, fuzz, record_ref, told
+from tests.kit.damage import sealed
 from tests.plan.worlds import fragment_of as written
 
 __all__ = ["tally"]
@@ -66,7 +67,7 @@ def test_a_manifest_by_reference_changed_anywhere_is_read_or_refused(
 
     def check(body: Any) -> None:
         try:
-            use(unpack(sealed(msgspec.json.encode(body)), Manifest, key="k"))
+            use(unpack(sealed(body), Manifest, key="k"))
         except CkptError as refused:
             told(refused)
 
@@ -80,7 +81,7 @@ def test_a_fragment_in_columns_changed_anywhere_is_read_or_refused(
     body = json.loads(msgspec.json.encode(replace(PACKED[0], world_size=1)))
 
     def check(changed: Any) -> None:
-        read_or_refused(sealed(msgspec.json.encode(changed)))
+        read_or_refused(sealed(changed))
 
     tally("fuzz", fuzz(examples, mutated(body), check))
 

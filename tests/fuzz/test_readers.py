@@ -35,10 +35,10 @@ from tests.fuzz.records import (
     SCALE,
     fuzz,
     record_ref,
-    sealed,
     target,
     told,
 )
+from tests.kit.damage import sealed
 
 __all__ = ["tally"]
 
@@ -65,7 +65,7 @@ def test_a_record_changed_anywhere_is_read_or_refused(
 ) -> None:
     def check(body: Any) -> None:
         try:
-            record = unpack(sealed(msgspec.json.encode(body)), kind, key="k")
+            record = unpack(sealed(body), kind, key="k")
             if kind is Manifest:
                 check_manifest(record, key="k")
                 match({}, record, rank=0, world_size=1)
@@ -126,7 +126,7 @@ def test_a_manifest_on_a_tier_is_restored_or_refused(
     state = target()
 
     def check(changed: Any) -> None:
-        backend.put(ref.manifest, [sealed(msgspec.json.encode(changed))])
+        backend.put(ref.manifest, [sealed(changed)])
         try:
             with CheckpointManager(f"memory://{name}") as manager:
                 manager.restore(state)

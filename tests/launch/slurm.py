@@ -7,13 +7,11 @@ import os
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
+from tests.launch.training import wait_until
 from tests.processes import ended
 from tests.servers import free_port
 
@@ -110,15 +108,8 @@ def started(folder: Path) -> Iterator[Cluster]:
                 )
             )
             if command is munged:
-                _wait(folder, lambda: (folder / "munge.socket").exists())
-        _wait(folder, lambda: "idle" in cluster.call("sinfo", "-h"))
+                wait_until((folder / "munge.socket").exists, folder / "daemons.log", _START_SECONDS)
+        wait_until(
+            lambda: "idle" in cluster.call("sinfo", "-h"), folder / "daemons.log", _START_SECONDS
+        )
         yield cluster
-
-
-def _wait(folder: Path, there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _START_SECONDS
-    while not there():
-        if time.monotonic() > deadline:
-            log = (folder / "daemons.log").read_text(errors="replace")
-            pytest.fail(f"the cluster did not start:\n{log[-4000:]}", pytrace=False)
-        time.sleep(0.05)

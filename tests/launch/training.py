@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.kit.waiting import until
 from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,12 +42,9 @@ def losses(folder: Path) -> list[tuple[int, str]]:
 
 def wait_until(what: Callable[[], bool], output: Path, seconds: float = 100) -> None:
     """Fail with the output of the job if it takes longer."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        if time.monotonic() > deadline:
-            said = output.read_text(errors="replace") if output.exists() else "no output"
-            pytest.fail(f"it did not happen within {seconds:g} s:\n{said[-6000:]}", pytrace=False)
-        time.sleep(0.02)
+    if not until(what, seconds):
+        said = output.read_text(errors="replace") if output.exists() else "no output"
+        pytest.fail(f"it did not happen within {seconds:g} s:\n{said[-6000:]}", pytrace=False)
 
 
 def uninterrupted(folder: Path) -> list[tuple[int, str]]:
