@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, Tier
-from ckpt.catalog.index import survey
+from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, ManagerClosed, OutOfSpace
 from ckpt.model.metrics import metrics_of
 from ckpt.storage.registry import open_backend
@@ -216,6 +216,5 @@ def test_a_metric_may_have_the_name_of_a_tag(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(state(), 1, metrics={"x": 2.0})
         manager.add_metrics(1, {"$": 1.0})
-    (entry,) = survey(open_backend(str(tmp_path)))
-    assert entry.manifest is not None
-    assert metrics_of(entry.manifest.metadata) == {"$": 1.0, "x": 2.0}
+    (held,) = Inventory(open_backend(str(tmp_path))).look()
+    assert held.metrics == metrics_of(held.metadata) == {"$": 1.0, "x": 2.0}

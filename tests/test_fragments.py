@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ckpt import CheckpointManager, PerRank, Tier
-from ckpt.catalog.index import committed, read_manifest, read_packed, survey
+from ckpt.catalog.index import committed, read_manifest, read_packed
+from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.tiered_reader import TieredReader
 from ckpt.errors import FormatTooOld, ObjectNotFound
 from ckpt.model.box import Box, tiling_fault
@@ -69,7 +70,7 @@ def test_a_manifest_says_what_is_in_its_fragments_only_by_layouts(root: str) -> 
 
 def test_listing_steps_reads_no_fragment(root: str) -> None:
     backend = FaultyBackend(open_backend(root))
-    assert [entry.ref.step for entry in survey(backend)] == [300, 200, 100]
+    assert [held.ref.step for held in Inventory(backend, shown=True).look()] == [300, 200, 100]
     read = {call.key.rpartition("/")[2] for call in backend.calls if call.verb == "read_into"}
     assert read == {"manifest.json"}
 

@@ -17,10 +17,10 @@ import ckpt.retention.pruner
 import ckpt.storage.tiers
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog.index import attempts, committed, own_objects
+from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.owner import Owner, claim, read_owner
 from ckpt.errors import CkptError, CommitError, RootInUse, TransientStorageError
 from ckpt.model.keys import OWNER
-from ckpt.retention.inventory import Inventory
 from ckpt.retention.prune import remove
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import open_tiers
@@ -174,7 +174,7 @@ def test_a_manifest_is_not_put_again_once_another_job_has_the_root(
         seems(near, **ELSEWHERE)
         claim(backend.inner, Owner.here("another12345"))
         for held in Inventory(backend.inner).look():
-            assert held.state == "whole"
+            assert held.state == "committed"
             remove(backend.inner, held)
 
     backend = Partitioned(near, taken_over)

@@ -27,6 +27,7 @@ from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, Copying, Ended
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
 from ckpt.errors import CkptError, CommitError, RootInUse
@@ -34,7 +35,6 @@ from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import FixedGuard
-from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PruneContext, prune, remove
 from ckpt.retention.step_copier import StepCopier
@@ -191,7 +191,9 @@ class Finish:
         """Return the whole steps of the job on a tier, newest first."""
         found = Inventory(root.tier.backend).look()
         return [
-            held for held in found if held.state == "whole" and job_of(held.ref) == self._me.attempt
+            held
+            for held in found
+            if held.state == "committed" and job_of(held.ref) == self._me.attempt
         ]
 
     def _make_durable(self) -> None:
@@ -290,7 +292,7 @@ class Finish:
         for held in Inventory(root.tier.backend).look():
             if job_of(held.ref) != self._me.attempt:
                 left = True
-            elif held.state == "begun" or held.ref.step <= durable:
+            elif held.state == "incomplete" or held.ref.step <= durable:
                 self._confirm(root)
                 remove(root.tier.backend, held, root.claim)
             else:

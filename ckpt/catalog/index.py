@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from ckpt.catalog.fragments import filled, load_fragment
-from ckpt.catalog.late_metrics import late_metrics, with_late
 from ckpt.errors import (
     AccessDenied,
     IntegrityError,
     LinkRefused,
     ManifestCorrupt,
     NoCheckpoint,
-    ObjectNotFound,
     StorageError,
     TransientStorageError,
     about,
 )
 from ckpt.model.encoding import MAX_RECORD_BYTES, unpack
-from ckpt.model.keys import OWNER, StepRef, is_file_name, is_fragment, parse_folder
+from ckpt.model.keys import OWNER, StepRef, is_file_name, parse_folder
 from ckpt.model.manifest import File, Fragment, FragmentRef, Manifest
 from ckpt.model.validate import check_manifest
 from ckpt.pipeline.retry import RetryPolicy
@@ -36,24 +32,6 @@ from ckpt.storage.api import (
 )
 
 _RETRY: Final = RetryPolicy()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One attempt at a step, as far as its manifest tells. Its data was not looked at.
-
-    Attributes:
-        manifest: As it is stored. None if the attempt is not committed, or its manifest is damaged.
-        damage: Why the manifest cannot be trusted.
-        finished_ranks: Fragments that are there; counted for an attempt without a manifest only.
-        nbytes: Of all data files; for an attempt without a manifest, of what lies there.
-    """
-
-    ref: StepRef
-    manifest: Manifest | None = None
-    damage: IntegrityError | None = None
-    finished_ranks: int = 0
-    nbytes: int = 0
 
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
@@ -122,11 +100,20 @@ def read_packed(
     with about(backend.url):
         data = retry.call(partial(read_object, backend, ref.manifest, limit=MAX_RECORD_BYTES))
     manifest = check_manifest(unpack(data, Manifest, key=ref.manifest), key=ref.manifest)
-    if (manifest.step, manifest.attempt) != (ref.step, ref.attempt):
-        raise ManifestCorrupt(
-            ref.manifest, f"it is that of step {manifest.step}, attempt {manifest.attempt[:40]!r}"
-        )
+    check_place(StepRef(manifest.step, manifest.attempt), ref)
     return manifest, data
+
+
+def check_place(named: StepRef, ref: StepRef) -> None:
+    """Check that the manifest in the folder of ``ref``, which names ``named``, belongs there.
+
+    Raises:
+        ManifestCorrupt: It is that of another step.
+    """
+    if named != ref:
+        raise ManifestCorrupt(
+            ref.manifest, f"it is that of step {named.step}, attempt {named.attempt[:40]!r}"
+        )
 
 
 def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
@@ -145,62 +132,6 @@ def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
     attempts_at = Counter(ref.step for ref in refs)
     ages = {ref: born(backend, ref) if attempts_at[ref.step] > 1 else 0.0 for ref in refs}
     return sorted(refs, key=lambda ref: (ref.step, ages[ref]), reverse=True)
-
-
-def survey(backend: StorageBackend) -> list[Entry]:
-    """Every attempt with its manifest or what is wrong with it, newest step first.
-
-    Raises:
-        NoCheckpoint: There is not one attempt here; its ``detail`` says what there is instead.
-    """
-    refs = attempts(backend)
-    if not refs:
-        raise NoCheckpoint(backend.url, instead_of(backend, refs, None))
-    return [_entry(backend, ref) for ref in refs]
-
-
-def _entry(backend: StorageBackend, ref: StepRef) -> Entry:
-    try:
-        manifest, _ = read_packed(backend, ref)
-        listed = {info.key for info in own_objects(backend, ref)}
-        if gone := _missing(backend, ref, manifest, listed):
-            return Entry(
-                ref=ref,
-                damage=ManifestCorrupt(
-                    ref.manifest, f"{len(gone)} of its files are gone, such as {gone[0]}"
-                ),
-            )
-        manifest = with_late(manifest, late_metrics(backend, ref, listed))
-        return Entry(ref=ref, manifest=manifest, nbytes=manifest.nbytes)
-    except IntegrityError as error:
-        return Entry(ref=ref, damage=error)
-    except ObjectNotFound:
-        objects = own_objects(backend, ref)
-        finished = sum(is_fragment(info.key.rpartition("/")[2]) for info in objects)
-        return Entry(ref=ref, finished_ranks=finished, nbytes=sum(info.size for info in objects))
-    except LinkRefused as error:
-        return Entry(ref=ref, damage=ManifestCorrupt(ref.manifest, error.what))
-    except (AccessDenied, TransientStorageError):
-        raise
-    except (
-        StorageError
-    ) as error:  # a bad sector: one step less to restore, no reason to hide the others
-        return Entry(
-            ref=ref, damage=ManifestCorrupt(ref.manifest, f"cannot be read: {error.detail}")
-        )
-
-
-def _missing(
-    backend: StorageBackend, ref: StepRef, manifest: Manifest, listed: Collection[str]
-) -> list[str]:
-    """Files that a restore needs, and the store does not have. ``listed``: what it lists.
-
-    A listing may lag behind, so each name that it lacks is looked up.
-    """
-    fragments = () if manifest.carried else manifest.fragments
-    needed: list[File | FragmentRef] = [*manifest.files, *fragments]
-    doubtful = [file.name for file in needed if ref.key(file.name) not in listed]
-    return [name for name in doubtful if not _RETRY.call(partial(is_there, backend, ref.key(name)))]
 
 
 def born(backend: StorageBackend, ref: StepRef) -> float:

@@ -22,7 +22,7 @@ from ckpt.errors import (
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import pack, unpack
 from ckpt.model.keys import StepRef, is_late_metrics
-from ckpt.model.manifest import FORMAT, Manifest
+from ckpt.model.manifest import FORMAT
 from ckpt.model.metrics import METRICS, metrics_of
 from ckpt.model.values import parse, to_json
 from ckpt.pipeline.retry import RetryPolicy
@@ -87,11 +87,11 @@ def late_metrics(backend: StorageBackend, ref: StepRef, keys: Iterable[str]) -> 
     return found
 
 
-def with_late(manifest: Manifest, late: Mapping[str, float]) -> Manifest:
-    """Return ``manifest`` as if ``late`` had been saved with it."""
-    metadata = parse(manifest.metadata, "metadata") if late else None
-    if not isinstance(metadata, dict):
-        return manifest
-    metrics = {**late, **metrics_of(manifest.metadata)}
-    metadata[METRICS] = parse(msgspec.Raw(to_json("metrics", metrics)))
-    return msgspec.structs.replace(manifest, metadata=msgspec.Raw(msgspec.json.encode(metadata)))
+def with_late(metadata: msgspec.Raw, late: Mapping[str, float]) -> msgspec.Raw:
+    """Return the ``metadata`` of a manifest as if ``late`` had been saved with it."""
+    known = parse(metadata, "metadata") if late else None
+    if not isinstance(known, dict):
+        return metadata
+    metrics = {**late, **metrics_of(metadata)}
+    known[METRICS] = parse(msgspec.Raw(to_json("metrics", metrics)))
+    return msgspec.Raw(msgspec.json.encode(known))

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ckpt.catalog.index import Entry, survey
-from ckpt.catalog.pins import all_pins, live_of
+from ckpt.catalog.index import instead_of
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
@@ -25,10 +25,8 @@ from ckpt.cli.options import (
     places,
 )
 from ckpt.config import MEMORY
-from ckpt.errors import CkptError, ManifestCorrupt, NoCheckpoint
+from ckpt.errors import CkptError, NoCheckpoint
 from ckpt.model.keys import StepRef
-from ckpt.model.manifest import Manifest
-from ckpt.model.metrics import metrics_of
 from ckpt.model.patterns import LEFT_OUT
 from ckpt.model.values import parse
 
@@ -70,7 +68,7 @@ def ls(
     roots = places(where, root)
     reached_tiers = open_each(roots, config, timeout=timeout)
     tiers = at_once([partial(_look, reached) for reached in reached_tiers])
-    refs = sorted({ref for tier in tiers for ref in tier.entries})
+    refs = sorted({ref for tier in tiers for ref in tier.steps})
     refs = refs[-newest:] if newest else refs
     if reverse:
         refs.reverse()
@@ -82,11 +80,10 @@ def ls(
 
 @dataclass(frozen=True, slots=True)
 class _Tier:
-    """The steps of a tier, and when the last pin on each ends; or the reason why there are none."""
+    """The steps of a tier, or the reason why there are none."""
 
     url: str
-    entries: dict[StepRef, Entry] = field(default_factory=dict[StepRef, Entry])
-    pinned: dict[StepRef, int] = field(default_factory=dict[StepRef, int])
+    steps: dict[StepRef, StoredStep] = field(default_factory=dict[StepRef, StoredStep])
     error: CkptError | None = None
 
 
@@ -94,12 +91,12 @@ def _look(reached: Reached) -> _Tier:
     if (store := reached.backend) is None:
         return _Tier(reached.url, error=reached.error)
     try:
-        found = store.ask(partial(survey, store))
-        pins = live_of(store.ask(partial(all_pins, store)))
+        found = store.ask(Inventory(store, shown=True).look)
+        if not found:
+            raise NoCheckpoint(store.url, store.ask(partial(instead_of, store, [], None)))
     except CkptError as error:
         return _Tier(reached.url, error=error)
-    ends = {ref: max(pin.until for pin in held) for ref, held in pins.items()}
-    return _Tier(reached.url, {entry.ref: entry for entry in found}, ends)
+    return _Tier(reached.url, {held.ref: held for held in found})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +106,7 @@ class _Fact:
     Attributes:
         title: The head of the column.
         key: The key in the JSON.
-        of: Reads it from a manifest.
+        of: Reads it from a committed step.
         text: Shows it to people.
         json: Shows it to programs.
         is_number: Whether the column is aligned to the right.
@@ -118,28 +115,28 @@ class _Fact:
 
     title: str
     key: str
-    of: Callable[[Manifest], Any]
+    of: Callable[[StoredStep], Any]
     text: Callable[[Any], str] = "{:,}".format
     json: Callable[[Any], object] = lambda value: value
     is_number: bool = True
     across: bool = True
 
-    def cell(self, manifest: Manifest | None) -> str:
-        return self.text(self.of(manifest)) if manifest else "-"
+    def cell(self, held: StoredStep | None) -> str:
+        return self.text(self.of(held)) if held else "-"
 
 
 _FACTS: Final = (
     _Fact(
-        "committed at", "committed_at", lambda manifest: manifest.created_at,
+        "committed at", "committed_at", lambda held: held.created_at,
         text=output.moment, json=output.moment_utc, is_number=False,
     ),
-    _Fact("ranks", "world_size", lambda manifest: manifest.world_size),
-    _Fact("tensors", "tensors", lambda manifest: len(manifest.tensors), across=False),
+    _Fact("ranks", "world_size", lambda held: held.ranks),
+    _Fact("tensors", "tensors", lambda held: held.tensors, across=False),
 )  # fmt: skip
 
 
-def _facts_as_json(manifest: Manifest | None) -> dict[str, object]:
-    return {fact.key: fact.json(fact.of(manifest)) if manifest else None for fact in _FACTS}
+def _facts_as_json(held: StoredStep | None) -> dict[str, object]:
+    return {fact.key: fact.json(fact.of(held)) if held else None for fact in _FACTS}
 
 
 def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
@@ -188,13 +185,13 @@ def _show(
     known = [_known(tiers, ref) for ref in refs]
     columns = ["step", "attempt", *(fact.title for fact in facts), *titles]
     rows = [
-        [str(ref.step), ref.attempt, *(fact.cell(manifest) for fact in facts), *cells[ref]]
-        for ref, manifest in zip(refs, known, strict=True)
+        [str(ref.step), ref.attempt, *(fact.cell(held) for fact in facts), *cells[ref]]
+        for ref, held in zip(refs, known, strict=True)
     ]
     urls = [tier.url for tier in tiers if tier.url in titles]
     names = output.short_names(urls, columns, rows)
     columns = [names.get(column, column) for column in columns]
-    notes = [_brief(_metadata(manifest)) for manifest in known]
+    notes = [_brief(_metadata(held)) for held in known]
     if any(notes):
         columns.append("metadata")
         rows = [[*row, note] for row, note in zip(rows, notes, strict=True)]
@@ -219,26 +216,24 @@ def _show_several_as_json(
         raise typer.Exit(error.exit_code if error else NoCheckpoint.exit_code)
 
 
-def _known(tiers: Sequence[_Tier], ref: StepRef) -> Manifest | None:
-    """The manifest of any tier: they are the same."""
-    return next(
-        (entry.manifest for tier in tiers if (entry := tier.entries.get(ref)) and entry.manifest),
-        None,
-    )
+def _known(tiers: Sequence[_Tier], ref: StepRef) -> StoredStep | None:
+    """Return the step as any tier has it committed: the manifests are the same."""
+    there = (held for tier in tiers if (held := tier.steps.get(ref)))
+    return next((held for held in there if held.state == "committed"), None)
 
 
-def _cell(tier: _Tier, ref: StepRef, known: Manifest | None) -> str:
+def _cell(tier: _Tier, ref: StepRef, known: StoredStep | None) -> str:
     """Return how much of a step is on one tier."""
-    entry = tier.entries.get(ref)
-    if entry is None:
+    held = tier.steps.get(ref)
+    if held is None:
         return "-"
-    if entry.manifest:
-        return _size(entry.manifest) + (", pinned" if ref in tier.pinned else "")
-    if entry.damage:
-        return "damaged: its manifest cannot be read"
-    of = f" of {known.world_size}" if known else ""
-    ranks = f"rank{'' if entry.finished_ranks == 1 and not of else 's'}"
-    return f"incomplete: {entry.finished_ranks}{of} {ranks}, {output.size(entry.nbytes)}"
+    if held.state == "committed":
+        return _size(held) + (", pinned" if held.pins else "")
+    if held.state != "incomplete":
+        return f"damaged: {held.reason}"
+    of = f" of {known.ranks}" if known else ""
+    ranks = f"rank{'' if held.finished_ranks == 1 and not of else 's'}"
+    return f"incomplete: {held.finished_ranks}{of} {ranks}, {output.size(held.nbytes)}"
 
 
 def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
@@ -250,22 +245,19 @@ def _across_as_json(tiers: list[_Tier], ref: StepRef) -> dict[str, object]:
         "metadata": _metadata(known),
         "tiers": {
             tier.url: {
-                "state": _state(entry)[0],
-                "bytes": entry.nbytes,
-                "stored_bytes": entry.manifest.stored_bytes if entry.manifest else entry.nbytes,
-                "codecs": list(entry.manifest.codecs) if entry.manifest else [],
-                "finished_ranks": None if entry.manifest else entry.finished_ranks,
-                "pinned_until": _pinned_until(tier, ref),
+                "state": _state(held)[0],
+                **_bytes_and_pins(held),
+                "finished_ranks": None if held.state == "committed" else held.finished_ranks,
             }
             for tier in tiers
-            if (entry := tier.entries.get(ref))
+            if (held := tier.steps.get(ref))
         },
     }
 
 
-def _metadata(manifest: Manifest | None) -> dict[str, Any]:
+def _metadata(held: StoredStep | None) -> dict[str, Any]:
     """Return the user's metadata of a step, and which part of a state it is."""
-    found = parse(manifest.metadata, "metadata") if manifest else None
+    found = parse(held.metadata, "metadata") if held else None
     if not isinstance(found, dict):
         return {}
     if isinstance(part := found.get(LEFT_OUT), dict):
@@ -286,58 +278,59 @@ def _brief(metadata: Mapping[str, Any]) -> str:
     )
 
 
-def _state(entry: Entry) -> tuple[str, str]:
+def _state(held: StoredStep) -> tuple[str, str]:
     """Return the state of a step with its remarks."""
-    if entry.manifest:
-        return "committed", ""
-    if entry.damage:
-        return "damaged", entry.damage.detail if isinstance(entry.damage, ManifestCorrupt) else str(
-            entry.damage
-        )
-    return (
-        "incomplete",
-        f"{entry.finished_ranks} rank{'' if entry.finished_ranks == 1 else 's'} finished, no "
-        "manifest",
-    )
-
-
-def _pinned_until(tier: _Tier, ref: StepRef) -> str | None:
-    return output.moment_utc(tier.pinned[ref]) if ref in tier.pinned else None
+    if held.state == "committed":
+        return held.state, ""
+    if held.state == "incomplete":
+        return held.state, f"{output.count(held.finished_ranks, 'rank')} finished, no manifest"
+    return "damaged", held.reason
 
 
 def _size_and_state(tier: _Tier, ref: StepRef) -> tuple[str, str]:
-    entry = tier.entries[ref]
-    state, detail = _state(entry)
-    told = f"{state}: {detail}" if detail else state
-    if ref in tier.pinned:
-        told += f", pinned until {output.moment(tier.pinned[ref])}"
-    if entry.manifest:
-        return _size(entry.manifest), told
-    return output.size(entry.nbytes) if entry.nbytes else "-", told
+    held = tier.steps[ref]
+    state, detail = _state(held)
+    shown = f"{state}: {detail}" if detail else state
+    if held.pins:
+        shown += f", pinned until {output.moment(_pinned_until(held))}"
+    if held.state == "committed":
+        return _size(held), shown
+    return output.size(held.nbytes) if held.nbytes else "-", shown
 
 
-def _size(manifest: Manifest) -> str:
+def _size(held: StoredStep) -> str:
     """Return the size on the tier, and for an encoded step also the size before."""
-    stored = output.size(manifest.stored_bytes)
-    if not manifest.codecs:
+    stored = output.size(held.stored_bytes)
+    if not held.codecs:
         return stored
-    return f"{stored} ({', '.join(manifest.codecs)} of {output.size(manifest.nbytes)})"
+    return f"{stored} ({', '.join(held.codecs)} of {output.size(held.staged_bytes)})"
+
+
+def _pinned_until(held: StoredStep) -> int:
+    return max(pin.until for pin in held.pins)
+
+
+def _bytes_and_pins(held: StoredStep) -> dict[str, object]:
+    is_committed = held.state == "committed"
+    return {
+        "bytes": held.staged_bytes if is_committed else held.nbytes,
+        "stored_bytes": held.stored_bytes if is_committed else held.nbytes,
+        "codecs": list(held.codecs),
+        "pinned_until": output.moment_utc(_pinned_until(held)) if held.pins else None,
+    }
 
 
 def _as_json(tier: _Tier, ref: StepRef) -> dict[str, object]:
-    entry = tier.entries[ref]
-    state, detail = _state(entry)
-    found = entry.manifest
+    held = tier.steps[ref]
+    state, detail = _state(held)
+    known = held if held.state == "committed" else None
     return {
-        "step": entry.ref.step,
-        "attempt": entry.ref.attempt,
+        "step": ref.step,
+        "attempt": ref.attempt,
         "state": state,
         "detail": detail or None,
-        **_facts_as_json(found),
-        "bytes": entry.nbytes,
-        "metadata": _metadata(found),
-        "metrics": metrics_of(found.metadata) if found else None,
-        "stored_bytes": found.stored_bytes if found else entry.nbytes,
-        "codecs": list(found.codecs) if found else [],
-        "pinned_until": _pinned_until(tier, ref),
+        **_facts_as_json(known),
+        "metadata": _metadata(known),
+        "metrics": dict(held.metrics) if known else None,
+        **_bytes_and_pins(held),
     }

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ckpt.catalog.index import committed, instead_of
+from ckpt.catalog.inventory import Inventory, State, StoredStep
 from ckpt.cli import output
 from ckpt.cli.options import (
     TIMEOUT_SECONDS,
@@ -26,7 +27,6 @@ from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import CkptError, CommitError, ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.retention.guard import FixedGuard
-from ckpt.retention.inventory import Inventory, State, StoredStep
 from ckpt.retention.policy import Retention, unknown_metric
 from ckpt.retention.prune import YOUNG, Judged, PruneContext, Pruned, carry_out, judge
 
@@ -176,7 +176,7 @@ def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) ->
         taken = {
             held.ref
             for held in found
-            if held.state == "whole" and held.ref.step % farther.every == 0
+            if held.state == "committed" and held.ref.step % farther.every == 0
         }
         try:
             store = open_watched(farther.url, farther.options, timeout)
@@ -238,9 +238,9 @@ def _best(text: str) -> Best:
 
 def _what(state: State) -> str:
     return {
-        "whole": "checkpoint",
-        "broken": "files are missing",
-        "begun": "remains",
+        "committed": "checkpoint",
+        "damaged": "files are missing",
+        "incomplete": "remains",
         "unsupported": "of another format",
     }[state]
 
@@ -250,7 +250,7 @@ def _as_json(one: Pruned) -> dict[str, object]:
         "step": one.ref.step,
         "attempt": one.ref.attempt,
         "bytes": one.nbytes,
-        "committed": one.committed,
+        "committed": one.state == "committed",
         "state": one.state,
     }
 

@@ -90,7 +90,8 @@ def _read(backend: StorageBackend, ref: StepRef) -> Manifest:
     """Return the manifest with the metrics that were added later."""
     manifest = read_manifest(backend, ref)
     keys = [info.key for info in own_objects(backend, ref)]
-    return with_late(manifest, late_metrics(backend, ref, keys))
+    metadata = with_late(manifest.metadata, late_metrics(backend, ref, keys))
+    return msgspec.structs.replace(manifest, metadata=metadata)
 
 
 def _show_tensors(manifest: Manifest) -> None:

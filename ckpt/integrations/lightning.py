@@ -37,13 +37,13 @@ from torch import Tensor
 
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.catalog.index import born, committed
+from ckpt.catalog.inventory import Inventory
 from ckpt.config import MEMORY, Mode, Settings, Tier
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
-from ckpt.retention.inventory import Inventory
 from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import as_tiers, open_tiers, urls_of
 
@@ -305,7 +305,7 @@ class CkptCheckpoint(ModelCheckpoint):
         values = {
             held.ref.step: held.metrics[metric]
             for held in found
-            if held.state == "whole" and math.isfinite(held.metrics.get(metric, math.nan))
+            if held.state == "committed" and math.isfinite(held.metrics.get(metric, math.nan))
         }
         if not values:
             raise ConfigError(

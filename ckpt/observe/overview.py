@@ -9,12 +9,12 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.errors import CkptError
 from ckpt.errors.text import redact
 from ckpt.observe.history import Arrival, History, SavedStep, history_of
 from ckpt.observe.journal import JournalReader
-from ckpt.observe.listing import ListedStep, TierListing
 from ckpt.observe.space import FolderSpace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
@@ -125,19 +125,19 @@ class TierWatch:
     def __init__(self, url: str, backend: StorageBackend | None, error: str = "") -> None:
         self.url, self.backend = url, backend
         self._worker = Workers("look", 1)
-        self._listing = TierListing(backend) if backend is not None else None
+        self._inventory = Inventory(backend, shown=True) if backend is not None else None
         self._space = FolderSpace(url) if is_folder(url) else None
-        self._asked: Future[tuple[ListedStep, ...]] | None = None
+        self._asked: Future[list[StoredStep]] | None = None
         self._asked_at = 0.0
-        self.steps: tuple[ListedStep, ...] = ()
+        self.steps: Sequence[StoredStep] = ()
         self.error = error
 
-    def ask(self) -> Sequence[Future[tuple[ListedStep, ...]]]:
+    def ask(self) -> Sequence[Future[list[StoredStep]]]:
         """Begin a look, unless one is under way. Returns what to wait for."""
-        if self._listing is None:
+        if self._inventory is None:
             return ()
         if self._asked is None:
-            self._asked, self._asked_at = self._worker.submit(self._listing.look), time.time()
+            self._asked, self._asked_at = self._worker.submit(self._inventory.look), time.time()
         return (self._asked,)
 
     def take(self) -> None:
@@ -163,7 +163,7 @@ class TierWatch:
             error=self.error,
             steps=len(whole),
             newest=max((each.ref.step for each in whole), default=-1),
-            used_bytes=sum(each.stored_bytes or each.nbytes for each in self.steps),
+            used_bytes=sum(each.nbytes for each in self.steps),
             free=self._space.free() if self._space else math.nan,
             size=self._space.size() if self._space else math.nan,
             waiting=known.waiting,
@@ -240,10 +240,10 @@ def _known_of(url: str, history: History) -> TierView:
 
 
 def _rows(
-    listed: Mapping[str, Sequence[ListedStep]], tiers: Sequence[TierView], history: History
+    listed: Mapping[str, Sequence[StoredStep]], tiers: Sequence[TierView], history: History
 ) -> tuple[StepView, ...]:
     """Return a row for each attempt on any tier, and for each step that only the journal has."""
-    found: dict[tuple[int, str], dict[str, ListedStep]] = {}
+    found: dict[tuple[int, str], dict[str, StoredStep]] = {}
     for url, steps in listed.items():
         for each in steps:
             found.setdefault((each.ref.step, each.ref.attempt), {})[url] = each
@@ -270,7 +270,7 @@ def _rows(
 
 def _row(
     key: tuple[int, str],
-    places: Mapping[str, ListedStep],
+    places: Mapping[str, StoredStep],
     tiers: Sequence[TierView],
     history: History,
     save: SavedStep | None,
@@ -291,7 +291,7 @@ def _row(
         step=step,
         attempt=attempt,
         at=first.created_at if first and first.created_at else save.at if save else 0.0,
-        nbytes=first.nbytes if first else save.nbytes if save else 0,
+        nbytes=first.staged_bytes or first.nbytes if first else save.nbytes if save else 0,
         ranks=first.ranks if first else 0,
         metrics=first.metrics if first else {},
         cells=tuple(cells),
@@ -299,10 +299,11 @@ def _row(
     )
 
 
-def _cell(listed: ListedStep | None, arrival: Arrival | None, tier: TierView) -> Cell:
+def _cell(listed: StoredStep | None, arrival: Arrival | None, tier: TierView) -> Cell:
     seconds = arrival.seconds if arrival else 0.0
     if listed is not None and listed.state != "incomplete":
-        return Cell(listed.state, seconds, listed.reason)
+        is_there = listed.state == "committed"
+        return Cell("committed" if is_there else "damaged", seconds, listed.reason)
     if arrival is not None and arrival.state == "committed":
         gone = (tier.opened and not tier.error) or tier.url.startswith(_MEMORY)
         return Cell("removed" if gone else "committed", seconds)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ckpt.catalog.index import attempts, born, is_committed, own_objects, read_packed
+from ckpt.catalog.index import find, own_objects, read_packed
 from ckpt.catalog.late_metrics import late_metrics, put_late
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, NoCheckpoint
 from ckpt.model.keys import StepRef
 from ckpt.model.metrics import metrics_of
 from ckpt.storage.api import StorageBackend
@@ -38,11 +38,11 @@ def add_metrics(
 
 
 def _find(backend: StorageBackend, step: int, own: str) -> StepRef | None:
-    found = [ref for ref in attempts(backend) if ref.step == step and is_committed(backend, ref)]
-    mine = [ref for ref in found if ref.attempt.startswith(own)]
-    if len(mine or found) <= 1:
-        return next(iter(mine or found), None)
-    return max(mine or found, key=lambda ref: born(backend, ref))
+    try:
+        found = find(backend, step)
+    except NoCheckpoint:
+        return None
+    return next((ref for ref in found if ref.attempt.startswith(own)), found[0])
 
 
 def _missing(

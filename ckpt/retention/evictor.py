@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Container, Iterable, Iterator
 
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.codec.registry import NO_CODEC
 from ckpt.errors import CkptError, OutOfSpace, RootInUse, StorageError
 from ckpt.model.keys import StepRef
@@ -16,7 +17,6 @@ from ckpt.model.readable import size
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim
 from ckpt.retention.guard import StepGuard
-from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.policy import Retention, first_to_go, newest
 from ckpt.retention.prune import PruneContext, judge, remove
 from ckpt.storage.tiers import OpenTier
@@ -136,7 +136,7 @@ class Evictor:
         if another tier has it too. What was ``tried`` before is left out.
         """
         own = self._claim.own
-        whole = {held.ref: held for held in found if held.state == "whole"}
+        whole = {held.ref: held for held in found if held.state == "committed"}
         metrics = {other: held.metrics for other, held in whole.items()}
         last = newest([other for other in whole if self._counts(other, restored)] or whole, own=own)
         waiting = self._guard.waiting()
@@ -153,7 +153,7 @@ class Evictor:
         parts = [held for held in found if held.is_part and self._claim.is_dead(held.ref)]
         order += [held for held in parts if held.ref.step != restored]
         # copies that this job is making, of a step that its predecessor has saved
-        order += [h for h in found if h.state == "begun" and self._claim.brings(h.ref)]
+        order += [h for h in found if h.state == "incomplete" and self._claim.brings(h.ref)]
         order += [whole[last]] if last is not None else []
         for held in order:
             if over <= 0:
@@ -204,7 +204,7 @@ class Evictor:
                 )
             else:
                 freed += held.nbytes
-                what = "what was begun of step" if held.state == "begun" else "step"
+                what = "what was begun of step" if held.state == "incomplete" else "step"
                 _log.info(
                     "ckpt: %s %d was evicted from %s: %s, which gives %s",
                     what,
@@ -236,6 +236,6 @@ def _ratio(found: list[StoredStep]) -> float | None:
 
     Returns None if there is no such step.
     """
-    encoded = (held for held in found if held.staged_bytes > 0 and held.is_encoded)
+    encoded = (held for held in found if held.staged_bytes > 0 and held.codecs)
     newest_first = max(encoded, key=lambda held: held.ref, default=None)
     return min(1.0, newest_first.nbytes / newest_first.staged_bytes) if newest_first else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckpt.catalog.index import attempts, own_objects
+from ckpt.catalog.inventory import Inventory, State, StoredStep
 from ckpt.catalog.pins import is_pinned, remove_ended
 from ckpt.coordination.claim_marker import (
     claim_committed_for_removal,
@@ -21,7 +22,6 @@ from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics,
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import FixedGuard, StepGuard
-from ckpt.retention.inventory import Inventory, State, StoredStep
 from ckpt.retention.policy import Retention, reasons
 from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
 
@@ -40,19 +40,11 @@ FOREIGN: Final = "another job's, committed after this one had taken the root"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be removed.
-
-    ``state`` is "whole" for a checkpoint, "begun" for the remains of a failed save, and "broken"
-    for a checkpoint that has lost files.
-    """
+    """A step that was removed, or would be removed, and the state that it was in."""
 
     ref: StepRef
     nbytes: int
     state: State
-
-    @property
-    def committed(self) -> bool:
-        return self.state == "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +85,7 @@ def judge(
 ) -> list[Judged]:
     """Return what becomes of each of ``found``, in their order."""
     own, claim, grace_seconds = context.own, context.claim, context.grace_seconds
-    metrics = {held.ref: held.metrics for held in found if held.state == "whole"}
+    metrics = {held.ref: held.metrics for held in found if held.state == "committed"}
     why = reasons(metrics, rule, metrics, own=own)
     needed = context.guard.protected()
     now = time.time()
@@ -103,17 +95,19 @@ def judge(
             return (*why.get(held.ref, ()), NEEDED)
         if held.pins:
             return (*why.get(held.ref, ()), PINNED)
-        if held.state == "whole":
+        if held.state == "committed":
             foreign = claim is not None and not claim.may_remove(held.ref)
             return why[held.ref] or ((FOREIGN,) if foreign else ())
         if held.state == "unsupported":
             return ("written in another format",)
-        if held.state == "broken" and not metrics:
+        if held.state == "damaged" and not metrics:
             return ("nothing here is whole",)
-        if held.state == "begun" and held.is_cut:  # a removal that was cut off, or is under way
+        if (
+            held.state == "incomplete" and held.is_cut
+        ):  # a removal that was cut off, or is under way
             return ()
         if (
-            held.state == "begun"
+            held.state == "incomplete"
             and claim is not None
             and claim.is_dead(held.ref)
             and not held.is_part
@@ -231,7 +225,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
                 return False
         except OutOfSpace:
             # whole checkpoints go first then, and what no fragment tells of
-            if held.state == "begun":
+            if held.state == "incomplete":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
             elif is_pinned(backend, held.ref):
@@ -262,7 +256,7 @@ def _put_marker(backend: StorageBackend, held: StoredStep) -> bool:
     """Put the claim marker that lets no process finish ``held``. Returns whether it stands."""
     put = (
         claim_for_removal
-        if held.state == "begun" and not held.is_cut
+        if held.state == "incomplete" and not held.is_cut
         else claim_committed_for_removal
     )
     if _is_abandoned(held):  # a day's grace: a finisher that read the old marker has ended by then
@@ -320,12 +314,12 @@ def sweep(
     stays: set[StepRef | None] = set()
     if restored is not None:
         whole, parts = (
-            [held.ref for held in found if held.state == "whole"],
+            [held.ref for held in found if held.state == "committed"],
             [held.ref for held in found if held.is_part],
         )
         stays = {restored, max(whole, default=None), max(parts, default=None)}
     for held in found:
-        if held.state == "begun":
+        if held.state == "incomplete":
             goes = held.is_cut or claim.is_dead(held.ref) or _is_old(held, GRACE_SECONDS)
         else:
             goes = held.state != "unsupported" and claim.may_remove(held.ref)
@@ -338,7 +332,7 @@ def _is_abandoned(held: StoredStep) -> bool:
 
     No process needs a day from its marker to its manifest.
     """
-    ours = 0 if held.state == "begun" else None  # an aborted save is cleared away by several
+    ours = 0 if held.state == "incomplete" else None  # an aborted save is cleared away by several
     dates = [
         info.modified
         for info in held.objects

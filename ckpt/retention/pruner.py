@@ -6,13 +6,13 @@ import logging
 import threading
 from dataclasses import replace
 
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.readable import size
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import StepGuard
-from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.policy import Retention, unknown_metric
 from ckpt.retention.prune import PruneContext, carry_out, discard_left, judge, prune
 from ckpt.storage.tiers import OpenTier
@@ -123,7 +123,10 @@ class Pruner:
                     one
                     for one in judge(found, self._rule, context)
                     if self._claim.is_dead(ref := one.held.ref)
-                    and (one.held.state == "begun" or not (ref in needed or ref.step == restored))
+                    and (
+                        one.held.state == "incomplete"
+                        or not (ref in needed or ref.step == restored)
+                    )
                 ]
                 carry_out(self._tier.backend, going, claim=self._claim)
         except Exception as error:  # noqa: BLE001
@@ -161,5 +164,5 @@ class Pruner:
 
         Only the leader knows which steps of the job before a farther tier still lacks.
         """
-        remains = held.state == "begun" and (held.is_cut or self._claim.is_dead(held.ref))
+        remains = held.state == "incomplete" and (held.is_cut or self._claim.is_dead(held.ref))
         return remains or job_of(held.ref) == self._claim.own

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.catalog.transfer import FetchReport, fetch_step
 from ckpt.catalog.verify import OnProgress, StepFolder
 from ckpt.codec.registry import NO_CODEC
@@ -18,7 +19,6 @@ from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.guard import StepGuard
-from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.policy import Retention, reasons
 from ckpt.storage.api import StorageBackend
 from ckpt.storage.tiers import OpenTier
@@ -73,7 +73,9 @@ class StepCopier:
         ]
         if not rule.keeps_all and lacking:
             metrics = {
-                held.ref: held.metrics for held in Inventory(far).look() if held.state == "whole"
+                held.ref: held.metrics
+                for held in Inventory(far).look()
+                if held.state == "committed"
             }
             metrics |= {held.ref: held.metrics for held in lacking}
             why = reasons(metrics, rule, metrics)
@@ -93,9 +95,9 @@ class StepCopier:
         has_capacity = far.tier.capacity is not None
         evictor = Evictor(far, self.claim, _CopyGuard(far.backend, self.guard, held.ref))
         # else its size comes with the encoding
-        known = codec == NO_CODEC or held.is_encoded
+        known = codec == NO_CODEC or bool(held.codecs)
         if has_capacity:
-            raw = codec == NO_CODEC and held.is_encoded
+            raw = codec == NO_CODEC and held.codecs
             nbytes = held.staged_bytes if raw else held.nbytes
             evictor.make_room(held.ref, nbytes, restored=None, stored=known)
         folder = StepFolder(far.backend, held.ref, workers, self.retry)

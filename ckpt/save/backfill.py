@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ckpt.catalog.index import attempts
+from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import SaveConfig
 from ckpt.errors import CkptError
 from ckpt.model.keys import StepRef
@@ -25,7 +26,6 @@ from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import job_of
 from ckpt.retention.guard import FixedGuard
-from ckpt.retention.inventory import Inventory, StoredStep
 from ckpt.retention.step_copier import StepCopier
 from ckpt.save.job_steps import EarlierSteps, JobSteps
 from ckpt.save.tier_writer import TierWriter
@@ -88,7 +88,9 @@ class Backfill:
             self._earlier.set_left(found)
             if found:
                 held = {
-                    one.ref: one for one in Inventory(near.backend).look() if one.state == "whole"
+                    one.ref: one
+                    for one in Inventory(near.backend).look()
+                    if one.state == "committed"
                 }
                 line = [held[ref] for ref in found if ref in held]
                 for writer in self._far:

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from ckpt.catalog.index import attempts, committed, find, is_committed, read_manifest, survey
+from ckpt.catalog.index import attempts, committed, find, is_committed, read_manifest
+from ckpt.catalog.inventory import Inventory
 from ckpt.errors import (
     AccessDenied,
     FormatTooNew,
@@ -95,9 +96,9 @@ def test_a_manifest_in_a_bad_sector_hides_no_other_step(backend: StorageBackend)
         key="zzzzzz",
         fault=Raise(lambda key: StorageError(key, "Input/output error")),
     )
-    damaged, *others = survey(FaultyBackend(backend, [bad]))
-    assert "Input/output error" in str(damaged.damage)
-    assert all(entry.manifest for entry in others)
+    damaged, *others = Inventory(FaultyBackend(backend, [bad]), shown=True).look()
+    assert "Input/output error" in damaged.reason
+    assert {held.state for held in others} == {"committed"}
     assert [ref.attempt for ref in find(FaultyBackend(backend, [bad]), 2)] == ["aaaaaa", "zzzzzz"]
 
 
@@ -133,26 +134,6 @@ def test_where_nothing_is_found_the_error_says_what_is_there_instead(
         backend.put(key, [b"x"])
     with pytest.raises(NoCheckpoint, match=told):
         find(backend, step)
-
-
-def test_a_survey_tells_committed_incomplete_and_damaged_apart(backend: StorageBackend) -> None:
-    write_checkpoint(backend, 1, ARRAYS, world_size=2)
-    write_checkpoint(backend, 2, ARRAYS, world_size=2, commit=False)
-    backend.put(write_checkpoint(backend, 3, ARRAYS).ref.manifest, [b"nonsense"])
-    damaged, incomplete, whole = survey(backend)
-    assert isinstance(damaged.damage, ManifestCorrupt)
-    assert damaged.manifest is None
-    assert incomplete.manifest is None
-    assert incomplete.damage is None
-    assert incomplete.finished_ranks == 2
-    assert incomplete.nbytes > 8192
-    assert whole.manifest is not None
-    assert whole.manifest.step == 1
-
-
-def test_a_survey_of_nothing_is_an_error(backend: StorageBackend) -> None:
-    with pytest.raises(NoCheckpoint):
-        survey(backend)
 
 
 def test_a_manifest_that_is_not_there_is_not_found(backend: StorageBackend) -> None:

@@ -14,11 +14,11 @@ import torch
 from ckpt import CheckpointManager, Tier
 from ckpt.catalog import pins
 from ckpt.catalog.index import committed, find
+from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.pins import all_pins, is_pinned, note_of, put_pin, remove_pin, renewed
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, CkptError, ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.retention.claim import Claim
-from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PINNED, judge, prune, remove, sweep
 from ckpt.storage.api import StorageBackend, is_there
@@ -148,7 +148,7 @@ def test_a_pin_that_succeeds_holds_whatever_two_removals_do_meanwhile(tmp_path: 
         assert there or not pinned[0], (nth, mth)
         assert pinned[0] == is_pinned(backend, ref)
         if there:  # whole, and not only its manifest
-            assert {h.ref.step for h in Inventory(backend).look() if h.state == "whole"} >= {1}
+            assert {h.ref.step for h in Inventory(backend).look() if h.state == "committed"} >= {1}
         outcomes.add((pinned[0], there))
     assert {(True, True), (False, False)} <= outcomes
 

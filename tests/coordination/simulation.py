@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog.finalize import finalize
+from ckpt.catalog.inventory import Inventory
 from ckpt.coordination.abort_reason import Aborted
 from ckpt.coordination.claim_marker import clear_away
 from ckpt.coordination.commit import Bounds, Committed, Durable, Failed, Unknown, Verdict
@@ -38,7 +39,6 @@ from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.model.manifest import FragmentRef, Manifest
 from ckpt.model.packed import pack_fragment
 from ckpt.plan.leaf import Leaf
-from ckpt.retention.inventory import Inventory
 from ckpt.retention.prune import remove
 from ckpt.storage.api import Capabilities, ObjectInfo
 from tests.plan.worlds import fragment_of
@@ -366,7 +366,7 @@ def start_pruner(sim: Simulation, attempt: Attempt, index: int) -> Task:
     def clear() -> None:
         with suppress(CkptError):
             for held in Inventory(sim.tiers[index]).look(begun=True):
-                if held.ref == attempt.ref and held.state == "begun":
+                if held.ref == attempt.ref and held.state == "incomplete":
                     remove(sim.tiers[index], held)
 
     return sim.start(f"pruner {attempt.name}", clear)

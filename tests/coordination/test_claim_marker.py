@@ -7,6 +7,7 @@ import pytest
 
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import is_committed
+from ckpt.catalog.inventory import Inventory
 from ckpt.catalog.transfer import fetch_step
 from ckpt.catalog.verify import StepFolder, verify_step
 from ckpt.coordination.claim_marker import (
@@ -19,7 +20,6 @@ from ckpt.coordination.owner import Owner, claim
 from ckpt.errors import CkptError, CommitError, OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef, data_name, fragment_name
 from ckpt.pipeline.workers import Workers
-from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PruneContext, prune, remove
 from ckpt.storage.api import read_object

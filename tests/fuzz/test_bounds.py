@@ -15,9 +15,10 @@ import msgspec
 import pytest
 import zstandard
 
-from ckpt.catalog.index import find, survey
+from ckpt.catalog.index import find
+from ckpt.catalog.inventory import Inventory
 from ckpt.cli.main import main
-from ckpt.errors import CkptError, ManifestCorrupt, UnsupportedValue
+from ckpt.errors import ManifestCorrupt, UnsupportedValue
 from ckpt.model.checksum import checksum
 from ckpt.model.encoding import MAX_EXPANSION, pack, unpack
 from ckpt.model.manifest import Manifest
@@ -240,8 +241,5 @@ def test_a_listing_survives_one_hostile_manifest(root: Path) -> None:
     deep: Any = nested("list", 400)
     text = msgspec.json.encode({**body, "step": 2, "attempt": "abcdef", "metadata": deep})
     (other / "manifest.json").write_bytes(sealed(text))
-    entries = survey(open_backend(str(root)))
-    assert [(entry.ref.step, isinstance(entry.damage, CkptError)) for entry in entries] == [
-        (2, True),
-        (1, False),
-    ]
+    found = Inventory(open_backend(str(root)), shown=True).look()
+    assert [(held.ref.step, held.state) for held in found] == [(2, "damaged"), (1, "committed")]

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from ckpt.catalog.inventory import Inventory
 from ckpt.config import SaveConfig, Tier
 from ckpt.coordination.claim_marker import claim_for_finish
 from ckpt.coordination.owner import Owner, read_owner
@@ -23,7 +24,6 @@ from ckpt.model.manifest import FORMAT
 from ckpt.retention.claim import Claim, FoundSteps
 from ckpt.retention.evictor import Evictor
 from ckpt.retention.guard import FixedGuard
-from ckpt.retention.inventory import Inventory
 from ckpt.retention.policy import Retention
 from ckpt.retention.prune import PruneContext, prune, sweep
 from ckpt.retention.pruner import Pruner
@@ -44,6 +44,7 @@ def attempt(
     if version is not None:
         body = (
             f'{{"format":{version},"step":{step},"attempt":"{of}",'
+            '"world_size":1,"created_at":1,"layout_of":[],'
             '"files":[["rank-00000.safetensors",0,1000,[]]],"metadata":{}}'
         ).encode()
         (folder / "manifest.json").write_bytes(
@@ -175,8 +176,8 @@ def test_ranks_that_make_room_at_once_take_off_nothing_that_must_stay(tmp_path: 
         outcomes = list(ranks.map(rank, range(6)))
     assert any(outcomes)
     left = {held.ref.step: held.state for held in Inventory(tier(tmp_path).backend).look()}
-    assert left[3] == left[8] == "whole"
-    assert set(left.values()) == {"whole"}  # nothing is left half removed
+    assert left[3] == left[8] == "committed"
+    assert set(left.values()) == {"committed"}  # nothing is left half removed
     assert 1 not in left
 
 

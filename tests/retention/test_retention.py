@@ -93,7 +93,7 @@ def test_remains_are_left_alone_while_somebody_may_still_commit_them(tmp_path):
     # young, says the store
     assert prune(backend, Retention(keep_last=5), PruneContext(undated=True)) == []
     dry = prune(backend, Retention(keep_last=5), PruneContext(grace_seconds=-1), dry_run=True)
-    assert [(one.ref.step, one.state) for one in dry] == [(1, "begun"), (2, "begun")]
+    assert [(one.ref.step, one.state) for one in dry] == [(1, "incomplete"), (2, "incomplete")]
     assert len(list(tmp_path.glob("step-*"))) == 3
     age(old, hours=25)
     assert [one.ref.step for one in prune(backend, Retention(keep_last=5))] == [1]
@@ -201,7 +201,7 @@ def test_a_checkpoint_that_has_lost_files_does_not_count_and_goes_after_the_grac
     listed = {one["step"]: one["state"] for one in cli("ls", "--json").json["steps"]}
     assert listed == {1: "committed", 2: "committed", 3: "damaged", 4: "damaged"}
     gone = prune(backend, Retention(keep_last=1))
-    assert [(one.ref.step, one.state) for one in gone] == [(1, "whole"), (4, "broken")]
+    assert [(one.ref.step, one.state) for one in gone] == [(1, "committed"), (4, "damaged")]
     assert [path.name[:14] for path in sorted(root.glob("step-*"))] == [
         "step-000000002",
         "step-000000003",

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager, Tier
+from ckpt.catalog.inventory import Inventory
 from ckpt.errors import ConfigError, NoCheckpoint, OutOfSpace
 from ckpt.events import Event, NodeReplicated
 from ckpt.model.keys import StepRef
 from ckpt.nodes.replicas import NodeReplicas, _Ring
 from ckpt.nodes.server import NodeServer
-from ckpt.retention.inventory import Inventory
 from ckpt.storage.api import Upload
 from ckpt.storage.tiers import OpenTier, open_tiers
 from ckpt_backends.posix import PosixBackend
@@ -119,7 +119,7 @@ def on_disk(root: Path) -> None:
     alone(lambda: next((cut / "node0").glob("step-000000003.*/rank-00003.json")).unlink())
     (near,) = open_tiers([Tier(str(cut / "node0"))])
     found = Inventory(near.backend, part=True).look()
-    assert [held.state for held in found] == ["whole", "whole"], found
+    assert [held.state for held in found] == ["committed", "committed"], found
     alone(lambda: shutil.rmtree(cut))
     for node in range(4):
         assert restored(tiers(without(base, node))) == 3

@@ -1,0 +1,98 @@
+"""The states of the steps on a tier."""
+
+from __future__ import annotations
+
+import uuid
+
+import numpy as np
+import pytest
+
+from ckpt.catalog.inventory import Inventory
+from ckpt.errors import StorageError
+from ckpt.model.encoding import pack
+from ckpt.model.keys import StepRef
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from tests.checkpoints import Arrays, write_checkpoint
+
+ARRAYS: Arrays = {"w": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5)}
+
+
+@pytest.fixture
+def backend() -> StorageBackend:
+    return open_backend(f"memory://{uuid.uuid4().hex}")
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_committed_incomplete_and_damaged_steps_are_told_apart(
+    backend: StorageBackend, shown: bool
+) -> None:
+    written = write_checkpoint(backend, 1, ARRAYS, world_size=2)
+    write_checkpoint(backend, 2, ARRAYS, world_size=2, commit=False)
+    backend.put(write_checkpoint(backend, 3, ARRAYS).ref.manifest, [b"nonsense"])
+    damaged, incomplete, whole = Inventory(backend, shown=shown).look()
+    assert [damaged.state, incomplete.state, whole.state] == ["damaged", "incomplete", "committed"]
+    assert damaged.reason
+    assert (incomplete.reason, incomplete.finished_ranks) == ("", 2)
+    assert incomplete.nbytes > 8192
+    assert (whole.ranks, whole.tensors) == (2, 2)
+    assert whole.staged_bytes == whole.stored_bytes == written.manifest.nbytes
+
+
+def test_there_is_nothing_on_an_empty_tier(backend: StorageBackend) -> None:
+    assert Inventory(backend).look() == []
+
+
+def test_a_step_that_was_copied_to_the_folder_of_another_is_no_checkpoint(
+    backend: StorageBackend,
+) -> None:
+    packed = pack(write_checkpoint(backend, 1, ARRAYS).stored)
+    backend.put(StepRef(9, "abc123").manifest, [packed])
+    copied, whole = Inventory(backend).look()
+    assert (copied.state, whole.state) == ("damaged", "committed")
+    assert copied.reason == "it is that of step 1, attempt 'abc123'"
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "rank-00000.json"])
+def test_a_step_without_a_file_that_it_needs_is_damaged(backend: StorageBackend, name: str) -> None:
+    ref = write_checkpoint(backend, 1, ARRAYS, world_size=2).ref
+    backend.delete(ref.key(name))
+    (held,) = Inventory(backend).look()
+    assert (held.state, held.reason) == ("damaged", f"1 of its files are gone, such as {name}")
+
+
+def test_a_folder_that_cannot_be_listed_is_damaged_where_steps_are_only_shown(
+    backend: StorageBackend,
+) -> None:
+    for step in (1, 2):
+        write_checkpoint(backend, step, ARRAYS)
+
+    def failing() -> StorageBackend:
+        fault = Raise(lambda key: StorageError(key, "Input/output error"))
+        return FaultyBackend(backend, [Rule(verb="list", key="step-000000002", fault=fault)])
+
+    damaged, whole = Inventory(failing(), shown=True).look()
+    assert (damaged.state, whole.state) == ("damaged", "committed")
+    assert "Input/output error" in damaged.reason
+    with pytest.raises(StorageError, match="Input/output error"):
+        Inventory(failing()).look()
+
+
+def test_known_steps_cost_a_request_each_unless_they_are_only_shown(
+    backend: StorageBackend,
+) -> None:
+    for step in (1, 2, 3):
+        write_checkpoint(backend, step, ARRAYS)
+    requests: dict[bool, list[str]] = {}
+    for shown in (False, True):
+        counted = FaultyBackend(backend)
+        inventory = Inventory(counted, shown=shown)
+        inventory.look()
+        before = len(counted.calls)
+        assert len(inventory.look()) == 3
+        requests[shown] = [call.verb for call in counted.calls[before:]]
+    assert requests == {
+        False: ["folders", "head", "head", "head", "list"],
+        True: ["folders", "list"],
+    }
