@@ -11,7 +11,6 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import wait
 from datetime import datetime
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 import torch
@@ -27,7 +26,7 @@ from ckpt.adapters.walk.objects import walk_objects
 from ckpt.adapters.walk.prepare import PlanCache, growth_of
 from ckpt.agent.link import check_detach, register
 from ckpt.catalog.index import committed
-from ckpt.config import Metadata, SaveConfig, Settings, Tier, load_config, with_settings
+from ckpt.config import Metadata, SaveConfig, Settings, load_config, with_settings
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.leaving import END_OF_DATA, Leaving, reason_of
@@ -55,7 +54,7 @@ from ckpt.save.jobs import Jobs
 from ckpt.save.ledger import SaveLedger
 from ckpt.save.saver import Saver
 from ckpt.staging.fence import Fence
-from ckpt.storage.tiers import as_tiers, closed_on_error, open_tiers
+from ckpt.storage.tiers import Tiers, as_tiers, closed_on_error, open_tiers
 
 _log = logging.getLogger("ckpt")
 _warned: Final[set[str]] = set()
@@ -91,7 +90,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        tiers: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+        tiers: Tiers,
         *,
         config: SaveConfig | None = None,
         metadata: Metadata | None = None,
@@ -103,18 +102,23 @@ class CheckpointManager:
         self._config = with_settings(config or SaveConfig(), settings)
         self._jobs = Jobs(metadata or {})
         self._tiers = open_tiers(as_tiers(tiers))
+        self._observers = Observers(observers)
+        self._ledger = SaveLedger(self._observers, self._config)
         with closed_on_error(self._tiers):
             self._coordinator = Leaving(coordinator or find_coordinator())
             self._tiers = agree(self._tiers, self._coordinator)
+            notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
+            reports = Reports(self._ledger, self._observers, notices)
             self._agent = register(self._config, self._tiers, self._coordinator)
+            try:
+                self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
+            except BaseException:
+                if self._agent is not None:
+                    self._agent.forget()
+                raise
         self._fence = Fence()
         self._memory = Memory()
         self._plans = PlanCache.of(self._coordinator.rank, self._config, self._tiers)
-        self._observers = Observers(observers)
-        self._ledger = SaveLedger(self._observers, self._config)
-        notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
-        reports = Reports(self._ledger, self._observers, notices)
-        self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
         self._last_step: int | None = None
         self._begun: StepRef | None = None  # the saver lets the other ranks know how it ends
         self._restores, self._closed = 0, False
@@ -614,12 +618,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close_after(error)
         except CkptError as late:

@@ -19,6 +19,7 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import AccessDenied, ConfigError, StorageError
 from ckpt.model.keys import OWNER
 from ckpt.storage.registry import open_backend
+from ckpt_backends.posix import PosixBackend
 from ckpt_backends.s3 import S3Backend, _S3Upload
 from tests.kit.stores import whole
 from tests.servers import KEY, SECRET
@@ -222,3 +223,11 @@ def test_a_save_that_is_aborted_leaves_no_parts_to_pay_for(tmp_path, moto_server
             else:
                 assert uploads(backend) == []
         assert uploads(backend) == []
+
+
+def test_stores_are_closed_if_a_tier_cannot_have_replicas(tmp_path, monkeypatch):
+    closed: list[str] = []
+    monkeypatch.setattr(PosixBackend, "close", lambda backend: closed.append(backend.url))
+    near, far = tmp_path / "near", tmp_path / "far"
+    assert "all nodes share this tier" in refused(near, Tier(str(far), local=False, replicas=1))
+    assert closed == [str(near), str(far)]

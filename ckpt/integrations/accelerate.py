@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -31,13 +31,14 @@ from ckpt.adapters.walk.objects import declares_state
 from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, EntryUnexpected, RestoreError
 from ckpt.errors.base import few
+from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.metrics import Metrics
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
 from ckpt.storage.places import is_folder
-from ckpt.storage.tiers import as_tiers
+from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("1.0", "1.15")
 """The first and the last release of accelerate that the tests ran on."""
@@ -47,6 +48,12 @@ _REFUSED: Final = {
     "MEGATRON_LM": "Megatron keeps its own checkpoints",
     "XLA": "torch_xla keeps the tensors on its own devices",
 }
+
+_REFUSE_RESIZE: Final = refusing_resize(
+    "the position of a StatefulDataLoader",
+    "begin the epoch again with "
+    'load_state(only=["model*", "optimizer*", "scheduler*", "accelerate"])',
+)
 
 _log = logging.getLogger("ckpt")
 _warned: Final[set[str]] = set()
@@ -75,11 +82,7 @@ class AcceleratorCheckpoints:
     def __init__(
         self,
         accelerator: Any,
-        tiers: str
-        | os.PathLike[str]
-        | Tier
-        | Sequence[str | os.PathLike[str] | Tier]
-        | None = None,
+        tiers: Tiers | None = None,
         **settings: Any,
     ) -> None:
         _check(accelerator)
@@ -257,33 +260,21 @@ def _prepared(accelerator: Any) -> dict[str, list[Any]]:
 
 
 def _of_loader(loader: Any) -> Iterator[tuple[str, PerRank]]:
-    yield "order", PerRank(_Order(loader), on_resize=_same_or_first)
+    yield "order", PerRank(_Order(loader), on_resize=same_or_first)
     if loader.use_stateful_dataloader:
-        yield "position", PerRank(_Position(loader), on_resize=_refuse_resize)
+        yield "position", PerRank(_Position(loader), on_resize=_REFUSE_RESIZE)
 
 
 def _registered(value: Any) -> Any:
     """Let each rank keep what it has, unless the value is of a kind that ranks share."""
     if isinstance(value, nn.Module | Optimizer | PerRank) or declares_state(value):
         return value
-    return PerRank(value, on_resize=_same_or_first)
+    return PerRank(value, on_resize=same_or_first)
 
 
 def _is_whole(name: str) -> bool:
     """Return True for the name of an object, False for that of something in it."""
     return "/" not in name or name.endswith(("/order", "/position"))
-
-
-def _same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
-    return rank if rank < saved_world_size else 0
-
-
-def _refuse_resize(_rank: int, world_size: int, saved_world_size: int) -> int:
-    raise ConfigError(
-        f"the position of a StatefulDataLoader was saved by {saved_world_size} rank(s), and this "
-        f"world has {world_size}: resume with as many ranks, or begin the epoch again with "
-        'load_state(only=["model*", "optimizer*", "scheduler*", "accelerate"])'
-    )
 
 
 def _limited(place: Any, total_limit: int | None) -> Tier:

@@ -47,9 +47,8 @@ from ckpt.integrations.stored import Failed, fill, opened, reader_of
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import StepRef
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.tiers import as_tiers
+from ckpt.storage.tiers import Tiers, as_tiers
 
-Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 State = dict[str, Any]
 
 _NUMBER: Final = re.compile(r"(?:.*?[^0-9])?([0-9]{1,18})")

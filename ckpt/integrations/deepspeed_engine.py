@@ -34,7 +34,6 @@ from torch import distributed as dist
 from ckpt.adapters.match.tree import StateTree
 from ckpt.catalog.candidates import Candidate
 from ckpt.catalog.tiered_reader import Found, TieredReader
-from ckpt.config import Tier
 from ckpt.errors import (
     ConfigError,
     EntryMissing,
@@ -53,7 +52,7 @@ from ckpt.model.values import following, parse
 from ckpt.pending import PendingSave
 from ckpt.plan.leaf import Leaf
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.tiers import as_tiers, urls_of
+from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 TESTED: Final = ("0.19", "0.19")
 """The first and the last release of deepspeed that the tests ran with."""
@@ -96,11 +95,7 @@ class CkptEngine:
         self,
         engine: Any,
         folder: str | os.PathLike[str],
-        tiers: str
-        | os.PathLike[str]
-        | Tier
-        | Sequence[str | os.PathLike[str] | Tier]
-        | None = None,
+        tiers: Tiers | None = None,
         **settings: Any,
     ) -> None:
         advice = "load a checkpoint once and compare the losses"

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, Final, Self, Unpack
@@ -38,14 +37,14 @@ from torch import Tensor
 from ckpt.adapters.tensors.per_rank import PerRank, RngState
 from ckpt.catalog.index import born, committed
 from ckpt.catalog.inventory import Inventory
-from ckpt.config import MEMORY, Mode, Settings, Tier
+from ckpt.config import MEMORY, Mode, Settings
 from ckpt.errors import ConfigError
 from ckpt.integrations.lightning_strategy import MODULE, SCHEME, CkptStrategy, mix_in
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.model.keys import parse_folder
 from ckpt.storage.registry import open_backend
-from ckpt.storage.tiers import as_tiers, open_tiers, urls_of
+from ckpt.storage.tiers import Tiers, as_tiers, open_tiers, urls_of
 
 TESTED: Final = ("2.6", "2.6")
 _NEWEST, _BEST = "newest", "best"
@@ -131,7 +130,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
     def __init__(
         self,
-        dirpath: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+        dirpath: Tiers,
         *,
         monitor: str | None = None,
         mode: Mode = "min",

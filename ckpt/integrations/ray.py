@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import posixpath
 import threading
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, Self
@@ -28,13 +27,12 @@ from typing import Any, Final, Self
 import ray.train  # pyright: ignore[reportMissingImports]
 
 from ckpt.checks import is_number
-from ckpt.config import Tier
 from ckpt.errors import CkptError, ConfigError, NoCheckpoint, RestoreError, SaveSkipped
 from ckpt.integrations.tested import warn_of_untested
 from ckpt.manager import CheckpointManager
 from ckpt.pending import PendingSave
 from ckpt.restore.report import RestoreReport
-from ckpt.storage.tiers import as_tiers, urls_of
+from ckpt.storage.tiers import Tiers, as_tiers, urls_of
 
 REFERENCE: Final = "ckpt.json"
 TESTED: Final = ("2.60", "2.60")
@@ -80,11 +78,7 @@ class RayCheckpoints:
 
     def __init__(
         self,
-        tiers: str
-        | os.PathLike[str]
-        | Tier
-        | Sequence[str | os.PathLike[str] | Tier]
-        | None = None,
+        tiers: Tiers | None = None,
         **settings: Any,
     ) -> None:
         warn_of_untested("ray", TESTED, advice="kill a worker once and compare the losses")

@@ -42,11 +42,16 @@ from ckpt.adapters.walk.modules import canonical
 from ckpt.adapters.walk.stand_in import ModuleStandIn
 from ckpt.config import MEMORY, Tier
 from ckpt.errors import ConfigError, EntryMissing, RestoreError
+from ckpt.integrations.resizing import refusing_resize, same_or_first
 from ckpt.integrations.tested import warn_of_untested
 
 T = TypeVar("T")
 TESTED: Final = ("0.3", "0.3")
 _RNG: Final = "rng"
+_REFUSE_RESIZE: Final = refusing_resize(
+    "the position in the data",
+    'set checkpoint.exclude_from_loading to ["dataloader"] to begin with the first sample',
+)
 
 
 class CkptManager(CheckpointManager):  # type: ignore[misc]
@@ -163,7 +168,7 @@ class CkptManager(CheckpointManager):  # type: ignore[misc]
         """Everything that is saved, by the names that ``exclude_from_loading`` uses."""
         shared = {LR_SCHEDULER: self.states[LR_SCHEDULER]}
         own = {
-            name: PerRank(value, on_resize=_refuse if name == DATALOADER else _same_or_first)
+            name: PerRank(value, on_resize=_REFUSE_RESIZE if name == DATALOADER else same_or_first)
             for name, value in self.states.items()
             if name not in (MODEL, OPTIMIZER, LR_SCHEDULER) and value is not None
         }
@@ -274,15 +279,3 @@ def _of_first_rank(look: Callable[[], T]) -> T:
         raise
     dist.broadcast_object_list([seen, ""], src=0)
     return seen
-
-
-def _same_or_first(rank: int, _world_size: int, saved_world_size: int) -> int:
-    return rank if rank < saved_world_size else 0
-
-
-def _refuse(_rank: int, world_size: int, saved_world_size: int) -> int:
-    raise ConfigError(
-        f"the position in the data was saved by {saved_world_size} rank(s), and this world has "
-        f"{world_size}: resume with as many ranks, or set "
-        'checkpoint.exclude_from_loading to ["dataloader"] to begin with the first sample'
-    )

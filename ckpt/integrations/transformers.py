@@ -48,7 +48,7 @@ from ckpt.integrations.trainer_folder import (
     write_folder,
 )
 from ckpt.manager import CheckpointManager
-from ckpt.storage.tiers import as_tiers
+from ckpt.storage.tiers import Tiers, as_tiers
 
 TESTED: Final = ("5.23", "5.23")  # the first and the last release that every test ran with
 BEST_STEP: Final = "trainer_best_step"
@@ -57,7 +57,6 @@ _FOLDER: Final = "ckpt"
 
 _log = logging.getLogger("ckpt")
 _Trainer: Any = object
-_Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
 
 
 class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
@@ -77,7 +76,7 @@ class CkptTrainerMixin(_Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        ckpt_tiers: _Tiers | None = None,
+        ckpt_tiers: Tiers | None = None,
         ckpt_config: SaveConfig | None = None,
         ckpt_observers: Sequence[Observer] = (),
         **options: Any,

@@ -15,6 +15,9 @@ from ckpt.storage.api import Adopting, StorageBackend
 from ckpt.storage.places import is_folder, is_object_store, relation
 from ckpt.storage.registry import open_backend
 
+Tiers = str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier]
+"""A folder or URL, a `Tier`, or several of these, nearest first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
@@ -70,7 +73,7 @@ class OpenTier:
 
 
 def as_tiers(
-    given: str | os.PathLike[str] | Tier | Sequence[str | os.PathLike[str] | Tier],
+    given: Tiers,
 ) -> tuple[Tier, ...]:
     """Return the tiers that a user gave. Raises ``ConfigError`` for a value that is no tier."""
     items: list[object] = (
