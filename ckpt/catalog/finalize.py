@@ -27,7 +27,7 @@ from typing import Final
 
 from ckpt.catalog.index import attempts, own_objects
 from ckpt.catalog.verify import OnProgress, StepFolder, size_faults, verify_files
-from ckpt.coordination.claim_marker import claim_for_finish, release_marker
+from ckpt.coordination.claim_marker import claim_for_finish, release_finish
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.committer import put_once
 from ckpt.coordination.owner import Owner, read_owner
@@ -105,7 +105,7 @@ def _put(folder: StepFolder, manifest: Manifest) -> None:
         raise faults[0].error()
     folder.require_fragments(manifest)
     retry.call(partial(put_once, backend, ref.manifest, pack(manifest)))
-    release_marker(backend, ref)
+    release_finish(backend, ref)
 
 
 def _check_owner(

@@ -28,7 +28,7 @@ from ckpt.catalog.index import own_objects, read_manifest, read_packed
 from ckpt.catalog.tiered_reader import OnRepair, TieredReader
 from ckpt.catalog.verify import Meter, OnProgress, StepFolder, fault_of, size_faults, verify_files
 from ckpt.codec.registry import NO_CODEC, Encoder, encoder_of
-from ckpt.coordination.claim_marker import claim_for_finish, release_marker
+from ckpt.coordination.claim_marker import claim_for_finish, release_finish
 from ckpt.errors import (
     FormatUnsupported,
     IntegrityError,
@@ -244,7 +244,7 @@ def fetch_step(
         files = {copy.stored.rank: copy.stored for copy in copies} | kept
         manifest = _put_fragments(folder, recoding, files)
         packed = pack(manifest)
-    commit_copy(folder, packed, look=partial(_look, folder, manifest, confirm))
+    commit_copy(folder, packed, look=partial(check_files, folder, manifest, confirm))
     if old is not None:
         _clear_unnamed(folder, manifest)
     copied = sum(copy.stored.size for copy in copies)
@@ -344,11 +344,13 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
     look()
     _commit(folder, packed)
-    release_marker(destination, ref)
+    release_finish(destination, ref)
 
 
-def _look(folder: StepFolder, manifest: Manifest, confirm: Callable[[], object]) -> None:
-    """Raises ``StorageError`` if a file or a fragment is not there as it should be."""
+def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], object]) -> None:
+    """Raises ``StorageError`` if a file or a fragment is not there as it should be, and what
+    ``confirm`` raises.
+    """
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise StorageError(
             faults[0].key, f"{faults[0].what} on {folder.backend.url}: somebody has cleared it away"
@@ -408,12 +410,18 @@ def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
             folder.retry.call(partial(folder.backend.delete, info.key))
 
 
-def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
-    """How the files are written for a codec; None if they lie so at the source."""
+def has_codec(manifest: Manifest, codec: str) -> bool:
+    """Return whether the files are encoded as a tier with this codec has them."""
     encoder = encoder_of(codec)
     name = encoder.codec if encoder else NO_CODEC
-    if all((file.codec or NO_CODEC) == name for file in manifest.stored_files().values()):
+    return all((file.codec or NO_CODEC) == name for file in manifest.stored_files().values())
+
+
+def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
+    """How the files are written for a codec; None if they lie so at the source."""
+    if has_codec(manifest, codec):
         return None
+    encoder = encoder_of(codec)
     files = manifest.file_map()
     with _about_the_source():
         parts = {

@@ -44,7 +44,7 @@ def claim_for_removal(backend: StorageBackend, ref: StepRef) -> bool:
     if not _claim(backend, ref, _REMOVE):
         return False
     if is_there(backend, ref.manifest):  # a finisher was faster, and has deleted its marker
-        release_marker(backend, ref)
+        release_removal(backend, ref)
         return False
     return True
 
@@ -64,13 +64,32 @@ def is_removal_marker(marker_bytes: int) -> bool:
     return marker_bytes == len(_REMOVED)
 
 
+def release_finish(backend: StorageBackend, ref: StepRef) -> None:
+    """Delete the marker of a finisher. See ``release_marker``."""
+    _release(backend, ref, (_FINISHED,))
+
+
+def release_removal(backend: StorageBackend, ref: StepRef) -> None:
+    """Delete the marker of a removal. See ``release_marker``."""
+    _release(backend, ref, (_REMOVE, _REMOVED))
+
+
 def release_marker(backend: StorageBackend, ref: StepRef) -> None:
-    """Delete the marker. Never raises.
+    """Delete the marker of any process. Never raises.
 
     A marker that stays only delays the removal of remains by some days (``retention.prune``).
     """
     with contextlib.suppress(CkptError):
         backend.delete(ref.claim_marker)
+
+
+def _release(backend: StorageBackend, ref: StepRef, contents: tuple[bytes, ...]) -> None:
+    """Delete the marker if it is one of ``contents``. The process that put it may have ended, and
+    another kind may be there since.
+    """
+    with contextlib.suppress(CkptError):
+        if backend.head(ref.claim_marker).size in map(len, contents):
+            backend.delete(ref.claim_marker)
 
 
 def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) -> bool:
@@ -92,7 +111,7 @@ def clear_away(backend: StorageBackend, ref: StepRef, fragment: str, data: str) 
             raise
     backend.delete(fragment)
     backend.delete(data)
-    release_marker(backend, ref)
+    release_removal(backend, ref)
     return True
 
 

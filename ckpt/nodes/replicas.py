@@ -35,6 +35,7 @@ from ckpt.model.keys import StepRef
 from ckpt.model.manifest import Fragment, Manifest, StoredFile
 from ckpt.model.readable import size
 from ckpt.nodes.server import NodeServer, NodeStore, Peer, Step
+from ckpt.pipeline.pace import Pace
 from ckpt.pipeline.reader import ChunkReader, Sink, runs_of
 from ckpt.pipeline.retry import RetryPolicy
 from ckpt.pipeline.workers import Workers
@@ -88,7 +89,7 @@ class NodeReplicas:
         observers: Observers,
     ) -> None:
         self._server, self._coordinator, self._observers = server, coordinator, observers
-        self._pace = _Pace(config.replicate_mb_per_s)
+        self._pace = Pace(config.replicate_mb_per_s)
         self._copying = Workers("replicas", 1, nice=config.nice, cpus=config.cpus)
         self._writing = Workers("copies", 1, nice=config.nice, cpus=config.cpus)
         self._copying.start()  # a commit must not fail because no thread can be started
@@ -231,7 +232,7 @@ class _Ring:
     _missed: int = 0
     _lacking: StepRef | None = None
 
-    def copy(self, ref: StepRef, workers: Workers, pace: _Pace) -> int | None:
+    def copy(self, ref: StepRef, workers: Workers, pace: Pace) -> int | None:
         """Copy the other nodes' files of a committed step; return their size, or None if the step
         is not here any more.
 
@@ -260,7 +261,7 @@ class _Ring:
         return nbytes
 
     def _copy_node(
-        self, folder: StepFolder, manifest: Manifest, node: int, kept: list[str], pace: _Pace
+        self, folder: StepFolder, manifest: Manifest, node: int, kept: list[str], pace: Pace
     ) -> int:
         ref, files = folder.ref, manifest.file_map()
         peer = self.sources[node]
@@ -331,49 +332,16 @@ class _Ring:
                 self.tier.backend.delete(key)
 
 
-class _Pace:
-    """Holds the copying to a rate in MB/s (None: as fast as it goes), and can end it.
-
-    Thread safety: all methods may be called from any thread. ``_lock`` guards ``_free_at``.
-    """
-
-    def __init__(self, mb_per_s: float | None) -> None:
-        self._seconds_per_byte = 1e-6 / mb_per_s if mb_per_s else 0.0
-        self._hurry, self._stopped, self._lock = threading.Event(), False, threading.Lock()
-        self._free_at = 0.0
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped
-
-    def end(self, *, now: bool) -> None:
-        """Wait no more; with ``now``, let ``check`` raise."""
-        self._stopped = now
-        self._hurry.set()
-
-    def check(self) -> None:
-        """Raise ``StorageError`` if nothing more is to be copied."""
-        if self._stopped:
-            raise StorageError("replicas", "the copying of other nodes' files has ended")
-
-    def spend(self, nbytes: int) -> None:
-        """Return when ``nbytes`` more may follow those before."""
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(now, self._free_at) + nbytes * self._seconds_per_byte
-            left = self._free_at - now
-        self._hurry.wait(left)
-
-
 def _fetch(
-    store: NodeStore, files: Sequence[StoredFile], pace: _Pace
+    store: NodeStore, files: Sequence[StoredFile], pace: Pace
 ) -> Callable[[Sequence[ChunkRead], Sink], int]:
     """Return what reads chunks of ``files`` from another node."""
     reader, of_rank = ChunkReader(store, RetryPolicy()), {file.rank: file for file in files}
 
     def fetch(reads: Sequence[ChunkRead], sink: Sink) -> int:
         for run in runs_of(reads):
-            pace.check()
+            if pace.stopped:
+                raise StorageError("replicas", "the copying of other nodes' files has ended")
             for _, error in reader.read(run, of_rank[run.rank], sink):
                 raise error
         return 0

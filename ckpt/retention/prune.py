@@ -16,6 +16,7 @@ from ckpt.coordination.claim_marker import (
     claim_for_removal,
     is_removal_marker,
     release_marker,
+    release_removal,
 )
 from ckpt.errors import OutOfSpace, StorageError, TransientStorageError
 from ckpt.model.keys import StepRef, is_file_name, is_fragment, is_late_metrics, parse_folder
@@ -240,7 +241,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             backend.delete(key)
     discard(backend, held.unfinished)
     if marked:
-        release_marker(backend, held.ref)
+        release_removal(backend, held.ref)
     return True
 
 

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from ckpt.catalog.index import committed
+from ckpt.catalog.verify import VerifyReport, verify_step
+from ckpt.config import Tier
 from ckpt.model.checksum import checksum
 from ckpt.model.keys import parse_folder
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.registry import open_backend
 
 
 def files(root: Path, step: int) -> dict[str, Path]:
@@ -19,6 +24,26 @@ def files(root: Path, step: int) -> dict[str, Path]:
         "manifest": folder / "manifest.json",
         "fragment": folder / "rank-00000.json",
     }
+
+
+def folder_of(root: Tier) -> Path:
+    """The folder of the only step on a tier."""
+    [folder] = Path(root.url).glob("step-*")
+    return folder
+
+
+def data_of(root: Tier) -> Path:
+    """The data file of the only step of a job with one rank."""
+    [data] = [file for file in folder_of(root).glob("rank-*") if file.suffix != ".json"]
+    return data
+
+
+def look(root: Tier) -> VerifyReport:
+    """Compare the only step on a tier with its checksums."""
+    backend = open_backend(root.url)
+    [ref] = committed(backend)
+    with Workers("check", 2) as workers:
+        return verify_step(backend, ref, workers=workers)
 
 
 def flip(path: Path, position: int = -100) -> None:

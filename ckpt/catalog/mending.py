@@ -1,0 +1,135 @@
+"""Make a damaged step of one store whole again, from other stores that have it.
+
+A file is replaced at once by one of which every byte was verified. A process that is cut off leaves
+the old file or the new one. A manifest is replaced while the claim marker of a finisher keeps the
+step from being removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ckpt.catalog.index import is_committed
+from ckpt.catalog.tiered_reader import Found, TieredReader
+from ckpt.catalog.transfer import (
+    check_files,
+    copy_files,
+    copy_fragments,
+    fetch_step,
+    has_codec,
+)
+from ckpt.catalog.verify import Fault, StepFolder, verify_files
+from ckpt.coordination.claim_marker import claim_for_finish, clear_away, release_finish
+from ckpt.errors import IntegrityError, StorageError
+from ckpt.model.keys import fragment_name
+from ckpt.model.manifest import StoredFile
+from ckpt.pipeline.writer import OnBytes
+from ckpt.storage.api import StorageBackend
+
+
+def mend_step(
+    sources: Sequence[StorageBackend],
+    folder: StepFolder,
+    faults: Sequence[Fault],
+    *,
+    codec: str,
+    confirm: Callable[[], object],
+    on_bytes: OnBytes,
+) -> None:
+    """Write the damaged files of a committed step again.
+
+    A step that is removed meanwhile does not come back.
+
+    Args:
+        sources: Other stores that have the step, nearest first.
+        folder: The step, where it is damaged.
+        faults: What is damaged there.
+        codec: That of the store of ``folder``. If the sources have its files encoded otherwise,
+            they are encoded for it, and the manifest is replaced after they are there.
+        confirm: Called before each file. It raises if this process must not write there any more.
+        on_bytes: Called with the number of bytes just written.
+
+    Raises:
+        IntegrityError: Something is intact nowhere. Everything else is mended.
+        ObjectExists: A fragment is damaged, and the sources have the files encoded otherwise.
+        StorageError: A store has failed, or the step is being removed.
+    """
+    folder.retry.call(partial(folder.backend.head, folder.ref.manifest))  # else it was removed
+    wrong = {fault.key for fault in faults}
+    origin = TieredReader([folder.backend, *sources], folder.ref, retry=folder.retry)
+    found = origin.whole(lambda found: origin.filled(found, None))
+    is_here = found.position == 0
+    if not is_here and not (folder.ref.manifest in wrong and has_codec(found.manifest, codec)):
+        _encode_again(sources, folder, codec, confirm, on_bytes)
+        return
+    files = list(found.manifest.stored_files().values())
+    if not is_here:  # without a manifest nothing was compared yet
+        wrong = {fault.key for fault in verify_files(folder, files)[0]}
+    files = [file for file in files if file.key in wrong]
+    try:
+        _copy(origin, found, files, folder, confirm, on_bytes)
+    except IntegrityError:
+        if not any(file.codec for file in files):
+            raise
+        _encode_again(sources, folder, codec, confirm, on_bytes)
+
+
+def _copy(
+    origin: TieredReader,
+    found: Found,
+    files: Sequence[StoredFile],
+    folder: StepFolder,
+    confirm: Callable[[], object],
+    on_bytes: OnBytes,
+) -> None:
+    """Replace what is damaged by the same bytes."""
+    lost: IntegrityError | None = None
+    for file in files:
+        confirm()
+        try:
+            copy_files(origin.fetch, [file], folder, on_bytes=on_bytes)
+        except IntegrityError as error:
+            lost = lost or error
+    confirm()
+    copy_fragments(origin, found.manifest, found.manifest.fragments, folder)
+    if found.position:
+        _put_manifest(folder, found, confirm)
+    elif not is_committed(folder.backend, folder.ref):  # it was removed meanwhile
+        for file in files:
+            fragment = folder.ref.key(fragment_name(file.rank))
+            clear_away(folder.backend, folder.ref, fragment, file.key)
+    if lost is not None:
+        raise lost
+
+
+def _put_manifest(folder: StepFolder, found: Found, confirm: Callable[[], object]) -> None:
+    """Replace a damaged manifest. With the marker in place, no removal of the step begins."""
+    backend, ref = folder.backend, folder.ref
+    if not folder.retry.call(partial(claim_for_finish, backend, ref)):
+        raise StorageError(ref.folder, f"it is being removed on {backend.url}")
+    try:
+        folder.retry.call(partial(backend.head, ref.manifest))  # else it was removed
+        check_files(folder, found.manifest, confirm)
+        folder.retry.call(partial(backend.put, ref.manifest, [found.packed]))
+    finally:
+        release_finish(backend, ref)
+
+
+def _encode_again(
+    sources: Sequence[StorageBackend],
+    folder: StepFolder,
+    codec: str,
+    confirm: Callable[[], object],
+    on_bytes: OnBytes,
+) -> None:
+    """Copy the step as the tier's codec wants it. Files that are right stay as they are."""
+    so_far: int | None = None
+
+    def progress(done: int, _: int) -> None:
+        nonlocal so_far
+        on_bytes(0 if so_far is None else done - so_far)  # the first call counts what is there
+        so_far = done
+
+    confirm()
+    fetch_step(sources, folder, on_progress=progress, codec=codec, confirm=confirm)
