@@ -44,6 +44,7 @@ DEBUG_VARIABLE: Final = "CKPT_DEBUG"
 AGENT_FOLDER_VARIABLE: Final = "CKPT_AGENT_FOLDER"
 AGENT_IDLE_VARIABLE: Final = "CKPT_AGENT_IDLE_SECONDS"
 AGENT_MEMORY_VARIABLE: Final = "CKPT_AGENT_MEMORY_SECONDS"
+AGENT_SCRUB_VARIABLE: Final = "CKPT_AGENT_SCRUB_SECONDS"
 DOMAIN_VARIABLE: Final = "CKPT_FAILURE_DOMAIN"
 MEMORY: Final = "memory"
 
@@ -78,6 +79,7 @@ _SAVE_KEYS: Final = (
     "check_finite",
     "exit_seconds",
     "agent",
+    "scrub_mb_per_s",
 )
 
 
@@ -265,6 +267,8 @@ class SaveConfig:
         agent: Whether an agent of this node finishes what the job leaves when it ends or dies.
             "auto" starts one, and goes on without it if that fails; "required" raises `AgentError`
             then.
+        scrub_mb_per_s: The rate in MB/s at which the agent verifies the steps of the job, when it
+            has nothing else to do; 0 for not at all.
     """
 
     on_busy: OnBusy = "wait"
@@ -285,6 +289,7 @@ class SaveConfig:
     replicate_mb_per_s: float | None = None
     exit_seconds: float = 10.0
     agent: AgentMode = "off"
+    scrub_mb_per_s: float = 10.0
 
     def __post_init__(self) -> None:
         one_of("on_busy", self.on_busy, get_args(OnBusy))
@@ -310,6 +315,11 @@ class SaveConfig:
         if rate is not None and not (is_number(rate) and 0 < rate < float("inf")):
             raise ConfigError(
                 f"replicate_mb_per_s={shown(rate)}: give a number of MB/s above 0, or leave it out"
+            )
+        if not is_number(self.scrub_mb_per_s) or not 0 <= self.scrub_mb_per_s < float("inf"):
+            raise ConfigError(
+                f"scrub_mb_per_s={shown(self.scrub_mb_per_s)}: give a number of MB/s, such as 10, "
+                "or 0 to verify nothing"
             )
         whole("slots", self.slots, 1, 16)
         whole("backlog", self.backlog, 1, 1000)
@@ -349,6 +359,7 @@ class Settings(TypedDict, total=False):
     replicate_mb_per_s: float | None
     exit_seconds: float
     agent: AgentMode
+    scrub_mb_per_s: float
 
 
 def with_settings(config: SaveConfig, settings: Settings) -> SaveConfig:
@@ -507,6 +518,11 @@ def agent_memory_seconds() -> float:
     trainer that is started again restores from memory.
     """
     return _seconds(AGENT_MEMORY_VARIABLE, 300.0)
+
+
+def agent_scrub_seconds() -> float:
+    """Return the time between two verifications of a step by the agent."""
+    return _seconds(AGENT_SCRUB_VARIABLE, 86400.0)
 
 
 def failure_domain() -> str:

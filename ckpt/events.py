@@ -147,6 +147,27 @@ class Restored:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepVerified:
+    """The agent has compared a step with its checksums.
+
+    Only the leader gets this event, and only while its manager is open.
+
+    Attributes:
+        nbytes: The bytes that were right in the end.
+        seconds: What it took, at the rate of ``scrub_mb_per_s``.
+        mended: The files that were written again, with the bytes of another tier.
+        damage: What stays damaged, because it is intact on no tier; empty if the step is intact.
+    """
+
+    step: int
+    tier: str
+    nbytes: int
+    seconds: float
+    mended: tuple[str, ...] = ()
+    damage: str = ""
+
+
 Event = (
     SaveStaged
     | SaveCommitted
@@ -158,6 +179,7 @@ Event = (
     | Repaired
     | CommitFinished
     | Restored
+    | StepVerified
 )
 Observer = Callable[[Event], None]
 

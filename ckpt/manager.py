@@ -109,7 +109,8 @@ class CheckpointManager:
             self._tiers = agree(self._tiers, self._coordinator)
             notices = MemoryNotices(tier.url for tier in self._tiers if tier.in_memory)
             reports = Reports(self._ledger, self._observers, notices)
-            self._agent = register(self._config, self._tiers, self._coordinator)
+            notify = self._observers.notify
+            self._agent = register(self._config, self._tiers, self._coordinator, notify)
             try:
                 self._saver = Saver(self._tiers, self._coordinator, self._config, reports)
             except BaseException:

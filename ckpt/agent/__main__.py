@@ -1,7 +1,7 @@
-"""The processes of the agent: ``python -m ckpt.agent run | start | work PID [--clean]``.
+"""The processes of the agent: ``python -m ckpt.agent run | start | work PID``.
 
-``start`` returns when the agent listens in a process of its own. ``work`` finishes one job, which
-it reads from standard input.
+``start`` returns when the agent listens in a process of its own. ``work`` carries out an
+order, which it reads from standard input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from ckpt.agent.place import Place
 from ckpt.agent.server import Agent
 from ckpt.agent.work import work
-from ckpt.config import agent_idle_seconds, agent_memory_seconds
+from ckpt.config import agent_idle_seconds, agent_memory_seconds, agent_scrub_seconds
 from ckpt.errors import CkptError
 
 
@@ -49,7 +49,12 @@ def _code_of(child: int) -> int:
 
 def _agent(idle_seconds: float | None) -> Agent:
     idle = agent_idle_seconds() if idle_seconds is None else idle_seconds
-    return Agent(Place.of_this_user(), idle_seconds=idle, memory_seconds=agent_memory_seconds())
+    return Agent(
+        Place.of_this_user(),
+        idle_seconds=idle,
+        memory_seconds=agent_memory_seconds(),
+        scrub_seconds=agent_scrub_seconds(),
+    )
 
 
 def main(words: list[str]) -> int:
@@ -62,8 +67,8 @@ def main(words: list[str]) -> int:
                 return 0
             case ["start"]:
                 return start()
-            case ["work", parent, *options]:
-                return work(int(parent), clean="--clean" in options)
+            case ["work", parent]:
+                return work(int(parent))
             case _:
                 sys.stderr.write(f"{__doc__}\n")
                 return 2

@@ -17,6 +17,7 @@ from ckpt.agent.messages import (
     AgentStatus,
     Answer,
     AskStatus,
+    JobStatus,
     Refused,
     Request,
     Stop,
@@ -27,7 +28,8 @@ from ckpt.agent.messages import (
     send,
 )
 from ckpt.agent.place import Place, check_peer
-from ckpt.config import AGENT_FOLDER_VARIABLE, environment_for_agent
+from ckpt.agent.reports import Verified
+from ckpt.config import AGENT_FOLDER_VARIABLE, agent_folder, environment_for_agent
 from ckpt.errors import AgentError
 
 _ANSWER_SECONDS: Final = 10.0
@@ -74,15 +76,15 @@ class Connection:
             raise AgentError(f"the agent refuses: {answer.reason}")
         return answer
 
-    def wait_ended(self, timeout: float | None) -> bool:
-        """Return whether the agent has ended, or has closed the connection, in time."""
-        self._socket.settimeout(timeout)
+    def next_news(self) -> Verified | None:
+        """Wait for what the agent has found out about the registered job. None if the agent has
+        ended, or has closed the connection.
+        """
+        self._socket.settimeout(None)
         try:
-            return not self._socket.recv(1)
-        except TimeoutError:
-            return False
-        except OSError:
-            return True
+            return msgspec.msgpack.decode(receive(self._socket), type=Verified)
+        except (OSError, EOFError, AgentError, msgspec.MsgspecError):
+            return None
 
     def stopped(self) -> Stopped:
         """Wait until the agent, which was asked to stop, has ended. Return its last message, which
@@ -94,7 +96,7 @@ class Connection:
         return Stopped()
 
     def interrupt(self) -> None:
-        """Let ``wait_ended`` return in another thread."""
+        """Let ``next_news`` return in another thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -222,6 +224,17 @@ def status(place: Place) -> AgentStatus | None:
         return answer
     finally:
         found.close()
+
+
+def known_jobs() -> tuple[JobStatus, ...]:
+    """Return the jobs that the agent of this user knows; none if there is no agent to ask."""
+    if not os.path.isdir(agent_folder()):
+        return ()
+    try:
+        found = status(Place.of_this_user())
+    except AgentError:
+        return ()
+    return found.jobs if found is not None else ()
 
 
 def _other_version(agent: Welcome, way_out: str) -> AgentError:

@@ -5,28 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-import msgspec
-
-from ckpt.agent.client import surroundings
-from ckpt.agent.messages import Job, JobStatus, Process, frames
+from ckpt.agent.messages import Job, JobStatus, Process, urls_of
 from ckpt.agent.place import Lock, Place
-from ckpt.agent.reports import Copied, Copying, Ended, Report
+from ckpt.agent.reports import Copied, Copying, Ended, Order, Report
+from ckpt.agent.worker import Worker
 from ckpt.coordination.owner import process_started
 from ckpt.errors import AgentError
 from ckpt.errors.text import redact
 from ckpt.storage.places import relation
 
-_REPORTS: Final = msgspec.msgpack.Decoder(Report)
 _FIRST_PAUSE_SECONDS: Final = 5.0
 _MOST_PAUSE_SECONDS: Final = 600.0
-_READ_BYTES: Final = 1 << 16
 
 
 @dataclass(slots=True)
@@ -48,7 +43,7 @@ class Entry:
         """Raises ``AgentError`` if the agent cannot see the job's processes."""
         self.job = job
         self.attempt = job.owner.attempt
-        self.urls = tuple(str(fields["url"]) for fields in job.tiers)
+        self.urls = urls_of(job)
         self.processes = _descriptors(job.processes)
         self.since = time.time()
         self.detached = False
@@ -59,8 +54,7 @@ class Entry:
         """Whether durable tiers have what they should have. Only memory is left to be freed."""
         self.failures = 0
         self.progress = Progress()
-        self.worker: subprocess.Popen[bytes] | None = None
-        self._unread = bytearray()
+        self.worker: Worker | None = None
 
     @property
     def runs(self) -> bool:
@@ -93,7 +87,7 @@ class Entry:
 
     def meets(self, other: Entry) -> bool:
         """Return whether the two jobs have a root in common."""
-        return any(relation(one, two) == "same" for one in self.urls for two in other.urls)
+        return share_a_root(self.urls, other.urls)
 
     def end(self) -> None:
         """The trainer has ended, or has detached: its steps are to be finished."""
@@ -103,46 +97,19 @@ class Entry:
     # -- the worker --------------------------------------------------------------------------------
 
     def begin(self, place: Place, lock: Lock) -> int:
-        """Start the worker. It ends with the agent, and holds ``lock`` until then.
-
-        Returns:
-            The descriptor of its reports.
-        """
+        """Start the worker. Returns the descriptor of its reports."""
         self.progress.ended = self.progress.copying = None
-        self._unread.clear()
-        order = os.memfd_create("ckpt-agent-job", os.MFD_CLOEXEC)
-        try:
-            with os.fdopen(os.dup(order), "wb") as file:
-                file.write(msgspec.msgpack.encode(self.job))
-            os.lseek(order, 0, os.SEEK_SET)
-            way = ["--clean"] if self.settled else []
-            self.worker = subprocess.Popen(  # noqa: S603 - this interpreter, and fixed words
-                [sys.executable, "-P", "-m", "ckpt.agent", "work", str(os.getpid()), *way],
-                stdin=order,
-                stdout=subprocess.PIPE,
-                cwd="/",
-                env={**self.job.environment, **_python(surroundings(place))},
-                pass_fds=[lock.descriptor],
-                bufsize=0,
-            )
-        finally:
-            os.close(order)
-        self.since = time.time()
-        assert self.worker.stdout is not None
-        os.set_blocking(self.worker.stdout.fileno(), False)
-        return self.worker.stdout.fileno()
+        order = Order(self.job, "free" if self.settled else "finish")
+        self.worker, self.since = Worker(order, place, lock), time.time()
+        return self.worker.reports
 
     def read(self) -> bool:
         """Take in what the worker has reported. Returns whether it goes on."""
         assert self.worker is not None
-        assert self.worker.stdout is not None
-        with suppress(BlockingIOError):
-            data = os.read(self.worker.stdout.fileno(), _READ_BYTES)
-            self._unread += data
-            for frame in frames(self._unread):
-                self._take_in(_REPORTS.decode(frame))
-            return bool(data)
-        return True
+        told = self.worker.read()
+        for report in told or ():
+            self._take_in(report)
+        return told is not None
 
     def _take_in(self, report: Report) -> None:
         match report:
@@ -153,12 +120,14 @@ class Entry:
                 self.progress.copying = None
             case Ended():
                 self.progress.ended = report
+            case _:
+                pass  # of another task
 
     def finish(self) -> Ended:
         """The worker has ended: return its outcome, and plan the next try if it has failed."""
         assert self.worker is not None
-        code = self.worker.wait()
-        self._let_go()
+        code = self.worker.end()
+        self.worker, self.progress.copying = None, None
         outcome = self.progress.ended or Ended("failed", f"its worker ended with exit code {code}")
         if outcome.outcome == "failed":
             return self.fail(outcome.error)
@@ -178,19 +147,18 @@ class Entry:
         """End the worker at once. What it has begun is continued by the next one."""
         if self.worker is not None:
             self.worker.kill()
-            self.worker.wait()
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self.worker is not None and self.worker.stdout is not None:
-            self.worker.stdout.close()
-        self.worker, self.progress.copying = None, None
+            self.worker, self.progress.copying = None, None
 
     def close(self) -> None:
         """End the worker, and forget the processes."""
         self.cancel()
         while self.processes:
             os.close(self.processes.pop())
+
+
+def share_a_root(some: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether one of the URLs is the same place as one of the others."""
+    return any(relation(one, two) == "same" for one in some for two in others)
 
 
 def end_with_parent(parent: int) -> None:
@@ -216,9 +184,3 @@ def _descriptors(processes: tuple[Process, ...]) -> set[int]:
             os.close(descriptor)
         raise AgentError(f"the processes of the job cannot be watched: {error}") from None
     return found
-
-
-def _python(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a worker needs of the agent's environment to find the same package."""
-    names = ("PYTHONPATH", "CKPT_AGENT_FOLDER", "PYTHONWARNINGS")
-    return {name: environment[name] for name in names if name in environment}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -12,12 +12,14 @@ import msgspec
 from ckpt.agent.client import Connection, connect, reach
 from ckpt.agent.messages import Detach, Forget, Job, Process, fields_of
 from ckpt.agent.place import Place
+from ckpt.agent.reports import Verified
 from ckpt.config import AgentMode, SaveConfig, environment_for_agent
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.gather import Wait, gather, leader_decides
 from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError, CkptError, ConfigError
+from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.places import is_folder
 from ckpt.storage.registry import scheme_of
@@ -28,6 +30,7 @@ _START_SECONDS: Final = 300.0
 """How many seconds ranks may need to reach the same point of their start."""
 _PAUSE_SECONDS: Final = 2.0
 _SUBJECT: Final = "agent"
+Notify = Callable[[Event], None]
 
 
 class Link:
@@ -35,14 +38,15 @@ class Link:
 
     Args:
         job: The job, on its leader. None on the other ranks, for which nothing is to be done.
+        notify: Called with what the agent finds out about the steps of the job.
 
     Thread safety: ``detach`` and ``forget`` may be called by one thread, one of them once.
     ``_lock`` guards ``_connection``, which only the watching thread replaces.
     """
 
-    def __init__(self, job: Job | None) -> None:
+    def __init__(self, job: Job | None, notify: Notify = lambda _: None) -> None:
         """Raises ``AgentError`` if the agent cannot be reached or refuses the job."""
-        self._job = job
+        self._job, self._notify = job, notify
         self._watcher = Workers("agent", 1)
         self._lock = threading.Lock()
         self._ends = threading.Event()
@@ -102,7 +106,8 @@ class Link:
         while not self._ends.is_set():
             connection = self._connection
             if connection is not None:
-                connection.wait_ended(None)
+                while (news := connection.next_news()) is not None:
+                    self._pass_on(news)
                 connection.close()
             if self._ends.is_set():
                 return
@@ -119,9 +124,23 @@ class Link:
             if found is None:
                 self._ends.wait(_PAUSE_SECONDS)
 
+    def _pass_on(self, news: Verified) -> None:
+        if news.damage:
+            _log.error("ckpt: step %d on %s is damaged: %s", news.step, news.tier, news.damage)
+        self._notify(
+            StepVerified(
+                step=news.step,
+                tier=news.tier,
+                nbytes=news.nbytes,
+                seconds=news.seconds,
+                mended=news.mended,
+                damage=news.damage,
+            )
+        )
+
 
 def register(
-    config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator
+    config: SaveConfig, tiers: Sequence[OpenTier], coordinator: Coordinator, notify: Notify
 ) -> Link | None:
     """Register the job with the agent of the leader's node, which is started if there is none. All
     ranks call this.
@@ -144,7 +163,7 @@ def register(
         posted = gather(coordinator, _SUBJECT, Wait(_START_SECONDS, "the manager"))
         ranks = [msgspec.json.decode(data, type=Owner) for data in posted.values()]
         try:
-            link = Link(_job(me, ranks, tiers, config.backlog))
+            link = Link(_job(me, ranks, tiers, config), notify)
         except CkptError as error:
             return msgspec.json.encode(str(error))
         return msgspec.json.encode("")  # a verdict is never empty
@@ -190,14 +209,15 @@ def _register(job: Job) -> Connection:
     return connection
 
 
-def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], backlog: int) -> Job:
+def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: SaveConfig) -> Job:
     here = [rank for rank in ranks if rank.machine == me.machine]
     return Job(
         owner=me,
         processes=tuple(Process(rank.pid, rank.started) for rank in here),
         tiers=tuple(fields_of(tier.tier, _place_of(tier)) for tier in tiers),
-        backlog=backlog,
+        backlog=config.backlog,
         environment=environment_for_agent(),
+        scrub_mb_per_s=config.scrub_mb_per_s,
     )
 
 

@@ -20,7 +20,7 @@ from ckpt.coordination.owner import Owner
 from ckpt.errors import AgentError
 from ckpt.version import __version__
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Counts the changes of the messages between two releases."""
 VERSION: Final = f"{__version__}-{PROTOCOL}"
 MOST_BYTES: Final = 4 << 20
@@ -58,6 +58,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         tiers: The fields of each `Tier`, nearest first, with absolute places.
         backlog: How many steps a farther tier may lack.
         environment: The environment of the trainer, for the clients of object stores.
+        scrub_mb_per_s: At which rate its steps are verified; 0 for not at all.
     """
 
     owner: Owner
@@ -65,6 +66,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     tiers: tuple[dict[str, Any], ...]
     backlog: int
     environment: dict[str, str]
+    scrub_mb_per_s: float = 0.0
 
     def __repr__(self) -> str:
         return f"Job({self.owner})"
@@ -100,6 +102,30 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
+class ScrubStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the verification of a job's steps is.
+
+    Attributes:
+        step: The step that is verified; -1 if none is.
+        tier: The tier that it is read from.
+        done_bytes: How many bytes of it were read.
+        total_bytes: How many bytes it has.
+        verified: How many steps were verified and are intact, on all tiers together.
+        mended: How many files were written again.
+        damaged: The steps that no tier can mend, as "STEP URL: what is damaged".
+        error: Why the last round did not see all tiers; empty if it did.
+    """
+
+    step: int = -1
+    tier: str = ""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    verified: int = 0
+    mended: int = 0
+    damaged: tuple[str, ...] = ()
+    error: str = ""
+
+
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent knows about one job.
 
@@ -120,6 +146,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
         total_bytes: How many bytes it has.
         copied: The steps that were copied so far, as "STEP URL".
         error: Why the last try did not finish; empty if it did.
+        scrub: The verification of its steps.
     """
 
     attempt: str
@@ -134,6 +161,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: int = 0
     copied: tuple[str, ...] = ()
     error: str = ""
+    scrub: ScrubStatus = ScrubStatus()
 
 
 class AgentStatus(msgspec.Struct, frozen=True, kw_only=True, tag="agent_status"):
@@ -248,6 +276,11 @@ def fields_of(tier: Tier, url: str) -> dict[str, Any]:
     """Return the fields of ``tier`` at the place ``url``, to be sent."""
     fields = {name: getattr(tier, name) for name in Tier.__dataclass_fields__}
     return {**fields, "url": url, "options": dict(tier.options)}
+
+
+def urls_of(job: Job) -> tuple[str, ...]:
+    """Return the URLs of the tiers of a job, nearest first."""
+    return tuple(str(fields["url"]) for fields in job.tiers)
 
 
 def _tier(fields: dict[str, Any]) -> Tier:

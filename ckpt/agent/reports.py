@@ -1,4 +1,6 @@
-"""What a worker reports to its agent, as frames on its standard output."""
+"""What an agent orders from a worker, on its standard input, and what the worker reports, as frames
+on its standard output.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,25 @@ from typing import Literal
 
 import msgspec
 
+from ckpt.agent.messages import Job
+
+Task = Literal["finish", "free", "scrub"]
 Outcome = Literal["done", "superseded", "failed"]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a worker is to do.
+
+    Attributes:
+        job: For which job.
+        task: "finish": make its steps durable. "free": free the memory of steps that durable tiers
+            have. "scrub": verify its steps.
+        verified: The steps that need not be verified, as "URL FOLDER".
+    """
+
+    job: Job
+    task: Task
+    verified: tuple[str, ...] = ()
 
 
 class Copying(msgspec.Struct, frozen=True, tag="copying"):
@@ -25,6 +45,36 @@ class Copied(msgspec.Struct, frozen=True, tag="copied"):
     to: str
 
 
+class Verifying(msgspec.Struct, frozen=True, tag="verifying"):
+    """So many bytes of a step on a tier were compared with their checksums."""
+
+    step: int
+    tier: str
+    done_bytes: int
+    total_bytes: int
+
+
+class Verified(msgspec.Struct, frozen=True, tag="verified", kw_only=True):
+    """A step on a tier was compared with its checksums.
+
+    The agent passes it on to the trainer of the job.
+
+    Attributes:
+        folder: The folder of the step.
+        nbytes: How many bytes were right in the end.
+        mended: The files that were written again.
+        damage: What stays damaged, and why; empty if the step is intact.
+    """
+
+    step: int
+    tier: str
+    folder: str
+    nbytes: int
+    seconds: float
+    mended: tuple[str, ...] = ()
+    damage: str = ""
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The last report.
 
@@ -36,4 +86,4 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     error: str = ""
 
 
-Report = Copying | Copied | Ended
+Report = Copying | Copied | Verifying | Verified | Ended

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ckpt.agent.entry import Entry
+from ckpt.agent.entry import Entry, share_a_root
 from ckpt.agent.messages import (
     VERSION,
     AgentStatus,
@@ -45,6 +45,7 @@ from ckpt.agent.messages import (
 )
 from ckpt.agent.place import Lock, Place, check_peer, identity
 from ckpt.agent.reports import Ended
+from ckpt.agent.rounds import Rounds
 from ckpt.errors import AgentError
 
 _log = logging.getLogger("ckpt")
@@ -63,8 +64,15 @@ _CONNECTIONS: Final = 256
 
 @dataclass(slots=True)
 class _Caller:
+    """A process that is connected.
+
+    Attributes:
+        attempt: The job that it has registered; empty if it has registered none.
+    """
+
     connection: socket.socket
     pid: int
+    attempt: str = ""
     unread: bytearray = field(default_factory=bytearray)
 
 
@@ -75,12 +83,15 @@ class Agent:
         place: Its folder.
         idle_seconds: It ends after so many seconds without a job.
         memory_seconds: How long steps stay in memory after a durable tier has them.
+        scrub_seconds: The time between two verifications of a step.
 
     Thread safety: one thread, which calls ``listen`` and then ``run``.
     """
 
-    def __init__(self, place: Place, *, idle_seconds: float, memory_seconds: float) -> None:
-        self._place = place
+    def __init__(
+        self, place: Place, *, idle_seconds: float, memory_seconds: float, scrub_seconds: float
+    ) -> None:
+        self._place, self._rounds = place, Rounds(scrub_seconds)
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
         self._listening: socket.socket | None = None
         self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
@@ -150,6 +161,8 @@ class Agent:
     def _patience(self) -> float | None:
         """Return how long nothing can be due."""
         most = None if self._listening is None else _SOCKET_SECONDS
+        if (round_in := self._scrubs_in()) is not None:
+            most = min(most or round_in, max(_LOOK_SECONDS, round_in))
         if not self._entries:
             left = max(0.0, self._busy + self._idle_seconds - time.time()) + _LOOK_SECONDS
             return left if most is None else min(left, most)
@@ -173,6 +186,7 @@ class Agent:
             self._works = self._may_work.take()
         for entry in due if self._works else ():
             if not self._is_held_up(entry):
+                self._stop_scrubbing()
                 try:
                     reports = entry.begin(self._place, self._may_work)
                 except OSError as error:  # no memory or no process is left
@@ -181,6 +195,46 @@ class Agent:
                 self._selector.register(
                     reports, selectors.EVENT_READ, partial(self._on_report, entry, reports)
                 )
+
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Verify steps, if there is nothing else to do."""
+        if self._scrubs_in() != 0.0:
+            return
+        self._works = self._works or self._may_work.take()
+        if self._works:
+            try:
+                reports = self._rounds.begin(self._place, self._may_work)
+            except OSError as error:
+                _log.warning("ckpt: no worker could be started: %s", error)
+                return
+            on_report = partial(self._on_scrub_report, reports)
+            self._selector.register(reports, selectors.EVENT_READ, on_report)
+
+    def _scrubs_in(self) -> float | None:
+        """Return in how many seconds a round is due; None while there is other work, or none."""
+        if self._ends or any(entry.worker is not None for entry in self._entries):
+            return None
+        return self._rounds.due_in()
+
+    def _on_scrub_report(self, reports: int) -> None:
+        news = self._rounds.read()
+        if news is None:
+            self._selector.unregister(reports)
+            return
+        for attempt, told in news:
+            for caller in [each for each in self._callers if each.attempt == attempt]:
+                try:
+                    caller.connection.sendall(encode(told))
+                except OSError as error:  # it registers again
+                    _log.warning("ckpt: the trainer of job %s is left: %s", attempt, error)
+                    self._leave(caller)
+
+    def _stop_scrubbing(self) -> None:
+        if self._rounds.reports is not None:
+            self._selector.unregister(self._rounds.reports)
+            self._rounds.cancel()
 
     def _is_held_up(self, entry: Entry) -> bool:
         """Return whether a trainer that lives, or another worker, has a root of ``entry``."""
@@ -191,17 +245,24 @@ class Agent:
 
     # -- jobs --------------------------------------------------------------------------------------
 
-    def _register(self, job: Job, pid: int) -> Answer:
+    def _register(self, job: Job, caller: _Caller) -> Answer:
         if self._ends:
             return Refused("it is about to end: try again")
-        if pid not in [process.pid for process in job.processes]:
+        if caller.pid not in [process.pid for process in job.processes]:
             return Refused(
-                f"it sees this process as number {pid}: the two are in different process "
+                f"it sees this process as number {caller.pid}: the two are in different process "
                 "namespaces, as containers have: run an agent in this one (CKPT_AGENT_FOLDER)"
             )
         entry = Entry(job)
         for other in [other for other in self._entries if other.attempt == entry.attempt]:
             self._drop(other)
+        self._stop_scrubbing()
+        self._rounds.forget(
+            attempt
+            for attempt, urls in self._rounds.jobs().items()
+            if attempt != entry.attempt and share_a_root(urls, entry.urls)
+        )
+        self._rounds.add(job)
         for other in self._entries:  # the next job is never held up
             if other.worker is not None and other.meets(entry):
                 self._cancel(other)
@@ -210,6 +271,7 @@ class Agent:
             self._selector.register(
                 process, selectors.EVENT_READ, partial(self._on_death, entry, process)
             )
+        caller.attempt = entry.attempt
         _log.info("ckpt: job %s is registered", entry.attempt)
         if not entry.processes:  # they have ended since
             self._end_of_trainer(entry)
@@ -266,8 +328,8 @@ class Agent:
             self._drop(entry, "done")
 
     def _cancel(self, entry: Entry) -> None:
-        if entry.worker is not None and entry.worker.stdout is not None:
-            self._selector.unregister(entry.worker.stdout)
+        if entry.worker is not None:
+            self._selector.unregister(entry.worker.reports)
         entry.cancel()
 
     def _drop(self, entry: Entry, state: str = "") -> None:
@@ -281,6 +343,8 @@ class Agent:
             self._over = [*self._over, over][-_REMEMBERED:]
             if state == "given up":
                 self._given_up.append(over)
+            if state not in {"done", "closed"}:
+                self._rounds.forget([entry.attempt])
         entry.close()
         self._entries.remove(entry)
 
@@ -326,7 +390,7 @@ class Agent:
         try:
             match request:
                 case Job():
-                    return self._register(request, caller.pid)
+                    return self._register(request, caller)
                 case Detach(attempt):
                     return self._detach(attempt)
                 case Forget(attempt):
@@ -347,7 +411,10 @@ class Agent:
             started=self._started,
             idle_seconds=self._idle_seconds,
             works=self._works,
-            jobs=(*self._over, *(entry.status() for entry in self._entries)),
+            jobs=tuple(
+                msgspec.structs.replace(job, scrub=self._rounds.status(job.attempt))
+                for job in (*self._over, *(entry.status() for entry in self._entries))
+            ),
         )
 
     # -- the end -----------------------------------------------------------------------------------
@@ -357,6 +424,7 @@ class Agent:
         ended is finished here, and its memory is freed, unless the agent is to end ``at_once``.
         """
         self._stop_listening()
+        self._stop_scrubbing()
         self._ends = True
         for caller in [caller for caller in self._callers if caller is not self._asking]:
             self._leave(caller)
@@ -402,6 +470,7 @@ class Agent:
             self._listens.close()
 
     def _close(self) -> None:
+        self._stop_scrubbing()
         for entry in list(self._entries):
             self._drop(entry)
         if self._asking is not None:

@@ -1,31 +1,35 @@
-"""A worker: a process that finishes one job, and ends with the agent."""
+"""A worker: a process that carries out one order, and ends with the agent."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
 
 from ckpt.agent.entry import end_with_parent
 from ckpt.agent.finish import Finish
-from ckpt.agent.messages import Job, encode
+from ckpt.agent.messages import encode
+from ckpt.agent.reports import Ended, Order
+from ckpt.agent.scrub import Scrub
 from ckpt.pipeline.workers import Workers
 
 _THREADS: Final = 2
+_NICE: Final = 19
 
 
-def work(parent: int, *, clean: bool) -> int:
-    """Finish the job on standard input, for the agent ``parent``. Reports go to standard output.
+def work(parent: int) -> int:
+    """Carry out the order on standard input, for the agent ``parent``. Reports go to standard
+    output.
 
     Args:
         parent: The process id of the agent. Without it, this process does not work.
-        clean: Free memory only.
     """
     end_with_parent(parent)
-    job = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Job)
+    order = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Order)
     reports = os.dup(1)
     os.dup2(2, 1)  # what a client of a store prints is no report
     lock = threading.Lock()
@@ -34,7 +38,17 @@ def work(parent: int, *, clean: bool) -> int:
         with lock, os.fdopen(os.dup(reports), "wb") as pipe:
             pipe.write(encode(message))
 
-    with Workers("agent", _THREADS) as workers, Finish(job, workers, report) as finish:
-        ended = finish.clean() if clean else finish.run()
-    report(ended)
+    report(_scrub(order, report) if order.task == "scrub" else _finish(order, report))
     return 0
+
+
+def _finish(order: Order, report: Callable[[msgspec.Struct], None]) -> Ended:
+    with Workers("agent", _THREADS) as workers, Finish(order.job, workers, report) as finish:
+        return finish.clean() if order.task == "free" else finish.run()
+
+
+def _scrub(order: Order, report: Callable[[msgspec.Struct], None]) -> Ended:
+    os.nice(_NICE)
+    # one thread, so that not more than one piece is read at a time
+    with Workers("scrub", 1) as workers, Scrub(order, workers, report) as scrub:
+        return scrub.run()

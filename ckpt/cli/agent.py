@@ -13,7 +13,7 @@ from ckpt.cli.options import JsonOption
 from ckpt.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
-    from ckpt.agent.messages import AgentStatus, JobStatus
+    from ckpt.agent.messages import AgentStatus, JobStatus, ScrubStatus
 
 
 class Action(StrEnum):
@@ -98,8 +98,29 @@ def _show(found: AgentStatus) -> None:
     how = "" if found.works or not found.jobs else ", which has not worked yet"
     output.show_line(f"agent {found.version}, process {found.pid}{how}")
     if found.jobs:
-        rows = [[job.attempt, job.state, _what(job), ", ".join(job.tiers)] for job in found.jobs]
-        output.show_table(["job", "state", "", "tiers"], rows, elided=["tiers"])
+        rows = [
+            [job.attempt, job.state, _what(job), scrubbed(job.scrub), ", ".join(job.tiers)]
+            for job in found.jobs
+        ]
+        output.show_table(["job", "state", "", "verified", "tiers"], rows, elided=["tiers"])
+    for job in found.jobs:
+        for damage in job.scrub.damaged:
+            output.show_line(f"job {job.attempt}: step {damage}", style="red")
+        if job.scrub.error:
+            output.show_line(f"job {job.attempt}: not all is verified: {job.scrub.error}")
+
+
+def scrubbed(scrub: ScrubStatus) -> str:
+    """Say how far the verification of a job's steps is; "-" if it has not begun."""
+    told = [output.count(scrub.verified, "step")] if scrub.verified or scrub.damaged else []
+    if scrub.mended:
+        told.append(f"{output.count(scrub.mended, 'file')} mended")
+    if scrub.damaged:
+        told.append(f"{len(scrub.damaged)} damaged")
+    if scrub.step >= 0:
+        percent = 100 * scrub.done_bytes // max(1, scrub.total_bytes)
+        told.append(f"step {scrub.step} on {scrub.tier}: {percent} %")
+    return ", ".join(told) or "-"
 
 
 def _what(job: JobStatus) -> str:

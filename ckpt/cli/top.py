@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +15,9 @@ from ckpt.cli.serve import ConfigsOption, watched_runs
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
+    from ckpt.agent.messages import JobStatus
     from ckpt.observe.overview import RunView, StepView, TierView
 
 _ROWS = 12
@@ -32,7 +34,8 @@ def top(
         typer.Option("--interval", metavar="SECONDS", min=0.2, help="Between two looks."),
     ] = 2.0,
 ) -> None:
-    r"""Show runs in the terminal, live: tiers, and the newest steps on each.
+    r"""Show runs in the terminal, live: tiers, the newest steps on each, and what the agent of this
+    node verifies.
 
     The places are those of `ckpt serve`, which shows more. Ctrl-C ends it.
 
@@ -45,11 +48,16 @@ def top(
     from rich.console import Console, Group
     from rich.live import Live
 
+    from ckpt.agent.client import known_jobs
+
     runs = watched_runs(places(where, root), config)
 
     def look() -> Group:
-        views = [run.look(_PATIENCE_SECONDS) for run in runs]
-        return Group(*(table for view in views for table in _tables(view)))
+        views, jobs = [run.look(_PATIENCE_SECONDS) for run in runs], known_jobs()
+        parts: list[Table | Text] = []
+        for view in views:
+            parts += [*_tables(view), *_scrubs(view, jobs)]
+        return Group(*parts)
 
     console = Console(markup=False, emoji=False, highlight=False)
     if once or not sys.stdout.isatty():
@@ -86,6 +94,21 @@ def _tables(run: RunView) -> Iterator[Table]:
     for row in run.steps[:_ROWS]:
         steps.add_row(str(row.step), size(row.nbytes), *_rest(row))
     yield steps
+
+
+def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
+    """What the agent of this node has verified of a run."""
+    from rich.text import Text
+
+    from ckpt.cli.agent import scrubbed
+    from ckpt.errors.text import clean
+
+    urls = {tier.url for tier in run.tiers}
+    for job in jobs:
+        if urls.intersection(job.tiers) and (told := scrubbed(job.scrub)) != "-":
+            yield Text(clean(f"verified by the agent: {told}"))
+        for damage in job.scrub.damaged if urls.intersection(job.tiers) else ():
+            yield Text(clean(f"step {damage}"), style="red")
 
 
 def _under_way(tier: TierView) -> str:

@@ -7,6 +7,7 @@ took, which steps were removed since, and what a restore had to repair.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import stat
@@ -31,6 +32,7 @@ from ckpt.events import (
     SaveStaged,
     SaveSuspicious,
     StepDamaged,
+    StepVerified,
     TierMissed,
 )
 from ckpt.storage.places import is_folder
@@ -177,18 +179,29 @@ def record_of(event: Event) -> Record:
             | NodeReplicated(step=step, tier=tier, nbytes=nbytes, seconds=seconds)
         ):
             return Record(at=at, event=name, step=step, tier=tier, nbytes=nbytes, seconds=seconds)
+        case StepVerified(step=step, tier=tier, nbytes=nbytes, seconds=seconds, damage=damage):
+            return Record(
+                at=at,
+                event=VERIFIED,
+                step=step,
+                tier=tier,
+                nbytes=nbytes,
+                seconds=seconds,
+                reason=damage[:_MOST_TEXT],
+            )
 
 
-def note_verified(root: str, step: int, fault: str) -> None:
+def note_verified(root: str, step: int, fault: str, *, journal: str | None = None) -> None:
     """Add to the journal of ``root`` that a step was compared with its checksums.
 
     Nothing happens if the run has no journal, or it cannot be written.
 
     Args:
         fault: What is damaged; empty if the step is intact.
+        journal: The root that the journal is beside; None for ``root``.
     """
     with contextlib.suppress(ConfigError, OSError):
-        if os.path.isdir(folder := journal_of(root)):
+        if os.path.isdir(folder := journal_of(root if journal is None else journal)):
             path = os.path.join(folder, "verify.jsonl")
             if os.path.exists(path) and os.path.getsize(path) >= LIMIT_BYTES:
                 os.replace(path, path + _OLD)
@@ -265,7 +278,13 @@ def _failure(record: Record, error: BaseException) -> Record:
 
 
 def _open(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Open a regular file. Raises ``OSError`` for any other, and does not wait for a FIFO."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(path, flags, 0o644)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return file
 
 
 def _open_at_once(path: str, flags: int) -> int:

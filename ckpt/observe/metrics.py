@@ -22,6 +22,7 @@ from ckpt.events import (
     SaveStaged,
     SaveSuspicious,
     StepDamaged,
+    StepVerified,
     TierMissed,
 )
 from ckpt.observe.backlog import Backlog
@@ -112,6 +113,8 @@ class Metrics:
                 series.restore_seconds(event.tier).observe(event.seconds)
                 series.restored_bytes(event.tier).inc(event.nbytes)
                 series.restored_step().set(event.step)
+            case StepVerified():
+                self._verified(event)
         if self._file is not None:
             self._write()
 
@@ -145,6 +148,17 @@ class Metrics:
         if scheme_of(event.tier) != "shm":
             series.durable_step().set(event.step)
             series.durable_timestamp_seconds().set_to_current_time()
+
+    def _verified(self, event: StepVerified) -> None:
+        series = self._series
+        series.verified_bytes(event.tier).inc(event.nbytes)
+        series.verified_timestamp_seconds(event.tier).set_to_current_time()
+        if event.mended:
+            series.repairs(event.tier, "true").inc(len(event.mended))
+        if event.damage:
+            series.damaged_steps(event.tier).inc()
+        else:
+            series.verified_steps(event.tier).inc()
 
     def _watch(self, tier: str) -> None:
         """Make the series of a tier whose values are computed when they are asked for."""

@@ -1,0 +1,203 @@
+"""The rounds in which the agent lets workers verify the steps of its jobs, in idle time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from ckpt.agent.messages import Job, ScrubStatus, urls_of
+from ckpt.agent.place import Lock, Place
+from ckpt.agent.reports import Ended, Order, Verified, Verifying
+from ckpt.agent.worker import Worker
+from ckpt.errors import AgentError
+from ckpt.errors.text import redact
+
+_log = logging.getLogger("ckpt")
+_LOOK_SECONDS: Final = 300.0
+"""How often the tiers of a job are listed, at the most."""
+_MOST_JOBS: Final = 64
+_DAMAGED: Final = 24
+"""So many times as often as others, a damaged step is tried again."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """What is known about one job.
+
+    Attributes:
+        next_at: When its next round begins.
+        seen: "URL FOLDER" -> when that step was verified, and what is damaged.
+    """
+
+    job: Job
+    next_at: float
+    seen: dict[str, tuple[float, Verified]] = field(
+        default_factory=dict[str, tuple[float, Verified]]
+    )
+    verifying: Verifying | None = None
+    mended: int = 0
+    error: str = ""
+
+
+class Rounds:
+    """Verifies the steps of one job at a time, by a worker that may be killed at any moment.
+
+    A step is verified some minutes after it was committed, and again after ``again_seconds``. A
+    round that is cut off continues with the step that it was at, some minutes later.
+
+    Args:
+        again_seconds: The time between two verifications of a step.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, again_seconds: float) -> None:
+        self._again_seconds = again_seconds
+        self._look_seconds = min(_LOOK_SECONDS, again_seconds / 4)
+        self._rounds: dict[str, _Round] = {}
+        self._runs: _Round | None = None
+        self._worker: Worker | None = None
+
+    @property
+    def reports(self) -> int | None:
+        """The descriptor of the reports of the worker; None if none runs."""
+        return None if self._worker is None else self._worker.reports
+
+    def add(self, job: Job) -> None:
+        """Take in a job, which begins its first round in some minutes. A job that is known keeps
+        what was found.
+        """
+        if not job.scrub_mb_per_s:
+            return
+        next_at = time.time() + self._look_seconds
+        known = self._rounds.get(job.owner.attempt)
+        if known is not None:
+            known.job, known.next_at = job, next_at
+        else:
+            self._rounds[job.owner.attempt] = _Round(job, next_at)
+            self.forget(list(self._rounds)[:-_MOST_JOBS])
+
+    def forget(self, attempts: Iterable[str]) -> None:
+        """Verify nothing more for these jobs."""
+        for attempt in attempts:
+            self._rounds.pop(attempt, None)
+
+    def jobs(self) -> dict[str, tuple[str, ...]]:
+        """Return the URLs of the tiers of each job."""
+        return {name: urls_of(each.job) for name, each in self._rounds.items()}
+
+    def due_in(self) -> float | None:
+        """Return in how many seconds the next round begins. None if there is none, or one is under
+        way.
+        """
+        if self._worker is not None or not self._rounds:
+            return None
+        return max(0.0, min(each.next_at for each in self._rounds.values()) - time.time())
+
+    def begin(self, place: Place, lock: Lock) -> int:
+        """Start the round that is due. Returns the descriptor of its reports.
+
+        Raises ``OSError`` if no worker can be started. The round is put off.
+        """
+        now = time.time()
+        self._runs = run = min(self._rounds.values(), key=lambda each: each.next_at)
+        run.next_at = now + self._look_seconds
+        run.seen = {
+            key: (at, last)
+            for key, (at, last) in run.seen.items()
+            if now - at < 2 * self._again_seconds + _LOOK_SECONDS  # else the step is gone
+        }
+        fresh = [
+            key for key, (at, last) in run.seen.items() if now - at < self._pause_seconds(last)
+        ]
+        self._worker = Worker(Order(run.job, "scrub", tuple(fresh)), place, lock)
+        return self._worker.reports
+
+    def _pause_seconds(self, last: Verified) -> float:
+        """Return how long a step is not verified again. The tier that could mend it may be back."""
+        return self._again_seconds / _DAMAGED if last.damage else self._again_seconds
+
+    def read(self) -> list[tuple[str, Verified]] | None:
+        """Take in what the worker has reported, and log it.
+
+        Returns:
+            What trainers are to know, by the attempts of their jobs. None if the worker has ended.
+        """
+        assert self._worker is not None
+        assert self._runs is not None
+        try:
+            told = self._worker.read()
+        except (AgentError, msgspec.MsgspecError) as error:
+            _log.warning("ckpt: the reports of a worker cannot be read: %s", error)
+            self.cancel()
+            return None
+        if told is None:
+            code = self._worker.end()
+            self._worker = self._runs.verifying = None
+            if code:
+                _log.warning("ckpt: a worker that verifies steps ended with exit code %d", code)
+            return None
+        attempt, news = self._runs.job.owner.attempt, list[tuple[str, Verified]]()
+        for report in told:
+            match report:
+                case Verifying():
+                    self._runs.verifying = report
+                case Verified():
+                    if _take_in(self._runs, report):
+                        news.append((attempt, report))
+                case Ended(_, why):
+                    if why and why != self._runs.error:
+                        _log.warning("ckpt: not all steps can be verified: %s", why)
+                    self._runs.error = why
+                case _:
+                    pass  # of another task
+        return news
+
+    def cancel(self) -> None:
+        """End the worker at once, for work that is more urgent."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+        if self._runs is not None:
+            self._runs.verifying = None
+
+    def status(self, attempt: str) -> ScrubStatus:
+        """Return what the agent shows of a job."""
+        found = self._rounds.get(attempt)
+        if found is None:
+            return ScrubStatus()
+        now = found.verifying
+        last = [each for _, each in found.seen.values()]
+        return ScrubStatus(
+            step=now.step if now else -1,
+            tier=redact(now.tier) if now else "",
+            done_bytes=now.done_bytes if now else 0,
+            total_bytes=now.total_bytes if now else 0,
+            verified=sum(not each.damage for each in last),
+            mended=found.mended,
+            damaged=tuple(
+                f"{each.step} {redact(each.tier)}: {each.damage}" for each in last if each.damage
+            ),
+            error=found.error,
+        )
+
+
+def _take_in(run: _Round, report: Verified) -> bool:
+    """Remember a step, and log what was wrong with it. Returns False if that is known already."""
+    key = f"{report.tier} {report.folder}"
+    _, before = run.seen.get(key, (0.0, None))
+    run.seen[key] = time.time(), report
+    run.mended += len(report.mended)
+    where = f"step {report.step} on {redact(report.tier)}"
+    for name in report.mended:
+        _log.warning("ckpt: %s was damaged, and is mended: %s", where, name)
+    if report.damage:
+        if before is not None and before.damage and not report.mended:
+            return False
+        _log.error("ckpt: %s is damaged: %s", where, report.damage)
+    return True

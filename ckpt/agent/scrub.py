@@ -1,0 +1,186 @@
+"""What a worker does in idle time: it compares the steps of a job with their checksums, and writes
+damaged files again from a tier that has them intact.
+
+It removes nothing, and it may be killed at any instruction. Memory is left out: its slots are
+overwritten by the next saves.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Self
+
+import msgspec
+
+from ckpt.agent.reports import Ended, Order, Verified, Verifying
+from ckpt.catalog.index import committed, is_committed
+from ckpt.catalog.mending import mend_step
+from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
+from ckpt.errors import CkptError, RootInUse
+from ckpt.model.keys import StepRef
+from ckpt.observe.journal import note_verified
+from ckpt.pipeline.pace import Pace
+from ckpt.pipeline.workers import Workers
+from ckpt.retention.claim import Claim
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.tiers import OpenTier
+
+_log = logging.getLogger("ckpt")
+_REPORT_SECONDS: Final = 0.2
+OnReport = Callable[[msgspec.Struct], None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Root:
+    """A tier that no other job has."""
+
+    tier: OpenTier
+    claim: Claim
+
+
+class Scrub:
+    """One round over the steps of a job.
+
+    Args:
+        order: The job, and the steps that need no verification now.
+        workers: The threads that read.
+        report: Called with what was found.
+
+    Thread safety: one thread, which closes it.
+    """
+
+    def __init__(self, order: Order, workers: Workers, report: OnReport) -> None:
+        self._job, self._known = order.job, frozenset(order.verified)
+        self._workers, self._report = workers, report
+        self._pace = Pace(order.job.scrub_mb_per_s)
+        self._errors: dict[str, str] = {}
+        """Why a tier is not verified, by its URL."""
+        self._tiers: list[OpenTier] = []
+        for index, given in enumerate(order.job.open_as()):
+            try:
+                backend = open_backend(given.url, given.options)
+                self._tiers.append(OpenTier(index, given, backend))
+            except CkptError as error:
+                self._errors[given.url] = str(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tier in self._tiers:
+            tier.backend.close()
+
+    def run(self) -> Ended:
+        """Verify what is due: the newest step first, on the nearest tier first. Never raises an
+        error of ours.
+        """
+        there: list[tuple[StepRef, _Root]] = []
+        for tier in self._tiers:
+            if not tier.in_memory:
+                self._attempt(tier, partial(self._find, tier, there))
+        for ref, root in sorted(there, key=lambda one: (-one[0].step, one[1].tier.index)):
+            if root.tier.url not in self._errors:
+                self._attempt(root.tier, partial(self._scrub, root, ref))
+        if self._errors:
+            return Ended("failed", next(iter(self._errors.values())))
+        return Ended("done")
+
+    def _attempt(self, tier: OpenTier, work: Callable[[], None]) -> None:
+        """Do a part. Its failure costs no other tier."""
+        try:
+            work()
+        except RootInUse as error:  # its own agent verifies it
+            _log.info("ckpt: %s is not verified: %s", tier.url, error)
+        except CkptError as error:
+            self._errors[tier.url] = str(error)
+
+    def _find(self, tier: OpenTier, there: list[tuple[StepRef, _Root]]) -> None:
+        """Add to ``there`` the steps of a tier that are due."""
+        root = _Root(tier, Claim(tier.backend, self._job.owner))
+        root.claim.use()
+        refs = committed(tier.backend)
+        there += [(ref, root) for ref in refs if f"{tier.url} {ref.folder}" not in self._known]
+
+    def _scrub(self, root: _Root, ref: StepRef) -> None:
+        """Verify a step, mend it, and report both. A step that is removed meanwhile is left out."""
+        began, url = time.perf_counter(), root.tier.url
+        found, why = dict[str, Fault](), ""
+        report = self._verify(root, ref)
+        while fresh := {fault.key: fault for fault in report.faults if fault.key not in found}:
+            # a mended manifest or fragment may show more damage, which the next turn mends
+            found |= fresh
+            if is_committed(root.tier.backend, ref):
+                why = self._mend(root, ref, report.faults)
+            report = self._verify(root, ref)
+        if not is_committed(root.tier.backend, ref):
+            return
+        left = {fault.key for fault in report.faults}
+        damage = _told(found, left, why)
+        mended = tuple(key for key in found if key not in left)
+        self._report(
+            Verified(
+                step=ref.step,
+                tier=url,
+                folder=ref.folder,
+                nbytes=report.verified_bytes,
+                seconds=time.perf_counter() - began,
+                mended=mended,
+                damage=damage,
+            )
+        )
+        for tier in self._tiers:
+            note_verified(url, ref.step, damage, journal=tier.url)
+
+    def _verify(self, root: _Root, ref: StepRef) -> VerifyReport:
+        reported, before = 0.0, 0
+
+        def progress(done: int, total: int) -> None:
+            nonlocal reported, before
+            self._pace.spend(done - before)
+            before = done
+            if done == total or time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                self._report(Verifying(ref.step, root.tier.url, done, total))
+
+        return verify_step(root.tier.backend, ref, workers=self._workers, on_progress=progress)
+
+    def _mend(self, root: _Root, ref: StepRef, faults: Sequence[Fault]) -> str:
+        """Write damaged files again. Returns why some are not; empty if all are."""
+        try:
+            others = [tier.backend for tier in self._tiers if tier is not root.tier]
+            mend_step(
+                [store for store in others if _has(store, ref)],
+                StepFolder(root.tier.backend, ref, self._workers),
+                faults,
+                codec=root.tier.tier.codec,
+                confirm=root.claim.confirm_removal,
+                on_bytes=self._pace.spend,
+            )
+        except RootInUse:
+            raise
+        except CkptError as error:
+            return str(error)
+        return ""
+
+
+def _has(store: StorageBackend, ref: StepRef) -> bool:
+    """Return whether a store has a step. One that does not answer cannot help."""
+    try:
+        return is_committed(store, ref)
+    except CkptError:
+        return False
+
+
+def _told(found: Mapping[str, Fault], left: Collection[str], why: str) -> str:
+    """Say what stays damaged; nothing if all of it is mended."""
+    if not left:
+        return ""
+    first = next(fault for key, fault in found.items() if key in left)
+    more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+    reason = f": {why}" if why else ""
+    return f"{first.key} {first.what}{more}, and no tier could mend it{reason}"

@@ -1,0 +1,292 @@
+"""In idle time the agent verifies all kept steps, and mends what another tier has intact."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import ckpt.agent.scrub
+from ckpt import CheckpointManager, Tier
+from ckpt.agent.client import status
+from ckpt.agent.messages import Job, ScrubStatus, fields_of
+from ckpt.agent.place import Place
+from ckpt.agent.reports import Ended, Order, Verified
+from ckpt.agent.scrub import Scrub
+from ckpt.config import SaveConfig
+from ckpt.coordination.owner import NO_PROCESS, Owner
+from ckpt.errors import ConfigError, TransientStorageError
+from ckpt.events import Event, Observer, StepVerified
+from ckpt.model.keys import OWNER
+from ckpt.observe import Journal
+from ckpt.observe.journal import JournalReader
+from ckpt.pipeline.workers import Workers
+from ckpt.storage.api import StorageBackend
+from ckpt.storage.registry import open_backend
+from ckpt.storage.testing import FaultyBackend, Raise, Rule
+from tests.agent.conftest import await_state, holders, job_of
+from tests.cli.conftest import Cli, cli
+from tests.kit.damage import cut, data_of, flip, folder_of, look
+from tests.kit.waiting import until
+from tests.kit.worlds import run_code
+
+__all__ = ["cli"]
+DAMAGE: dict[str, Callable[[Path], None]] = {"flip": flip, "cut": cut, "remove": Path.unlink}
+
+
+@pytest.fixture
+def often(place: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """An agent that verifies each step again and again."""
+    monkeypatch.setenv("CKPT_AGENT_SCRUB_SECONDS", "1")
+    return place
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[Tier]:
+    return [Tier(str(tmp_path / "near")), Tier(str(tmp_path / "far"), codec="zstd")]
+
+
+def scrub() -> ScrubStatus:
+    """What the agent shows of its last job."""
+    job = job_of(Place.of_this_user())
+    return job.scrub if job is not None else ScrubStatus()
+
+
+def log(place: Place) -> str:
+    return Path(place.log).read_text()
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(300_000, dtype=torch.float32) * step}
+
+
+def dead_job(tiers: list[Tier], *, rate: float = 1000.0) -> Job:
+    """A job that has saved step 1 on all ``tiers``, and has ended."""
+    with CheckpointManager(tiers) as manager:
+        manager.save(state(1), 1)
+    owner = msgspec.structs.replace(Owner.here("feedbeef0000"), pid=NO_PROCESS)
+    return Job(
+        owner=owner,
+        processes=(),
+        tiers=tuple(fields_of(tier, tier.url) for tier in tiers),
+        backlog=4,
+        environment={},
+        scrub_mb_per_s=rate,
+    )
+
+
+def one_round(job: Job, verified: tuple[str, ...] = ()) -> tuple[Ended, list[Verified]]:
+    told: list[Verified] = []
+
+    def report(one: msgspec.Struct) -> None:
+        if isinstance(one, Verified):
+            told.append(one)
+
+    with Workers("test", 1) as workers, Scrub(Order(job, "scrub", verified), workers, report) as it:
+        return it.run(), told
+
+
+@pytest.mark.parametrize("place_of_damage", ["near", "far"])
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_round_mends_what_the_other_tier_has(tiers, place_of_damage: str, what: str) -> None:
+    job = dead_job(tiers)
+    damaged = tiers[["near", "far"].index(place_of_damage)]
+    DAMAGE[what](data_of(damaged))
+    ended, told = one_round(job)
+    assert ended == Ended("done")
+    assert [Path(one.tier).name for one in told] == ["near", "far"]
+    assert [bool(one.mended) for one in told] == [one.tier == damaged.url for one in told]
+    assert not any(one.damage for one in told)
+    assert all(look(tier).intact for tier in tiers)
+    assert not any(one.mended for one in one_round(job)[1])
+
+
+def test_what_was_verified_is_not_read_again(tiers) -> None:
+    job = dead_job(tiers)
+    _, told = one_round(job)
+    known = tuple(f"{one.tier} {one.folder}" for one in told)
+    assert one_round(job, known) == (Ended("done"), [])
+    assert [one.tier for one in one_round(job, known[:1])[1]] == [told[1].tier]
+
+
+def test_damage_that_no_tier_can_mend_is_reported_and_left(tiers) -> None:
+    job = dead_job(tiers)
+    for tier in tiers:
+        flip(data_of(tier))
+    before = [data_of(tier).read_bytes() for tier in tiers]
+    ended, told = one_round(job)
+    assert ended == Ended("done")
+    assert all("its bytes were changed, and no tier could mend it" in one.damage for one in told)
+    assert [data_of(tier).read_bytes() for tier in tiers] == before
+
+
+def test_a_store_that_is_away_costs_no_other(tiers, monkeypatch) -> None:
+    job = dead_job(tiers)
+    flip(data_of(tiers[0]))
+    shutil.move(tiers[1].url, tiers[1].url + ".kept")
+
+    def opened(url: str, options: Any) -> StorageBackend:
+        found = open_backend(url, options)
+        if url == tiers[1].url:
+            return FaultyBackend(
+                found,
+                [Rule(verb="folders", fault=Raise(partial(TransientStorageError, detail="down")))],
+            )
+        return found
+
+    monkeypatch.setattr(ckpt.agent.scrub, "open_backend", opened)
+    ended, told = one_round(job)
+    assert ended.outcome == "failed"
+    assert [Path(one.tier).name for one in told] == ["near"]
+    assert "no tier could mend it" in told[0].damage
+    monkeypatch.undo()
+    shutil.move(tiers[1].url + ".kept", tiers[1].url)
+    ended, told = one_round(job)
+    assert ended == Ended("done")
+    assert look(tiers[0]).intact
+
+
+def test_a_root_of_another_job_is_left_alone(tiers) -> None:
+    job = dead_job(tiers)
+    other = Owner(attempt="feedbeef0001", host="far", machine="elsewhere", pid=1, started=1)
+    (Path(tiers[0].url) / OWNER).write_bytes(msgspec.json.encode(other))
+    flip(data_of(tiers[0]))
+    ended, told = one_round(job)
+    assert ended == Ended("done")
+    assert [Path(one.tier).name for one in told] == ["far"]
+    assert not look(tiers[0]).intact
+
+
+def test_the_rate_is_bounded(tiers) -> None:
+    job = dead_job(tiers, rate=2.0)
+    began = time.monotonic()
+    _, told = one_round(job)
+    nbytes = sum(one.nbytes for one in told)
+    assert nbytes > 1e6
+    assert time.monotonic() - began >= nbytes / 2e6
+
+
+@pytest.mark.parametrize("rate", [-1, float("inf"), float("nan"), "10", None])
+def test_a_wrong_rate_is_refused(rate) -> None:
+    with pytest.raises(ConfigError, match="scrub_mb_per_s"):
+        SaveConfig(scrub_mb_per_s=rate)
+
+
+def test_the_agent_mends_beside_a_trainer_that_saves(often: Place, tiers, tmp_path: Path) -> None:
+    events: list[Event] = []
+    observers: list[Observer] = [events.append, Journal(tiers[0].url)]
+    with CheckpointManager(tiers, agent="required", observers=observers) as manager:
+        manager.save(state(1), 1)
+        flip(data_of(tiers[0]))
+        step = 1
+        while not any(isinstance(event, StepVerified) and event.mended for event in events):
+            step += 1
+            assert step < 1000
+            manager.save(state(step), step)
+        assert until(lambda: scrub().mended == 1)
+        assert until(lambda: not scrub().damaged)
+        restored = state(0)
+        assert manager.restore(restored, step=1) is not None
+        assert torch.equal(restored["w"], state(1)["w"])
+    [mended] = [event for event in events if isinstance(event, StepVerified) and event.mended]
+    assert (mended.step, mended.tier, mended.damage) == (1, tiers[0].url, "")
+    assert "was damaged, and is mended" in log(often)
+    records = JournalReader(tiers[0].url).read()
+    assert {record.tier for record in records if record.event == "Verified"} == {
+        tier.url for tier in tiers
+    }
+
+
+TRAINER = """
+import os, sys, json, torch
+from ckpt import CheckpointManager, Tier
+tiers = [Tier(**fields) for fields in json.loads(sys.argv[1])]
+manager = CheckpointManager(tiers, agent="required", scrub_mb_per_s=float(sys.argv[2]))
+manager.save({"w": torch.arange(int(sys.argv[3]), dtype=torch.float32)}, 1)
+os.kill(os.getpid(), 9)
+"""
+
+
+def leave(tiers: list[Tier], rate: float, numbers: int) -> None:
+    """Let a trainer save step 1, and die."""
+    fields = [{"url": tier.url, "codec": tier.codec} for tier in tiers]
+    words = (msgspec.json.encode(fields).decode(), rate, numbers)
+    run_code(TRAINER, *words, status=-signal.SIGKILL)
+
+
+def test_the_agent_mends_after_the_death_of_the_trainer(often: Place, tiers, cli: Cli) -> None:
+    leave(tiers, 1000, 300_000)
+    await_state(often, "done")
+    flip(data_of(tiers[1]))
+    assert until(lambda: scrub().mended == 1)
+    assert look(tiers[1]).intact
+    assert until(lambda: scrub().verified == 2)
+    told = cli("agent", "status").out
+    assert "2 steps, 1 file mended" in told
+    assert "verified by the agent: 2 steps" in cli("top", tiers[0].url, "--once").out
+
+
+def test_damage_that_stays_is_said_once(often: Place, tiers, cli: Cli) -> None:
+    leave(tiers[:1], 10, 1_000_000)
+    await_state(often, "done")
+    flip(data_of(tiers[0]))
+    assert until(lambda: scrub().damaged)
+    [pid] = holders(often, "listen")
+    for _ in range(3):  # rounds
+        assert until(lambda: scrub().step == 1)
+        assert until(lambda: scrub().step == -1)
+    assert holders(often, "listen") == [pid]
+    assert log(often).count("no tier could mend it") == 1
+    assert "no tier could mend it" in cli("agent", "status").out
+    assert cli("agent", "status", "--json").json["jobs"][0]["scrub"]["verified"] == 0
+
+
+def test_without_a_rate_nothing_is_verified(often: Place, tiers) -> None:
+    leave(tiers, 0, 1000)
+    await_state(often, "done")
+    flip(data_of(tiers[1]), 100)
+    leave([Tier(tiers[0].url + "2")], 1000, 1000)  # the agent verifies the steps of this one
+    assert until(lambda: scrub().verified == 1)
+    found = status(often)
+    assert found is not None
+    assert [job.scrub.verified for job in found.jobs] == [0, 1]
+
+
+def test_a_job_that_registers_ends_the_verification_at_once(often: Place, tiers, tmp_path) -> None:
+    leave(tiers[:1], 0.2, 1_000_000)  # 20 s
+    assert until(lambda: scrub().step == 1)
+    workers = {*holders(often, "work")} - {*holders(often, "listen")}
+    assert workers
+    with CheckpointManager(tmp_path / "other", agent="required"):
+        found = status(often)
+        assert found is not None
+        assert [job.scrub.step for job in found.jobs] == [-1, -1]
+        assert not workers & {*holders(often, "work")}
+
+
+def test_an_agent_that_is_killed_while_it_mends_tears_nothing(often: Place, tiers) -> None:
+    near = Tier(tiers[0].url)
+    far = Tier(tiers[1].url)
+    leave([near, far], 4.0, 3_000_000)  # 3 s for each file
+    await_state(often, "done")
+    good = data_of(far).read_bytes()
+    flip(data_of(near))
+    bad = data_of(near).read_bytes()
+    folder = folder_of(near)
+    assert until(lambda: any(path.name.endswith(".tmp") for path in folder.iterdir()))
+    for pid in holders(often, "listen"):
+        os.kill(pid, signal.SIGKILL)
+    assert until(lambda: not holders(often, "work"))
+    assert data_of(near).read_bytes() in (bad, good)
+    with CheckpointManager([near, far], agent="required", scrub_mb_per_s=1000) as manager:
+        assert manager.restore({"w": torch.zeros(3_000_000)}) is not None
+        assert until(lambda: data_of(near).read_bytes() == good)
