@@ -17,8 +17,9 @@ from ckpt.errors import ConfigError, SuspiciousState
 from ckpt.events import Event, SaveSuspicious
 from ckpt.save.trained import _EXPONENTS, all_finite
 from tests.coordination.world import World
-from tests.distributed.launch import torchrun
+from tests.distributed.launch import WORKERS
 from tests.kit.stores import whole
+from tests.kit.worlds import world
 
 
 class Job:
@@ -306,7 +307,7 @@ def test_a_bad_number_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_replicated_and_sharded_models_are_compared(tmp_path: Path) -> None:
-    assert "ALL WELL" in torchrun(2, "suspicious.py", tmp_path)
+    assert "ALL WELL" in world(2, WORKERS / "suspicious.py", tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [{"on_suspicious": "warm"}, {"check_finite": 3}])

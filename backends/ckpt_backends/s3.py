@@ -42,7 +42,7 @@ from ckpt_backends.fsspec_bridge import (
     secrets_of,
 )
 from ckpt_backends.jitter import give_botocore_its_own_dice
-from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing
+from ckpt_backends.s3_bulk import S3Bulk, bulk_of, expect_nothing, session_of
 from ckpt_backends.s3_obstore import ObstoreUpload, ObstoreWriter
 from ckpt_backends.s3_options import check_options
 from ckpt_backends.s3_orphans import Orphans
@@ -146,6 +146,7 @@ def _clients(settings: dict[str, Any]) -> tuple[Any, S3Bulk]:
     fs = s3fs.S3FileSystem(
         **settings, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
     )
+    fs.session = session_of(fs.kwargs)
     fs.retries = 1  # or s3fs repeats botocore's repeats; the pipeline has its own besides
     return fs, bulk_of(settings, config, checksums=checksums)
 

@@ -196,6 +196,15 @@ class Body:
         return self._at
 
 
+def session_of(arguments: Mapping[str, Any]) -> Any:
+    """Return a session for s3fs, which makes one that reads the description of S3 itself."""
+    from aiobotocore.session import AioSession
+
+    session = AioSession(**arguments)
+    session.register_component("data_loader", _loader())
+    return session
+
+
 @cache
 def _loader() -> Any:
     """One for all clients: it reads the description of S3, a tenth of a second, once."""

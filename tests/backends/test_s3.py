@@ -8,6 +8,7 @@ import time
 import zlib
 
 import pytest
+from botocore.loaders import JSONFileLoader
 
 from bench.proxy import Proxy
 from ckpt.errors import (
@@ -63,6 +64,21 @@ class TestRclone(BackendConformance):
         upload.write(0, memoryview(payload(8 << 20)))
         upload.abort()
         assert list(backend.list("")) == []
+
+    def test_puts_and_deletes_in_one_folder_do_not_disturb_each_other(self, backend):
+        """rclone removes a folder that becomes empty, although another request puts an object
+        there. One object stays, so that no folder becomes empty.
+        """
+        backend.put("busy/stays", [b""])
+
+        def work(number: int) -> None:
+            for turn in range(5):
+                backend.put(f"busy/{number}", [payload(100, turn)])
+                assert fetch(backend, f"busy/{number}") == payload(100, turn)
+                backend.delete(f"busy/{number}")
+
+        at_once(work, 8)
+        assert [info.key for info in backend.list("busy/")] == ["busy/stays"]
 
     def test_reads_while_a_key_is_replaced_see_one_version_or_the_other(self, backend):
         """rclone writes over the file in place, which no client can help: a short answer must at
@@ -121,6 +137,24 @@ def obstore(moto_server):
     backend = open_s3(f"s3://bucket/{fresh()}", options)
     yield backend
     backend.close()
+
+
+def test_the_description_of_s3_is_read_once(moto_server, rclone_s3, monkeypatch):
+    """It takes a tenth of a second of CPU for each client of a tier otherwise."""
+    read: list[str] = []
+    load_file = JSONFileLoader.load_file
+
+    def noted(self, path):
+        read.append(path)
+        return load_file(self, path)
+
+    for server in (rclone_s3, moto_server):
+        backend = open_s3(f"s3://bucket/{fresh()}", {**RIGHT, "endpoint_url": server.url})
+        store(backend, "large", payload(9 << 20))
+        assert fetch(backend, "large") == payload(9 << 20)
+        backend.close()
+        assert read == []
+        monkeypatch.setattr(JSONFileLoader, "load_file", noted)
 
 
 def losing(backend, method: str, error: Exception, times: int = 1):

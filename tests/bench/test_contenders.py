@@ -15,7 +15,7 @@ import torch
 from bench import contenders
 from bench.contenders import ALL, Handle
 from bench.state import Raw, Reference, Subject, Training
-from tests.distributed.launch import torchrun
+from tests.kit.worlds import world
 
 PROCESSES = {"dcp.best", "torch_checkpointing"}  # these start one, which imports torch
 VARIANTS = {name for name, row in ALL.items() if not row.everywhere and name != "ckpt.memory"}
@@ -136,7 +136,7 @@ def test_thousands_of_tensors_reach_the_writing_process(name: str, tmp_path: Pat
 @pytest.mark.distributed
 def test_two_ranks_save_one_checkpoint_together(tmp_path: Path) -> None:
     names = [name for name in contenders.available() if ALL[name].distributed]
-    told = torchrun(2, str(Path(__file__).with_name("two_ranks.py")), tmp_path, *names)
+    told = world(2, Path(__file__).with_name("two_ranks.py"), tmp_path, *names)
     for name in names:
         for rank in range(2):
             assert f"{name} on rank {rank}: as saved" in told

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ast
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.distributed.launch import ROOT
-from tests.processes import run
+from tests.kit.worlds import run_code
 
 BEGIN = """
 import atexit, os, threading
@@ -28,29 +26,28 @@ print("begun")
 """
 
 
-def ended(script: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", BEGIN + script], timeout=100, cwd=ROOT)
+def ended(script: str, status: int = 0) -> str:
+    return run_code(BEGIN + script, status=status, timeout=100)
 
 
 def test_what_aborts_when_the_interpreter_is_finalized_is_not_met() -> None:
-    assert ended(ABORTS).returncode == -signal.SIGABRT
-    done = ended(ABORTS + "exit_rank()")
-    assert (done.returncode, done.stdout) == (0, "begun\n")
+    ended(ABORTS, status=-signal.SIGABRT)
+    assert ended(ABORTS + "exit_rank()") == "begun\n"
 
 
 def test_the_group_is_destroyed_and_threads_and_functions_of_atexit_come_to_their_end() -> None:
-    done = ended("""
+    said = ended("""
 go = threading.Event()
 threading.Thread(target=lambda: (go.wait(), print("thread ended"))).start()
 threading._register_atexit(go.set)
 atexit.register(lambda: print("atexit", dist.is_initialized()))
 exit_rank()
 """)
-    assert (done.returncode, done.stdout) == (0, "thread ended\natexit False\n")
+    assert said == "thread ended\natexit False\n"
 
 
 def test_a_manager_that_is_open_is_closed(tmp_path: Path) -> None:
-    done = ended(f"""
+    ended(f"""
 import torch
 from ckpt import CheckpointManager
 
@@ -58,18 +55,16 @@ manager = CheckpointManager({str(tmp_path)!r})
 manager.save_async({{"x": torch.ones(3)}}, 1)
 exit_rank()
 """)
-    assert done.returncode == 0, done.stdout
     assert len(list(tmp_path.glob("step-000000001.*/manifest.json"))) == 1
 
 
 def test_an_error_where_managers_are_closed_fails_the_rank() -> None:
-    done = ended("threading._register_atexit(lambda: 1 / 0)\nexit_rank()")
-    assert done.returncode == 1
-    assert "ZeroDivisionError" in done.stdout
+    said = ended("threading._register_atexit(lambda: 1 / 0)\nexit_rank()", status=1)
+    assert "ZeroDivisionError" in said
 
 
 def test_an_error_of_atexit_is_printed() -> None:
-    assert "ZeroDivisionError" in ended("atexit.register(lambda: 1 / 0)\nexit_rank()").stdout
+    assert "ZeroDivisionError" in ended("atexit.register(lambda: 1 / 0)\nexit_rank()")
 
 
 OTHER_ENDS = {

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import report, scenarios
+from bench.__main__ import main
 from bench.measure import Spread
 from bench.result import Result
 
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TWO = ("torch.save", "ckpt.save_async")
 
 
-def bench(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     sources = [str(ROOT), str(ROOT / "backends"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-m", "bench", *arguments],
@@ -138,18 +139,9 @@ def test_the_page_has_the_main_table_and_names_the_disk_that_was_measured(result
 
 @pytest.mark.slow
 def test_what_does_not_fit_into_memory_is_left_out_and_said(tmp_path: Path) -> None:
-    done = bench(
-        "raw",
-        "--size-mib",
-        str(1 << 24),
-        "--contenders",
-        *TWO,
-        "--dir",
-        str(tmp_path / "disk"),
-        "--out",
-        str(tmp_path),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    size = ["--size-mib", str(1 << 24)]
+    places = ["--dir", str(tmp_path / "disk"), "--out", str(tmp_path)]
+    assert main(["raw", *size, "--contenders", *TWO, *places]) == 0
     assert "MiB are free for it" in (tmp_path / "raw.md").read_text()
     assert not (tmp_path / "raw.png").exists()
 
@@ -163,17 +155,9 @@ def test_a_save_every_step_goes_where_it_is_told_and_leaves_what_lay_there(
     kept.mkdir(parents=True)
     name = f"test-{os.getpid()}"
     root = f"shm://{name}" if kind == "memory" else str(tmp_path / "root")
-    words = (
-        "--quick",
-        "--contenders",
-        "ckpt.save_async",
-        "--root",
-        root,
-        "--dir",
-        str(tmp_path / "disk"),
-    )
-    done = bench("every", *words, "--out", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ["--quick", "--contenders", "ckpt.save_async", "--root", root]
+    places = ["--dir", str(tmp_path / "disk"), "--out", str(tmp_path / "out")]
+    assert main(["every", *words, *places]) == 0
     assert root in (tmp_path / "out" / "every.md").read_text()
     assert list((tmp_path / "root").iterdir()) == [kept]
     assert not list(Path("/dev/shm").glob(f"*{name}*"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.waiting import until
-from tests.processes import run
+from tests.kit.worlds import world
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 300
@@ -48,9 +48,8 @@ def wait_until(what: Callable[[], bool], output: Path, seconds: float = 100) -> 
 
 
 def uninterrupted(folder: Path) -> list[tuple[int, str]]:
-    """The losses of a run by torchrun that nothing stops."""
+    """The losses of a run that nothing stops."""
     folder.mkdir()
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = run([*words, *command(folder)], env={**os.environ, **ENVIRONMENT}, timeout=120)
-    assert done.returncode == 0, done.stdout[-6000:]
+    script, *options = command(folder)
+    world(2, Path(script), *options, timeout=120)
     return losses(folder)

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from tests.processes import run
+from tests.kit.worlds import world
 from tests.safety.cases import CASES, Case
 from tests.safety.jobs import COLUMNS
 from tests.safety.measure import Found
@@ -32,28 +32,8 @@ Cell = tuple[str, str, str]
 
 def measured(which: str, folder: str | os.PathLike[str]) -> list[Found]:
     """Run the cases in a world of two ranks. ``which``: "quick" or "all"."""
-    done = run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(Path(__file__).with_name("rank.py")),
-            str(folder),
-            which,
-        ],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), str(ROOT / "backends"), os.environ.get("PYTHONPATH", "")]
-            ),
-        },
-        timeout=280 if which == "quick" else 900,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    seconds = 280 if which == "quick" else 900
+    world(2, Path(__file__).with_name("rank.py"), folder, which, timeout=seconds)
     return msgspec.json.decode(Path(folder, "outcomes.json").read_bytes(), type=list[Found])
 
 

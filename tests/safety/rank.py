@@ -1,6 +1,6 @@
 """A rank that measures cases in every layout.
 
-Started by torchrun: rank.py FOLDER WHICH; the first rank writes FOLDER/outcomes.json.
+Started as rank.py FOLDER WHICH; the first rank writes FOLDER/outcomes.json.
 """
 
 from __future__ import annotations
