@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import reduce
 from importlib import import_module
@@ -47,6 +48,7 @@ REQUIRED: Final = (
     "torch.distributed.tensor.placement_types:_StridedShard",
     "torch.distributed._functional_collectives:AsyncCollectiveTensor",
     "torch.distributed.distributed_c10d:_get_default_store",
+    "torch.utils.data._utils:worker",
 )
 """Names without a second way, as ``module:attributes``."""
 _FSDP1: Final = "_fsdp_wrapped_module"
@@ -87,6 +89,20 @@ def find(name: str) -> Any:
 _found: Final = {name.rpartition(".")[2].rpartition(":")[2]: find(name) for name in REQUIRED}
 StridedShard: Final[Any] = _found["_StridedShard"]
 get_default_store: Final[Callable[[], Any]] = _found["_get_default_store"]
+
+
+# -- loaders ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def outside_of_workers() -> Generator[None]:
+    """Let ``get_worker_info()`` say that this is no worker of a loader."""
+    worker = _found["worker"]
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 # -- tensors ---------------------------------------------------------------------------------------

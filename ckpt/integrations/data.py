@@ -2,25 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import distributed as dist
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
+from ckpt.adapters.torch_private import outside_of_workers
 from ckpt.adapters.torch_store import world_of_launcher
 from ckpt.adapters.walk.stand_in import Checked
 from ckpt.checks import shown, whole
 from ckpt.errors import ConfigError, RestoreError
+from ckpt.integrations.datasets_order import check_undivided, order_of
 
 T = TypeVar("T")
 _MOST: Final = (1 << 63) - 1
-_ORDER: Final = ("seed", "length", "shuffle")
-"""What the order of the samples depends on."""
 
 
-class ElasticSampler(Sampler[int], Checked):
+class _Position(Checked):
+    """The position that all ranks share, and the loop over a loader that moves it."""
+
+    _built: str
+    """How a loader is built that takes its samples from here."""
+
+    def __init__(self, order: Mapping[str, int | bool | str], place: tuple[int, int]) -> None:
+        """``order`` is what the order of the samples depends on, besides the epoch."""
+        self._order = dict(order)
+        self._rank, self._world_size = place
+        self._epoch = self._consumed = self._batch_size = 0
+        self._iteration: object | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The number of epochs that have ended."""
+        return self._epoch
+
+    def batches(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches of the loader from the position to the end of the epoch.
+
+        The position advances by a batch of each rank whenever the loop receives one, whatever the
+        workers have read ahead. The next epoch begins when the loop asks for a batch and there is
+        none. A loop that is left early keeps its position, and the next call continues there.
+
+        Train on a batch before you save, and do not read ahead of the loop: a thread that takes
+        batches from this iterator in advance moves the position in advance, too.
+
+        Args:
+            loader: A ``DataLoader`` or a ``StatefulDataLoader`` over this object, with the same
+                batch size on all ranks. It may have any number of workers.
+
+        Raises:
+            ConfigError: The loader takes its samples from elsewhere, has a position of its own or
+                mixes the batches of its workers; or the position was restored, or another loop
+                over it has begun, since this loop received its last batch.
+        """
+        self._check_loader(loader)
+        size = self._batch_size = loader.batch_size or 1
+        iteration = self._iteration = object()
+        left = self._begin()
+        try:
+            for batch in loader:
+                samples = min(size, left)
+                left -= samples
+                self._consumed += samples * self._world_size
+                yield batch
+                if self._iteration is not iteration:
+                    raise ConfigError(
+                        "the data position was restored, or another loop has begun, while a loop "
+                        f"over {self._name}.batches() ran: leave that loop first"
+                    )
+            self._epoch, self._consumed = self._epoch + 1, 0
+        finally:
+            if self._iteration is iteration:
+                self._iteration = None
+                self._end()
+
+    def _begin(self) -> int:
+        """Prepare a loop from the position, and return the number of this rank's samples, or more
+        than there can be if that is not known.
+        """
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """End the loop."""
+
+    def _reads(self, loader: DataLoader[Any]) -> bool:
+        """Return True if the loader takes its samples from here."""
+        raise NotImplementedError
+
+    def _check_loader(self, loader: DataLoader[Any]) -> None:
+        if not self._reads(loader):
+            raise ConfigError(
+                f"the loader does not take its samples from this {self._name}: build it with "
+                f"{self._built}"
+            )
+        if getattr(loader, "next_iter_state", None) is not None:
+            raise ConfigError(
+                f"the loader has a position of its own, and this {self._name} has another: put "
+                "only the latter into the state, not the StatefulDataLoader"
+            )
+        if loader.num_workers and not getattr(loader, "in_order", True):
+            raise ConfigError(
+                "the loader gives its batches in any order, so that there is no position between "
+                "them: leave out in_order=False"
+            )
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _no_loop(self, name: str) -> ConfigError:
+        return ConfigError(
+            "the position in the data does not follow a loop over the loader itself: "
+            f"write 'for batch in {name}.batches(loader)'"
+        )
+
+    def state_dict(self) -> dict[str, int | bool | str]:
+        """Return the position as plain values, the same on all ranks after the same step."""
+        return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
+
+    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise ``RestoreError`` if the position belongs to another order, or is none."""
+        position = dict(state_dict)
+        if position.keys() != self.state_dict().keys() or any(
+            type(position[name]) is not int for name in ("epoch", "consumed")
+        ):
+            raise RestoreError(
+                f"the checkpoint has another value in the place of an {self._name}: restore it "
+                "into one of its kind, or leave it out (only=...)"
+            )
+        own = {name: repr(value) for name, value in self._order.items()}
+        saved = {name: repr(position[name]) for name in own}
+        if differing := [name for name in own if saved[name] != own[name]]:
+            was, now = (
+                ", ".join(f"{name}={values[name]}" for name in differing) for values in (saved, own)
+            )
+            raise RestoreError(
+                f"the data position was saved with {was}, this {self._name} has {now}, so that "
+                "it gives the samples in another order: build it as it was, or leave it out of the "
+                "restore (only=...) to begin at its first sample"
+            )
+        if position["epoch"] < 0 or not 0 <= position["consumed"] <= self._most():
+            raise RestoreError(
+                f"a data position of epoch={position['epoch']}, consumed={position['consumed']} "
+                f"is not in this {self._name}: restore another step"
+            )
+
+    def _most(self) -> int:
+        """Return the largest number of samples that an epoch may have given."""
+        return _MOST
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the position, saved on any number of ranks.
+
+        Raises:
+            RestoreError: What the order depends on differs. Nothing has changed.
+        """
+        self.check_saved(state_dict)
+        self._epoch, self._consumed = state_dict["epoch"], state_dict["consumed"]
+        self._iteration = None
+
+
+class ElasticSampler(_Position, Sampler[int]):
     """Deals the samples of a dataset to the ranks, and knows how many of them were trained on.
 
         sampler = ElasticSampler(data)
@@ -63,6 +207,8 @@ class ElasticSampler(Sampler[int], Checked):
     Threads: the training thread.
     """
 
+    _built = "DataLoader(data, batch_size=..., sampler=sampler)"
+
     def __init__(
         self,
         data: Sized | int,
@@ -73,62 +219,27 @@ class ElasticSampler(Sampler[int], Checked):
         world_size: int | None = None,
     ) -> None:
         if not isinstance(data, int | Sized):
-            raise ConfigError(f"ElasticSampler({shown(data)}): give a dataset with a length, or it")
+            raise ConfigError(
+                f"ElasticSampler({shown(data)}): give a dataset with a length, or it. "
+                "ElasticStream takes a dataset without one"
+            )
         length = data if isinstance(data, int) else len(data)
-        self._rank, self._world_size = _place(rank, world_size)
+        place = _place(rank, world_size)
         whole("seed", seed, 0, _MOST)
-        whole("the length of the dataset", length, self._world_size, _MOST)
+        whole("the length of the dataset", length, place[1], _MOST)
         if not isinstance(shuffle, bool):
             raise ConfigError(f"shuffle={shown(shuffle)}: give True or False")
-        self._order = {"seed": seed, "length": length, "shuffle": shuffle}
-        self._length = length
-        self._epoch = self._consumed = 0
-        self._iteration: object | None = None
+        super().__init__({"seed": seed, "length": length, "shuffle": shuffle}, place)
+        self._seed, self._length, self._shuffle = seed, length, shuffle
 
-    @property
-    def epoch(self) -> int:
-        """The number of epochs that have ended."""
-        return self._epoch
+    def _reads(self, loader: DataLoader[Any]) -> bool:
+        return loader.sampler is self
 
-    def batches(self, loader: DataLoader[T]) -> Iterator[Any]:
-        """Yield the batches of the loader from the position to the end of the epoch.
+    def _begin(self) -> int:
+        return len(self)
 
-        The position advances by a batch of each rank whenever the loop receives one, whatever the
-        workers have read ahead. The next epoch begins when the loop asks for a batch and there is
-        none. A loop that is left early keeps its position, and the next call continues there.
-
-        Train on a batch before you save, and do not read ahead of the loop: a thread that takes
-        batches from this iterator in advance moves the position in advance, too.
-
-        Args:
-            loader: Built with ``sampler=`` this sampler, and the same batch size on all ranks.
-
-        Raises:
-            ConfigError: The loader has another sampler, or the position was restored, or another
-                loop over it has begun, since this loop received its last batch.
-        """
-        if loader.sampler is not self:
-            raise ConfigError(
-                "the loader does not take its samples from this ElasticSampler: build it with "
-                "DataLoader(data, batch_size=..., sampler=sampler)"
-            )
-        iteration = self._iteration = object()
-        left = len(self)
-        try:
-            for batch in loader:
-                samples = min(loader.batch_size or 1, left)
-                left -= samples
-                self._consumed += samples * self._world_size
-                yield batch
-                if self._iteration is not iteration:
-                    raise ConfigError(
-                        "the data position was restored, or another loop has begun, while a loop "
-                        "over ElasticSampler.batches() ran: leave that loop first"
-                    )
-            self._epoch, self._consumed = self._epoch + 1, 0
-        finally:
-            if self._iteration is iteration:
-                self._iteration = None
+    def _most(self) -> int:
+        return self._length
 
     def __iter__(self) -> Iterator[int]:
         """Return the samples that this rank gets in the rest of the epoch.
@@ -137,14 +248,11 @@ class ElasticSampler(Sampler[int], Checked):
             ConfigError: Not within `batches`: the position would not advance.
         """
         if self._iteration is None:
-            raise ConfigError(
-                "the position in the data does not follow a loop over the loader itself: "
-                "write 'for batch in sampler.batches(loader)'"
-            )
+            raise self._no_loop("sampler")
         start, stop = self._consumed, self._consumed + len(self) * self._world_size
-        if not self._order["shuffle"]:
+        if not self._shuffle:
             return iter(range(start + self._rank, stop, self._world_size))
-        generator = torch.Generator().manual_seed(self._order["seed"] + self._epoch)
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
         order = torch.randperm(self._length, generator=generator)
         return iter(order[start + self._rank : stop : self._world_size].tolist())
 
@@ -152,46 +260,122 @@ class ElasticSampler(Sampler[int], Checked):
         """Return the number of samples that this rank gets in the rest of the epoch."""
         return (self._length - self._consumed) // self._world_size
 
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return the position as plain values, the same on all ranks after the same step."""
-        return {"epoch": self._epoch, "consumed": self._consumed, **self._order}
 
-    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise ``RestoreError`` if the position belongs to another order, or is none."""
-        position = dict(state_dict)
-        now = self.state_dict()
-        if position.keys() != now.keys() or any(
-            type(value) is not type(now[name]) for name, value in position.items()
-        ):
-            raise RestoreError(
-                "the checkpoint has another value in the place of an ElasticSampler: restore it "
-                "into one of its kind, or leave it out (only=...)"
-            )
-        if differing := [name for name in _ORDER if position[name] != now[name]]:
-            saved, own = (
-                ", ".join(f"{name}={values[name]}" for name in differing)
-                for values in (position, now)
-            )
-            raise RestoreError(
-                f"the data position was saved with {saved}, this ElasticSampler has {own}, so that "
-                "it gives the samples in another order: build it as it was, or leave it out of the "
-                "restore (only=...) to begin at its first sample"
-            )
-        if position["epoch"] < 0 or not 0 <= position["consumed"] <= self._length:
-            raise RestoreError(
-                f"a data position of epoch={position['epoch']}, consumed={position['consumed']} "
-                f"is not in {self._length} samples: restore another step"
-            )
+class ElasticStream(_Position, IterableDataset[Any]):
+    """Deals the samples of a dataset without a length to the ranks and the workers of their
+    loaders, and knows how many of them were trained on.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the position, saved on any number of ranks.
+        stream = ElasticStream(data.shuffle(seed=1, buffer_size=1000))
+        loader = DataLoader(stream, batch_size=16, num_workers=2)
+        state = {"model": model, "optimizer": optimizer, "data": stream, "step": 0}
+        manager.restore(state)
+        while stream.epoch < epochs:
+            for batch in stream.batches(loader):
+                train_step(batch)
+                state["step"] += 1
+                manager.save_async(state)
+
+    The ranks take the samples in turn, in the order in which one process reads them. The position
+    is the number of samples that all ranks together have taken in the epoch. It restores on another
+    number of ranks, and of workers. The batches of a rank do not depend on the workers.
+
+    Every worker of every rank therefore reads the whole dataset, and keeps what it deals to itself.
+    After a restore it reads up to the position again, so that a shuffle buffer has what it had. Let
+    the ``collate_fn`` of the loader do what is expensive: it gets the samples of its rank only.
+
+    All ranks get equally many samples: an epoch leaves out the last ones, fewer than there are
+    ranks, and the smaller last batch with ``DataLoader(drop_last=True)``.
+
+    Args:
+        data: A dataset that gives the same samples in the same order in every process, such as a
+            ``datasets.IterableDataset``, also one that is shuffled with a seed. If it has
+            ``set_epoch``, that is called. Do not split it by ranks.
+        rank: As with `ElasticSampler`.
+        world_size: As with `ElasticSampler`.
+
+    Raises:
+        ConfigError: A value is wrong, the dataset is split by ranks, or a launcher has started
+            several ranks and there is no process group yet.
+
+    A restore refuses another seed, another number of shards, another length and other steps, as far
+    as these are known: of a ``datasets.IterableDataset`` its steps with their numbers and
+    generators, the number of its shards, and its length unless it reads files or a generator; of
+    other datasets the length if they have one.
+
+    Threads: the training thread.
+    """
+
+    _built = "DataLoader(stream, batch_size=...)"
+
+    def __init__(
+        self, data: Iterable[Any], *, rank: int | None = None, world_size: int | None = None
+    ) -> None:
+        if not isinstance(data, Iterable) or isinstance(data, Iterator):
+            raise ConfigError(
+                f"ElasticStream({shown(data)}): give a dataset that can be read again and again. "
+                "ElasticSampler takes one with indices"
+            )
+        check_undivided(data)
+        super().__init__(order_of(data), _place(rank, world_size))
+        self._data = data
+        # What workers know of the loop; shared, since persistent ones live on.
+        self._start = torch.zeros(3, dtype=torch.int64)
+        self._start.share_memory_()  # type: ignore[no-untyped-call]
+
+    def _reads(self, loader: DataLoader[Any]) -> bool:
+        return loader.dataset is self
+
+    def _begin(self) -> int:
+        check_undivided(self._data)
+        self._start[:] = torch.tensor([self._epoch, self._consumed, self._batch_size])
+        self._set_epoch(self._epoch)
+        return _MOST
+
+    def _end(self) -> None:
+        self._start[2] = 0
+
+    def _set_epoch(self, epoch: int) -> None:
+        if (set_epoch := getattr(self._data, "set_epoch", None)) is not None:
+            set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the samples that this worker of this rank gets in the rest of the epoch.
 
         Raises:
-            RestoreError: The seed, the length or the shuffling differ. Nothing has changed.
+            ConfigError: Not within `batches`: the position would not advance.
         """
-        self.check_saved(state_dict)
-        self._epoch, self._consumed = state_dict["epoch"], state_dict["consumed"]
-        self._iteration = None
+        epoch, consumed, batch_size = map(int, self._start)
+        if not batch_size:
+            raise self._no_loop("stream")
+        worker = get_worker_info()
+        if worker is None:
+            return self._dealt(consumed, batch_size, 0, 1)
+        self._set_epoch(epoch)  # in this process: an earlier loop may have made it
+        return self._dealt(consumed, batch_size, worker.id, worker.num_workers)
+
+    def _dealt(self, start: int, batch_size: int, worker: int, workers: int) -> Iterator[Any]:
+        own: Any = None
+        for at, sample in enumerate(_read(self._data), -start):
+            turn, rank = divmod(at, self._world_size)
+            if turn < 0 or turn // batch_size % workers != worker:
+                continue
+            if rank == self._rank:
+                own = sample
+            if rank == self._world_size - 1:  # all ranks have one
+                yield own
+
+
+def _read(data: Iterable[Any]) -> Iterator[Any]:
+    """Yield what one process reads: a dataset that finds itself in a worker reads a part."""
+    with outside_of_workers():
+        samples = iter(data)
+    while True:
+        with outside_of_workers():
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+        yield sample
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

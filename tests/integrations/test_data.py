@@ -189,7 +189,7 @@ def test_four_ranks_then_two_then_three_train_on_each_sample_once(tmp_path: Path
     for ranks, save_at, stop_at in [(4, 2, 4), (2, 6, 7), (3, 8, 100)]:
         first = max((step for step in trained), default=0)
         seen: defaultdict[int, list[list[int]]] = defaultdict(list)
-        said = world(ranks, WORKER, tmp_path, save_at, stop_at)
+        said = world(ranks, WORKER, tmp_path, save_at, stop_at, "sampler", 1)
         for line in map(json.loads, said.splitlines()):
             seen[line["step"]].append(line["samples"])
         assert min(seen) == first + 1  # of what the life before did not save, nothing counts

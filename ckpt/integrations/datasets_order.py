@@ -1,0 +1,77 @@
+"""What the order of the samples of a ``datasets.IterableDataset`` depends on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Final
+
+import numpy as np
+
+from ckpt.errors import ConfigError
+
+_NUMBERS: Final = ("batch_size", "buffer_size", "max_input_shards", "n", "num_times")
+"""The numbers of a step that may change the order."""
+
+
+def check_undivided(data: object) -> None:
+    """Raise ``ConfigError`` if ``datasets`` deals the samples, or begins in the middle."""
+    if getattr(data, "_distributed", None) is not None:
+        raise ConfigError(
+            "the dataset is split by ranks already: give ElasticStream what "
+            "datasets.distributed.split_dataset_by_node() got"
+        )
+    if getattr(data, "_starting_state_dict", None) is not None:
+        raise ConfigError(
+            "the dataset has a position of its own from its load_state_dict(): give ElasticStream "
+            "a dataset that begins at its first sample"
+        )
+
+
+def order_of(data: Iterable[Any]) -> dict[str, int | bool | str]:
+    """Return what is known of the order of the samples."""
+    steps = list(_steps(getattr(data, "_ex_iterable", None)))
+    generators = [
+        repr(value.bit_generator.state)
+        for step in steps
+        for value in vars(step).values()
+        if isinstance(value, np.random.Generator)
+    ]
+    lengths = [_length(step) for step in steps if not _sources(step)]
+    if not steps:
+        lengths = [len(data) if isinstance(data, Sized) else None]
+    known = [length for length in lengths if length is not None]
+    digest = hashlib.sha256("".join(generators).encode()).hexdigest()[:12]
+    return {
+        "seed": digest if generators else "none",
+        "length": sum(known) if len(known) == len(lengths) else "unknown",
+        "shuffle": bool(generators),
+        "shards": getattr(data, "num_shards", 1),
+        "steps": ", ".join(map(_described, steps)),
+    }
+
+
+def _steps(step: Any) -> Iterator[Any]:
+    """Yield the steps of a ``datasets.IterableDataset``, the last one first."""
+    if step is not None:
+        yield step
+        for source in _sources(step):
+            yield from _steps(source)
+
+
+def _sources(step: Any) -> list[Any]:
+    source = getattr(step, "ex_iterable", None)
+    return getattr(step, "ex_iterables", []) if source is None else [source]
+
+
+def _length(step: Any) -> int | None:
+    """Return the number of samples of a first step, which it knows if it reads a dataset."""
+    shards = getattr(step, "kwargs", {}).get("shards", [""])
+    known = all(isinstance(shard, Sized) and not isinstance(shard, str) for shard in shards)
+    return sum(map(len, shards)) if known else None
+
+
+def _described(step: Any) -> str:
+    values = vars(step)
+    numbers = [f"{name}={values[name]}" for name in _NUMBERS if name in values]
+    return " ".join([type(step).__name__, *numbers])
