@@ -14,7 +14,14 @@ from ckpt.staging import copies as copying
 from ckpt.staging.copies import Copy
 from ckpt.staging.snapshot import Batch, Snapshot
 from ckpt.staging.window import Window
-from ckpt.staging.witness import LINE_BYTES, SPACING_BYTES, WHOLE_BYTES, Sample
+from ckpt.staging.witness import (
+    LINE_BYTES,
+    PLACES_AT_ONCE,
+    SPACING_BYTES,
+    WHOLE_BYTES,
+    Sample,
+    Subset,
+)
 
 MIB = 1 << 20
 
@@ -111,21 +118,56 @@ def test_nans_are_equal_to_themselves():
     confirmed(snapshot_of(copy_of(torch.full((3000,), float("nan")))))
 
 
-def test_places_are_spread_over_the_source_and_over_the_columns_of_its_rows():
-    source = torch.empty(64 * MIB, dtype=torch.uint8)
-    sample = Sample([copy_of(source)])
-    sample.build()
-    sample._build_targets()
-    lines = 64 * MIB // SPACING_BYTES
-    assert len(sample._targets) == lines
-    begin = sample._copies[0].target.data_ptr()
-    offsets = [
-        torch.frombuffer(view, dtype=torch.uint8).data_ptr() - begin for view in sample._targets
+def offsets_of(subset: Subset, copy: Copy) -> list[int]:
+    """Where in the image the places of a subset with one copy begin."""
+    subset._build_targets()
+    begin = copy.target.data_ptr()
+    return [
+        torch.frombuffer(view, dtype=torch.uint8).data_ptr() - begin for view in subset._targets
     ]
+
+
+def test_places_are_spread_over_the_source_and_over_the_columns_of_its_rows():
+    copy = copy_of(torch.empty(64 * MIB, dtype=torch.uint8))
+    sample = Sample([copy])
+    sample.build()
+    offsets = offsets_of(sample.subsets[0], copy)
+    assert len(offsets) == 64 * MIB // SPACING_BYTES
     assert all(0 <= offset <= 64 * MIB - LINE_BYTES for offset in offsets)
     assert {two - one for one, two in itertools.pairwise(offsets)} == {SPACING_BYTES}
     columns = {offset % 16384 // LINE_BYTES for offset in offsets}  # rows of 4,096 floats
     assert len(columns) == 64
+
+
+def test_one_save_reads_a_bounded_number_of_places_and_successive_ones_all():
+    large, small = copy_of(torch.empty(300 * MIB, dtype=torch.uint8)), copy_of(torch.ones(3000))
+    sample = Sample([large, small])
+    sample.build()
+    alone = [Subset([(copy, found)]) for subset in sample.subsets for copy, found in subset._places]
+    offsets = [offsets_of(subset, large) for subset in alone[::2]]
+    assert len(sample.subsets) == len(offsets) == 3
+    assert all(len(subset) <= PLACES_AT_ONCE + 2 for subset in sample.subsets)
+    assert all(len(offsets_of(subset, small)) == 1 for subset in alone[1::2])
+    every = sorted(itertools.chain.from_iterable(offsets))
+    assert len(every) == 300 * MIB // SPACING_BYTES
+    assert {two - one for one, two in itertools.pairwise(every)} == {SPACING_BYTES}
+    assert {sample.next() for _ in range(3)} == set(sample.subsets)
+
+
+def test_a_change_that_is_made_at_each_save_is_seen_once_all_places_were_read():
+    source = torch.zeros(300 * MIB, dtype=torch.uint8)
+    batch = Batch(eager=(), late=(copy_of(source),), checks=())
+    batch.sample.build()
+    changed = source.data[offsets_of(batch.sample.subsets[2], batch.late[0])[7] :][:LINE_BYTES]
+    seen = []
+    for number in range(3):
+        snapshot = Snapshot(number, [batch])
+        changed.add_(1)
+        try:
+            confirmed(snapshot)
+        except TensorChanged as error:
+            seen.append(error.step)
+    assert len(seen) == 1
 
 
 def test_a_batch_is_sampled_again_and_again():
@@ -204,8 +246,8 @@ def test_the_fence_does_not_wait_for_the_comparison(monkeypatch):
     snapshot = snapshot_of(copy_of(source))
     snapshot.copy_eager()
     gate, passed = threading.Event(), []
-    differs = Sample.differs
-    monkeypatch.setattr(Sample, "differs", lambda *args: (gate.wait(10), differs(*args))[1])
+    differs = Subset.differs
+    monkeypatch.setattr(Subset, "differs", lambda *args: (gate.wait(10), differs(*args))[1])
     copier = threading.Thread(target=snapshot.copy_late)
     copier.start()
     snapshot.fence()

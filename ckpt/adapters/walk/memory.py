@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_, methodcaller
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import ModuleItems, Part
+from ckpt.adapters.walk.module_tree import ModuleTree
 from ckpt.adapters.walk.modules import (
     Parameters,
     check_owners,
@@ -31,6 +32,22 @@ from ckpt.model.patterns import Patterns
 _values: Final = methodcaller("values")
 
 
+class _KnownModule(NamedTuple):
+    """What a module had to save.
+
+    Attributes:
+        keys: Those of its state dict.
+        tensors: The values of its state dict; None if some are no tensors.
+        tree: Tells whether the state dict is the same; None if only the state dict itself can.
+    """
+
+    module: nn.Module
+    keys: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...] | None
+    items: ModuleItems
+    tree: ModuleTree | None
+
+
 class Memory:
     """What the last walk found, so that the next walk need not examine it again.
 
@@ -42,9 +59,7 @@ class Memory:
         self.segments: dict[str, Segment] = {}
         self.told: set[type] = set()
         self.tables: dict[str, Table] = {}
-        self.modules: dict[
-            str, tuple[nn.Module, tuple[str, ...], tuple[Any, ...] | None, ModuleItems]
-        ] = {}
+        self.modules: dict[str, _KnownModule] = {}
         self.optimizers: dict[str, OptimizerItems] = {}
         self._choices: dict[Patterns, Choice] = {}
 
@@ -59,19 +74,24 @@ class Memory:
         """
         if isinstance(module, ModuleStandIn):
             return module.items(path)
+        known = self.modules.get(path)
+        if known is not None and known.module is not module:
+            known = None
+        if known is not None and known.tree is not None and known.tree.still():
+            return known.items
         raw = raw_state(path, module)
         keys, values = tuple(raw), tuple(raw.values())
-        known = self.modules.get(path)
         if (
             known is None
-            or known[0] is not module
-            or known[1] != keys
-            or known[2] is None
-            or not all(map(is_, known[2], values))
+            or known.keys != keys
+            or known.tensors is None
+            or not all(map(is_, known.tensors, values))
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
-            known = self.modules[path] = (module, keys, tensors, items_of(path, module))
-        return known[3]
+            known = _KnownModule(module, keys, tensors, items_of(path, module), tree=None)
+        tree = ModuleTree.of(module) if known.tensors is not None else None
+        self.modules[path] = known = known._replace(tree=tree)
+        return known.items
 
     def forget(self) -> None:
         """Let go of all tensors."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ckpt.adapters import torch_private
+from ckpt.adapters.walk import memory as memory_of_walks
 from ckpt.adapters.walk import segments
 from ckpt.adapters.walk.collect import Collected, collect
 from ckpt.adapters.walk.memory import Memory
@@ -266,6 +267,59 @@ def hook_that_removes(state: State) -> None:
     state["model"].register_state_dict_post_hook(remove)
 
 
+def hook_of_a_child(state: State) -> None:
+    def rename(_: nn.Module, held: dict[str, Any], prefix: str, __: object) -> None:
+        held[f"{prefix}renamed"] = held.pop(f"{prefix}weight")
+
+    state["model"].two.register_state_dict_post_hook(rename)
+
+
+def hook_before(state: State) -> None:
+    other = torch.full((6,), 7.0)
+
+    def replace(module: nn.Module, *_: object) -> None:
+        module._buffers["running_mean"] = other
+
+    state["model"].norm.register_state_dict_pre_hook(replace)
+
+
+def method_of_an_instance(state: State) -> None:
+    net = state["model"]
+    usual = net.state_dict
+    net.state_dict = lambda **kwargs: {"first": next(iter(usual(**kwargs).values()))}
+
+
+def method_of_a_child(state: State) -> None:
+    def save(held: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        held[f"{prefix}other"] = child.weight if keep_vars else child.weight.detach()
+
+    child = state["model"].one
+    child._save_to_state_dict = save
+
+
+def class_with_a_method(state: State) -> None:
+    class Own(Net):
+        def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            held: dict[str, Any] = super().state_dict(*args, **kwargs)
+            return {name: held[name] for name in held if name.startswith("one")}
+
+    state["model"].__class__ = Own
+
+
+def table_replaced(state: State) -> None:
+    one = state["model"].one
+    one._parameters = {"weight": one.bias, "bias": one.weight}
+
+
+def attributes_replaced(state: State) -> None:
+    state["model"].one.__dict__ = nn.Linear(6, 6).__dict__
+
+
+def values_moved_between_tables(state: State) -> None:
+    one, two = state["model"].one, state["model"].two
+    two._parameters = {"bias": one._parameters.pop("bias"), **two._parameters}
+
+
 def extra_state(state: State) -> None:
     state["model"].more = Extra(2, 2)
 
@@ -321,6 +375,14 @@ CHANGES: list[Callable[[State], None]] = [
     memory_of_a_moment_that_is_a_buffer_too,
     hook_that_adds,
     hook_that_removes,
+    hook_of_a_child,
+    hook_before,
+    method_of_an_instance,
+    method_of_a_child,
+    class_with_a_method,
+    table_replaced,
+    attributes_replaced,
+    values_moved_between_tables,
     extra_state,
     tensor_before,
     optimizer_first,
@@ -382,6 +444,42 @@ def test_nothing_is_named_again_while_nothing_changes() -> None:
     state["model"].one.weight.requires_grad_(False)
     again = collect(state, rank=0, memory=memory)
     assert [one is two for one, two in zip(first.parts, again.parts, strict=True)] == [True, True]
+
+
+def test_a_state_dict_is_asked_for_once_while_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[nn.Module] = []
+    usual = memory_of_walks.raw_state
+    monkeypatch.setattr(
+        memory_of_walks,
+        "raw_state",
+        lambda path, module: asked.append(module) or usual(path, module),
+    )
+    state, memory = trained(), Memory()
+    for _ in range(3):
+        collect(state, rank=0, memory=memory)
+        step(state)
+    assert len(asked) == 1
+    # a buffer that is not saved and is another one each time costs one state_dict() each time
+    for count in range(3):
+        state["model"].norm.register_buffer("cached", torch.ones(count), persistent=False)
+        for _ in range(2):
+            collect(state, rank=0, memory=memory)
+    assert len(asked) == 4
+
+
+def test_a_method_that_all_modules_get_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, memory, plans = trained(), Memory(), PlanCache(0, 1 << 20)
+    assert_finds_what_is_there(state, memory, plans)
+
+    def state_dict(self: nn.Module, **_: Any) -> dict[str, Any]:
+        return {"only": next(self.parameters())}
+
+    monkeypatch.setattr(nn.Linear, "state_dict", state_dict, raising=False)
+    assert_finds_what_is_there(state, memory, plans)
+    monkeypatch.setattr(nn.Module, "state_dict", state_dict)
+    assert_finds_what_is_there(state, memory, plans)
 
 
 def test_tied_weights_do_not_keep_segments_from_being_used_again() -> None:
