@@ -16,7 +16,7 @@ from ckpt.adapters.tensors.local_shards import Source
 from ckpt.adapters.tensors.zero import Keeper
 from ckpt.adapters.walk.choice import Choice
 from ckpt.adapters.walk.items import ModuleItems, Part
-from ckpt.adapters.walk.module_tree import ModuleTree
+from ckpt.adapters.walk.module_tree import ModuleTree, tree_of
 from ckpt.adapters.walk.modules import (
     Parameters,
     check_owners,
@@ -89,7 +89,7 @@ class Memory:
         ):
             tensors = values if all(isinstance(value, torch.Tensor) for value in values) else None
             known = _KnownModule(module, keys, tensors, items_of(path, module), tree=None)
-        tree = ModuleTree.of(module) if known.tensors is not None else None
+        tree = tree_of(module) if known.tensors is not None else None
         self.modules[path] = known = known._replace(tree=tree)
         return known.items
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from itertools import chain
 from operator import attrgetter, is_, itemgetter, methodcaller
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from torch import nn
 
@@ -22,6 +22,7 @@ _KINDS: Final = {dict, OrderedDict, set}
 
 _attributes: Final = attrgetter("__dict__")
 _tables: Final = itemgetter(*_TABLES, *_HOOKS)
+_hooks: Final = itemgetter(*_HOOKS)
 _values: Final = methodcaller("values")
 _has_no_method: Final = methodcaller("isdisjoint", _METHODS)
 _methods: Final = attrgetter(*_METHODS)
@@ -59,18 +60,10 @@ class ModuleTree:
         self._names = list(chain.from_iterable(self._tables))
         self._values = list(chain.from_iterable(map(_values, self._dicts)))
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Self | None:
-        """Return the tree below ``module``.
-
-        Return None if a module in it has a ``state_dict()`` of its own, by a method or by a hook.
-        """
-        try:
-            found = cls(module)
-        except KeyError:
-            return None
-        usual = _KINDS.issuperset(map(type, found._tables)) and found._inherits()
-        return found if usual and not any(map(_hooked, found._attributes)) else None
+    def is_usual(self) -> bool:
+        """Return True if no module has a ``state_dict()`` of its own, by a method or by a hook."""
+        hooks = chain.from_iterable(map(_hooks, self._attributes))
+        return self._inherits() and _KINDS.issuperset(map(type, self._tables)) and not any(hooks)
 
     def still(self) -> bool:
         """Return True if the tables hold what they held, so that ``state_dict()`` is the same."""
@@ -94,5 +87,10 @@ class ModuleTree:
         )
 
 
-def _hooked(attributes: dict[str, Any]) -> bool:
-    return any(attributes[name] for name in _HOOKS)
+def tree_of(module: nn.Module) -> ModuleTree | None:
+    """Return the tree below ``module``; None if a module in it has its own ``state_dict()``."""
+    try:
+        found = ModuleTree(module)
+    except KeyError:  # of a class that has other tables
+        return None
+    return found if found.is_usual() else None
