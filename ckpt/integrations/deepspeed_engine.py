@@ -119,7 +119,16 @@ class CkptEngine:
     # -- what DeepSpeed calls to save --------------------------------------------------------------
 
     def create(self, info: Any) -> None:
-        """Begin to put a checkpoint together."""
+        """Begin to put a checkpoint together.
+
+        Raises ``ConfigError`` for a tag whose folder would take the place of the file ``latest``.
+        """
+        if os.path.normpath(info.tag).split(os.sep)[0] == LATEST:
+            raise ConfigError(
+                f"a tag cannot be {LATEST!r}, which is the file that names the newest tag: choose "
+                "another one"
+            )
+        self._looked_at = None  # the tag may name another step from now on
         self._call = _Call(os.path.abspath(info.save_dir), str(info.tag), bool(info.save_latest))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:

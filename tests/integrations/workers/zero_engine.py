@@ -207,18 +207,25 @@ def refused(folder: Path, kind: str) -> None:
         engine.save_checkpoint(folder / "elsewhere")
     with pytest.raises(ConfigError, match="is not in the folder of a tag in"):
         engine.save_checkpoint(root, tag=".")
+    for tag in ("latest", "latest/of/a run"):
+        with pytest.raises(ConfigError, match="a tag cannot be 'latest'"):
+            engine.save_checkpoint(root, tag=tag)
     with pytest.raises(AssertionError):  # DeepSpeed's own: no file has that name
         engine.load_checkpoint(root, tag="absent")
     zero.train(engine, 1, 1)
     assert not (root / "latest").exists()
     engine.save_checkpoint(root, tag="good")
     engine.checkpoint_engine.pending.result()
+    note = str(root / "good" / "mp_rank_00_model_states.pt")
+    assert "later" not in engine.checkpoint_engine.load(note)
+    engine.save_checkpoint(root, tag="good", client_state={"later": True})
+    assert engine.checkpoint_engine.load(note)["later"]
     engine.save_16bit_model(folder / "bit16")
     assert torch.load(folder / "bit16" / "pytorch_model.bin", weights_only=True).keys()
     zero.train(engine, 2, 1)
     with CheckpointManager(root) as manager:
-        (step,) = manager.steps()
-        shutil.rmtree(next(root.glob(f"step-{step:09}*")))
+        for step in manager.steps():
+            shutil.rmtree(next(root.glob(f"step-{step:09}*")))
     with pytest.raises(NoCheckpoint, match="no step has the tag 'good'"):
         engine.load_checkpoint(root, tag="good")
     engine.destroy()
