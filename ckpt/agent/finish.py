@@ -30,7 +30,7 @@ from ckpt.catalog.index import attempts, is_committed
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
 from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
-from ckpt.errors import CkptError, CommitError, RootInUse
+from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
@@ -138,17 +138,23 @@ class Finish:
 
     def _look(self, tier: OpenTier, owner: Owner | None) -> _Root | None:
         """Return None if the job cannot be finished on a tier, since another job has taken it."""
-        if (
-            owner
-            and owner.attempt not in {self._me.attempt, *self._ended}
-            and not owner.is_predecessor(self._me)
-        ):
+        if owner and not self._may_finish_for(owner):
             self._superseded = True
             _log.info("ckpt: %s belongs to %s now", tier.url, owner)
             return None
         claim = Claim(tier.backend, self._me)
         claim.act_for_ended(owner)
         return _Root(tier, owner, claim)
+
+    def _may_finish_for(self, owner: Owner) -> bool:
+        """Return whether ``owner`` is the job itself, or a job before it that is not known to live.
+
+        One on another machine came before the job if it owned the root when the job started.
+        """
+        if owner.attempt in {self._me.attempt, *self._ended}:
+            return True
+        was_there = owner.attempt in self._job.before and not owner.alive
+        return was_there or owner.is_predecessor(self._me)
 
     def _confirm(self, target: _Root) -> None:
         """Look that no other job has taken the roots.
@@ -182,7 +188,7 @@ class Finish:
         own = [ref for ref in attempts(backend) if job_of(ref) == self._me.attempt]
         if not own or is_committed(backend, own[0]):
             return
-        with suppress(CommitError):  # it lacks a part, or was refused
+        with suppress(CommitError, IntegrityError):  # it lacks a part, or was refused
             finalize(backend, own[0], workers=self._workers)
             _log.info("ckpt: step %d on %s lacked only its manifest", own[0].step, root.tier.url)
             self._report(Copied(own[0].step, root.tier.url))

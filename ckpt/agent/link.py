@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ from ckpt.config import AgentMode, SaveConfig, environment_for_agent
 from ckpt.coordination.api import Coordinator
 from ckpt.coordination.commit import LEADER
 from ckpt.coordination.gather import Wait, gather, leader_decides
-from ckpt.coordination.owner import Owner
+from ckpt.coordination.owner import Owner, read_owner
 from ckpt.errors import AgentError, CkptError, ConfigError
 from ckpt.events import Event, StepVerified
 from ckpt.pipeline.workers import Workers
@@ -29,6 +30,8 @@ _log = logging.getLogger("ckpt")
 _START_SECONDS: Final = 300.0
 """How many seconds ranks may need to reach the same point of their start."""
 _PAUSE_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 2.0
+"""How many seconds a store has to say which job owns its root."""
 _SUBJECT: Final = "agent"
 Notify = Callable[[Event], None]
 
@@ -218,7 +221,18 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
         backlog=config.backlog,
         environment=environment_for_agent(),
         scrub_mb_per_s=config.scrub_mb_per_s,
+        before=_owners_of(tiers),
     )
+
+
+def _owners_of(tiers: Sequence[OpenTier]) -> tuple[str, ...]:
+    """Return the attempts that own the roots. A store that does not answer soon is left out."""
+    looking = Workers("owners", len(tiers))
+    looked = wait([looking.submit(read_owner, tier.backend) for tier in tiers], _LOOK_SECONDS)
+    if not looked.not_done:
+        looking.close()
+    found = [one.result() for one in looked.done if one.exception() is None]
+    return tuple({owner.attempt for owner in found if owner is not None})
 
 
 def _place_of(tier: OpenTier) -> str:

@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 class Process(msgspec.Struct, frozen=True):
     """A process of this machine. No other process has the same ``pid`` and start time."""
 
-    pid: int
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
     started: int
 
 
@@ -57,6 +57,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
         processes: The job's processes on this node.
         tiers: The fields of each `Tier`, nearest first, with absolute places.
         backlog: How many steps a farther tier may lack.
+        before: The attempts that owned its roots when it started.
         environment: The environment of the trainer, for the clients of object stores.
         scrub_mb_per_s: At which rate its steps are verified; 0 for not at all.
     """
@@ -67,12 +68,13 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     backlog: int
     environment: dict[str, str]
     scrub_mb_per_s: float = 0.0
+    before: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Job({self.owner})"
 
     def open_as(self) -> tuple[Tier, ...]:
-        """Return the tiers of the job."""
+        """Return the tiers of the job. Raises ``ConfigError`` if one of them is none."""
         return tuple(_tier(fields) for fields in self.tiers)
 
 
@@ -284,7 +286,7 @@ def urls_of(job: Job) -> tuple[str, ...]:
 
 
 def _tier(fields: dict[str, Any]) -> Tier:
-    found = dict(fields)
+    found: dict[str, Any] = {"url": "", **fields}  # a tier without a URL is refused
     if isinstance(best := found.get("keep_best"), list):
         found["keep_best"] = tuple(best)
     return Tier(**found)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -46,7 +47,7 @@ from ckpt.agent.messages import (
 from ckpt.agent.place import Lock, Place, check_peer, identity
 from ckpt.agent.reports import Ended
 from ckpt.agent.rounds import Rounds
-from ckpt.errors import AgentError
+from ckpt.errors import AgentError, ConfigError
 
 _log = logging.getLogger("ckpt")
 _REQUESTS: Final = msgspec.msgpack.Decoder(Request)
@@ -60,6 +61,10 @@ _GIVE_UP_SECONDS: Final = 24 * 3600.0
 _REMEMBERED: Final = 16
 """How many jobs that are over the status shows."""
 _CONNECTIONS: Final = 256
+_MOST_WORKERS: Final = 8
+"""How many jobs are finished at once: a worker takes memory, and all jobs may end together."""
+_SEND_SECONDS: Final = 1.0
+"""How long a caller may take to receive an answer."""
 
 
 @dataclass(slots=True)
@@ -115,18 +120,25 @@ class Agent:
     def _bind(self) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._place.socket)
-        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         mask = os.umask(0o177)
         try:
-            self._listening.bind(self._place.socket)
+            found.bind(self._place.socket)
+        except OSError:
+            found.close()
+            raise
         finally:
             os.umask(mask)
-        self._socket = identity(self._place.socket)
-        self._listening.listen(_CONNECTIONS)
-        self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+        if self._listening is not None:
+            self._selector.unregister(self._listening)
+            self._listening.close()
+        self._listening, self._socket = found, identity(self._place.socket)
+        found.listen(_CONNECTIONS)
+        self._selector.register(found, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:
         """Work until the agent is idle for long, or is asked to end, or gets a signal."""
+        _allow_descriptors()
         ear, mouth = socket.socketpair()
         ear.setblocking(False)
         mouth.setblocking(False)
@@ -154,9 +166,8 @@ class Agent:
     def _is_over(self) -> bool:
         if self._entries:
             self._busy = time.time()
-        elif self._ends:
-            return True
-        return time.time() - self._busy > self._idle_seconds
+            return False
+        return self._ends or time.time() - self._busy > self._idle_seconds
 
     def _patience(self) -> float | None:
         """Return how long nothing can be due."""
@@ -184,8 +195,10 @@ class Agent:
         ]
         if due and not self._works:
             self._works = self._may_work.take()
+        due.sort(key=lambda entry: entry.failures)  # a store that hangs holds up no job for long
         for entry in due if self._works else ():
-            if not self._is_held_up(entry):
+            working = sum(other.worker is not None for other in self._entries)
+            if working < _MOST_WORKERS and not self._is_held_up(entry):
                 self._stop_scrubbing()
                 try:
                     reports = entry.begin(self._place, self._may_work)
@@ -253,6 +266,7 @@ class Agent:
                 f"it sees this process as number {caller.pid}: the two are in different process "
                 "namespaces, as containers have: run an agent in this one (CKPT_AGENT_FOLDER)"
             )
+        job.open_as()  # it raises what a worker would
         entry = Entry(job)
         for other in [other for other in self._entries if other.attempt == entry.attempt]:
             self._drop(other)
@@ -358,8 +372,8 @@ class Agent:
             return
         try:
             pid = check_peer(connection, "a caller of the agent")
+            connection.settimeout(_SEND_SECONDS)
             connection.sendall(encode(Welcome(VERSION, os.getpid())))
-            connection.setblocking(False)
         except (OSError, AgentError) as error:
             _log.warning("ckpt: %s", error)
             connection.close()
@@ -401,7 +415,7 @@ class Agent:
                     self._asking = caller
                     self._stop(at_once=at_once)
                     return Done()
-        except AgentError as error:
+        except (AgentError, ConfigError) as error:
             return Refused(str(error))
 
     def _status(self) -> AgentStatus:
@@ -452,10 +466,11 @@ class Agent:
         if self._listening is None or identity(self._place.socket) == self._socket:
             return
         if self._listens.is_in_place() and self._may_work.is_in_place():
-            _log.warning("ckpt: the agent's socket was removed: it is made again")
-            self._selector.unregister(self._listening)
-            self._listening.close()
-            self._bind()
+            try:
+                self._bind()
+                _log.warning("ckpt: the agent's socket was removed: it was made again")
+            except OSError as error:  # it is tried again
+                _log.warning("ckpt: the agent's socket was removed, and is not made: %s", error)
         else:
             _log.warning("ckpt: the agent's folder was removed or replaced: the agent ends")
             self._stop(at_once=False)
@@ -483,3 +498,9 @@ class Agent:
                 found.close()
         self._selector.close()
         self._may_work.close()
+
+
+def _allow_descriptors() -> None:
+    """Let this process have as many descriptors as it may: each process of a job takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -97,6 +97,22 @@ def test_a_step_in_memory_alone_becomes_durable_on_two_tiers_without_a_restart(
     assert no_traces(tiers)
 
 
+@pytest.mark.parametrize("roots", [["far"], ["disk", "far"]])
+def test_a_root_that_a_job_of_another_machine_has_left_is_no_obstacle(
+    place: Place, tmp_path: Path, tiers, roots
+) -> None:
+    """Its node was replaced, or has started again."""
+    earlier = Owner("feedbeef0000", "other", "another boot/1", pid=1, started=1)
+    for name in roots:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / OWNER).write_bytes(msgspec.json.encode(earlier))
+    tiers[2]["every"] = 100
+    train(tiers, 1, 3, "kill nearest")
+    assert await_state(place, "done", "superseded").state == "done"
+    assert whole(tmp_path / "disk") == [3]
+    assert no_traces(tiers)
+
+
 @pytest.mark.server
 def test_a_step_in_memory_alone_reaches_an_object_store(
     place: Place, tmp_path: Path, moto_server: Server

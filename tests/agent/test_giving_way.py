@@ -178,6 +178,15 @@ def test_a_job_after_another_of_the_same_process_is_finished(tmp_path: Path, dea
     assert steps(tmp_path / "far") == [1, 2, 3]
 
 
+def test_a_job_that_lives_keeps_the_root_that_it_had_before(tmp_path: Path, dead: Job) -> None:
+    alive = Owner.here("feedbeef0000")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / OWNER).write_bytes(msgspec.json.encode(alive))
+    after_it = msgspec.structs.replace(dead, before=(alive.attempt,))
+    assert finish(after_it)[0] == Ended("superseded")
+    assert steps(tmp_path / "far") == []
+
+
 def test_a_tier_that_fails_costs_no_other_and_is_tried_again(
     tmp_path: Path, dead: Job, monkeypatch
 ) -> None:
@@ -256,10 +265,11 @@ def test_a_save_that_lacks_only_its_manifest_is_finished(tmp_path: Path, dead: J
     assert steps(tmp_path / "far") == [1, 2, 3]
 
 
-def test_a_save_that_lacks_a_part_is_never_committed(tmp_path: Path, dead: Job) -> None:
+@pytest.mark.parametrize("part", ["rank-00000.json", "rank-00000.safetensors"])
+def test_a_save_that_lacks_a_part_is_never_committed(tmp_path: Path, dead: Job, part) -> None:
     [folder] = (tmp_path / "near").glob("step-000000003.*")
     (folder / "manifest.json").unlink()
-    (folder / "rank-00000.json").unlink()
+    (folder / part).unlink()
     assert finish(dead)[0] == Ended("done")
     assert steps(tmp_path / "near") == [1, 2]
     assert steps(tmp_path / "far") == [1, 2]

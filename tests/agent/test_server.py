@@ -101,6 +101,86 @@ os.kill(os.getpid(), 9)
     connection.close()
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"tiers": ({},)},
+        {"tiers": ({"url": 5},)},
+        {"tiers": ({"url": "/nowhere", "odd": 1},)},
+        {"processes": (Process(1 << 40, 1),)},
+        {"processes": (Process(-1, 1),)},
+    ],
+    ids=str,
+)
+def test_a_job_that_makes_no_sense_is_refused_and_ends_no_agent(place: Place, broken) -> None:
+    odd = msgspec.structs.replace(job("odd"), **broken)
+    with contextlib.closing(reach(place)) as connection:
+        connection.ask(job("good"))
+        with pytest.raises(AgentError):
+            connection.ask(odd)
+    found = status(place)
+    assert found is not None
+    assert [one.attempt for one in found.jobs] == ["good"]
+
+
+def test_more_jobs_than_the_soft_limit_of_descriptors_are_registered(place: Place) -> None:
+    script = """
+import resource
+from ckpt.agent.client import reach
+from ckpt.agent.place import Place
+from tests.agent.test_server import job
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+connection = reach(Place.of_this_user())
+for number in range(200):
+    connection.ask(job(f"many{number}"))
+print("registered")
+"""
+    assert "registered" in run_code(script)
+
+
+def test_jobs_that_end_together_are_finished_a_few_at_a_time(place: Place, tmp_path: Path) -> None:
+    """Each worker takes memory. All of the jobs are finished."""
+    jobs = 20
+    script = """
+import os, sys
+from ckpt import CheckpointManager
+roots = [f"{sys.argv[1]}/{number}" for number in range(int(sys.argv[2]))]
+managers = [CheckpointManager(root, agent="required") for root in roots]
+for manager in managers:
+    manager.save({"step": 1}, 1)
+os.kill(os.getpid(), 9)
+"""
+    run_code(script, tmp_path, jobs, status=-signal.SIGKILL)
+    most = 0
+
+    def over() -> bool:
+        nonlocal most
+        found = status(place)
+        assert found is not None
+        states = [one.state for one in found.jobs]
+        most = max(most, states.count("finishing"))
+        return set(states) == {"done"}
+
+    assert until(over)
+    assert 1 < most <= 8
+
+
+def test_an_agent_that_cannot_make_its_socket_again_keeps_its_jobs(place: Place) -> None:
+    connection = reach(place)
+    connection.ask(job())
+    os.unlink(place.socket)
+    os.mkdir(place.socket)
+    assert until(lambda: "is not made" in Path(place.log).read_text())
+    os.rmdir(place.socket)
+    assert until(lambda: os.path.exists(place.socket))
+    found = status(place)
+    assert found is not None
+    assert [one.attempt for one in found.jobs] == ["abc"]
+    assert found.pid == connection.welcome.pid
+    connection.close()
+
+
 def test_two_that_start_at_once_become_one(place: Place) -> None:
     start(place, 20)
     found = status(place)
