@@ -16,7 +16,7 @@ _BYTES: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?)b?", re.IGNORECASE)
 
 
 def known_only(prefix: str, table: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raises for a key that is none of ``known``, and names the nearest."""
+    """Raise for a key that is none of ``known``, and name the nearest one."""
     for key in table:
         if key not in known:
             near = get_close_matches(key, known, n=1, cutoff=0.5)
@@ -41,15 +41,15 @@ def json_only(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """A setting's value as an error quotes it: a container by its type alone, since it may hold
-    secrets.
+    """Return a setting's value as an error quotes it. A container is quoted by its type alone,
+    since it may hold secrets.
     """
     plain = value is None or isinstance(value, str | bytes | bool | int | float)
     return repr(value) if plain else f"<{type(value).__name__}>"
 
 
 def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
-    """Raises unless it is one of these."""
+    """Raise unless the value is one of these."""
     if value not in allowed:
         raise ConfigError(
             f"{name}={shown(value)}: choose {' or '.join(repr(choice) for choice in allowed)}"
@@ -57,13 +57,13 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def whole(name: str, value: object, least: int, most: int) -> None:
-    """Raises unless it is a whole number in these bounds; True is none."""
+    """Raise unless the value is a whole number in these bounds. True is no number."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name}={shown(value)}: give a whole number from {least} to {most}")
 
 
 def as_bytes(name: str, value: int | str) -> int:
-    """'200GB' is 200 * 1000**3 bytes, '200GiB' is 200 * 1024**3."""
+    """Return a size in bytes: '200GB' is 200 * 1000**3 and '200GiB' is 200 * 1024**3."""
     match = _BYTES.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
         number, prefix, binary = match.groups()
@@ -77,5 +77,5 @@ def as_bytes(name: str, value: int | str) -> int:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True and False are none."""
+    """Return True for a number. True and False are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -147,7 +147,7 @@ class CheckpointManager:
     def from_config(
         cls, path: str | os.PathLike[str] | None = None, **settings: Unpack[Settings]
     ) -> Self:
-        """A manager as ``path``, or ``./ckpt.toml``, says.
+        """Return a manager as ``path``, or ``./ckpt.toml``, describes it.
 
         Raises ``ConfigError`` if it names no tier.
         """
@@ -439,7 +439,7 @@ class CheckpointManager:
         return report
 
     def steps(self) -> list[int]:
-        """Committed steps on any tier, ascending.
+        """Return the committed steps on any tier, ascending.
 
         Asks the tiers: for people and scripts, not for every training step.
         """
@@ -447,7 +447,7 @@ class CheckpointManager:
         return sorted({ref.step for tier in self._tiers for ref in committed(tier.backend)})
 
     def latest_step(self) -> int | None:
-        """The newest committed step, None if there is none."""
+        """Return the newest committed step, or None if there is none."""
         steps = self.steps()
         return steps[-1] if steps else None
 
@@ -600,9 +600,10 @@ class CheckpointManager:
             await_at_exit(Workers("end", 1).submit(self._finish, reason), self._config.exit_seconds)
 
     def _finish(self, reason: str) -> None:
-        """All of ``close`` that may take long.
+        """Do all of ``close`` that may take long.
 
-        ``reason``: why this rank leaves the others, if it does.
+        Args:
+            reason: Why this rank leaves the others; empty if it does not.
         """
         self._saver.finish(leaves=bool(reason))
         self._fence.remove()

@@ -90,7 +90,7 @@ class PendingSave:
 
     @property
     def age(self) -> float:
-        """Seconds since the call."""
+        """The seconds since the call."""
         return time.perf_counter() - self._began
 
     def wait_staged(self, timeout: float | None = None) -> None:
@@ -105,11 +105,10 @@ class PendingSave:
             snapshot.settle()
 
     def result(self, timeout: float | None = None, *, tier: str | None = None) -> PendingSave:
-        """Return this when the checkpoint is committed on all its tiers (or on ``tier``), or raise
-        why it never will be.
+        """Wait until the checkpoint is committed on all its tiers, or on ``tier``, and return this.
 
         Raises:
-            TimeoutError: Not yet; the save goes on.
+            TimeoutError: It is not committed yet. The save goes on.
             CkptError: The save failed.
             ConfigError: It does not go to ``tier``.
         """
@@ -186,7 +185,7 @@ class SaveRecord(PendingSave):
     def end_on(
         self, tier: str, error: CkptError | None, *, required: bool = True
     ) -> CkptError | bool | None:
-        """The save has ended on ``tier``.
+        """Note that the save has ended on ``tier``.
 
         Returns:
             True while other tiers are left; else the first error of a required tier, or None.

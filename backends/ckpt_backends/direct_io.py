@@ -38,8 +38,8 @@ def is_aligned(offset: int, memory: memoryview) -> bool:
 
 
 def open_direct(path: str, flags: int) -> int | None:
-    """A second descriptor that bypasses the page cache, or ``None`` where the file system has no
-    such thing.
+    """Return a second descriptor that bypasses the page cache, or None if the file system has
+    none.
     """
     try:
         return os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -129,7 +129,7 @@ class DirectWriter:
         return done
 
     def _write_padded(self, offset: int, tail: memoryview) -> bool:
-        """The file's unaligned end, as a whole block that ``sync`` cuts again.
+        """Write the file's unaligned end as a whole block that ``sync`` cuts again.
 
         False if it must go buffered.
         """
@@ -181,7 +181,9 @@ def rename_if_absent(source: str, target: str) -> None:
 
 
 def _rename_noreplace(source: str, target: str) -> bool:
-    """False if the kernel or the file system does not know the flag (NFS, most of FUSE)."""
+    """Rename unless the target exists. Return False if the kernel or the file system does not know
+    the flag (NFS, most of FUSE).
+    """
     renameat2 = getattr(_LIBC, "renameat2", None)
     if renameat2 is None:
         return False

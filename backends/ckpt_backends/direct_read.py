@@ -186,7 +186,9 @@ def _copy(out: memoryview, source: memoryview) -> None:
 
 
 def _pread_direct(fd: int, parts: Sequence[memoryview], offset: int) -> int:
-    """0 also if it is refused, at the first read or at a later one."""
+    """Read without the page cache. Return 0 if that is refused, at the first read or at a later
+    one.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         try:

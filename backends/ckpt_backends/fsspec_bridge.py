@@ -215,14 +215,14 @@ class StorageBackendOnFsspec:
             self._fs.rm_file(self.path_of(key))
 
     def close(self) -> None:
-        """The file system is dropped with this object."""
+        """Do nothing: the file system is dropped with this object."""
 
     def path_of(self, key: str) -> str:
         """Return the path of an object in the file system."""
         return f"{self._root}/{check_key(key)}"
 
     def _key(self, path: str) -> str:
-        """Relative to the root; '' for the root itself and for markers of folders."""
+        """Return the key of a path; '' for the root itself and for markers of folders."""
         root, path = self._root.lstrip("/"), path.lstrip("/")
         inside = not root or path.startswith(root + "/")
         return path[len(root) :].lstrip("/") if inside else ""
@@ -244,7 +244,7 @@ class StorageBackendOnFsspec:
                 self._fs.makedirs(posixpath.dirname(path), exist_ok=True)
 
     def _replace(self, path: str, value: bytes) -> None:
-        """Write beside the target and rename over it. No fsync: fsspec has none."""
+        """Write beside the target and rename over it. There is no fsync in fsspec."""
         temporary = f"{posixpath.dirname(path)}/.{entropy.token_hex(8)}{_TEMPORARY}"
         try:
             self._fs.pipe_file(temporary, value)

@@ -40,7 +40,7 @@ _TRIES: Final = 3
 
 
 def open_gcs(url: str, options: Mapping[str, object]) -> GCSBackend:
-    """The bucket and prefix ``gs://bucket/prefix``.
+    """Open the bucket and prefix ``gs://bucket/prefix``.
 
     Nothing is contacted yet, but gcsfs may look for credentials.
 
@@ -157,8 +157,8 @@ class GCSBackend(StorageBackendOnFsspec):
         super().__init__(fs, root, url, secrets=secrets, capabilities=capabilities)
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        """In a single request, whatever its size: emulators drop the condition of a resumable
-        upload.
+        """Put an object in a single request of any size, since emulators drop the condition of a
+        resumable upload.
         """
         value = b"".join(parts)
         path, token = self.path_of(key), entropy.token_hex(16)
@@ -204,7 +204,7 @@ class GCSBackend(StorageBackendOnFsspec):
         headers: Mapping[str, str] | None = None,
         data: memoryview | None = None,
     ) -> tuple[int, Mapping[str, Any]]:
-        """One request as it is, without gcsfs's tries: status and headers of the answer."""
+        """Make one request without gcsfs's retries. Return the answer's status and headers."""
         from fsspec.asyn import sync
 
         once = type(self._fs)._request.__wrapped__
@@ -235,7 +235,7 @@ class GCSBackend(StorageBackendOnFsspec):
             self._fs.close_session(self._fs.loop, self._fs._session)
 
     def _check_bucket(self, key: str) -> None:
-        """For gcsfs a bucket that is not there is an empty one."""
+        """Raise if the bucket does not exist, which gcsfs takes for an empty one."""
         bucket = self._root.partition("/")[0]
         try:
             with self.errors(key):

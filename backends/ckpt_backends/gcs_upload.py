@@ -106,7 +106,7 @@ class ResumableUpload:
             self._backend.request(self._key, "DELETE", self._location)
 
     def _send(self, offset: int, data: memoryview) -> None:
-        """All of ``data``, in as many requests as the server takes."""
+        """Send all of ``data``, in as many requests as the server needs."""
         while self._sent < offset + data.nbytes:
             before, rest = self._sent, data[self._sent - offset :]
             self._ask(f"bytes {self._sent}-{self._sent + rest.nbytes - 1}/*", rest)
@@ -142,6 +142,6 @@ class ResumableUpload:
 
 
 def _persisted(headers: Mapping[str, Any]) -> int:
-    """Bytes that the server has: 'Range: bytes=0-42' are 43."""
+    """Return how many bytes the server has. 'Range: bytes=0-42' means 43."""
     found = str(headers.get("Range", ""))
     return int(found.rpartition("-")[2]) + 1 if "-" in found else 0

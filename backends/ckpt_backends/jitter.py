@@ -13,7 +13,7 @@ _DICE = random.SystemRandom()
 
 
 def give_botocore_its_own_dice() -> None:
-    """For all its clients of this process. Done again, it does nothing new."""
+    """Do it for all clients of botocore in this process. Further calls have no effect."""
     from aiobotocore.retries import standard
     from botocore.retries.standard import ExponentialBackoff
 
@@ -22,7 +22,7 @@ def give_botocore_its_own_dice() -> None:
 
 
 def give_gcsfs_its_own_dice() -> None:
-    """For all its file systems of this process. Done again, it does nothing new."""
+    """Do it for all file systems of gcsfs in this process. Further calls have no effect."""
     from gcsfs import retry
 
     module: Any = retry

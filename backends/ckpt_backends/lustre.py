@@ -39,7 +39,7 @@ class Striping:
         self._looked = False
 
     def apply(self, folder: str) -> None:
-        """A layout for ``folder``, which is new and empty."""
+        """Set the layout of ``folder``, which is new and empty."""
         if not self._looked:
             self._looked = True
             self._lfs = self._find()
@@ -52,7 +52,7 @@ class Striping:
             self._lfs = None  # said once
 
     def _find(self) -> str | None:
-        """The program, if there is something for it to do."""
+        """Return the program, if there is something for it to do."""
         if self._count == 0 or kind_of(self._root) != "lustre" or not (lfs := shutil.which("lfs")):
             return None
         if self._count is None:

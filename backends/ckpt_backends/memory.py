@@ -39,8 +39,8 @@ _stores_lock: Final = threading.Lock()
 
 
 def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
-    """The store ``memory://name``, made if there is none yet; an optional path after the name is a
-    prefix.
+    """Open the store ``memory://name``, and make it if there is none yet. An optional path after
+    the name is a prefix.
 
     Args:
         url: ``memory://name`` or ``memory://name/prefix``.
@@ -119,7 +119,7 @@ class MemoryBackend:
             self._store.objects.pop(self._prefix + check_key(key), None)
 
     def close(self) -> None:
-        """Nothing is held; the store stays for others."""
+        """Do nothing: the store stays for others."""
 
     def place(self, key: str, value: bytes | bytearray, *, if_absent: bool = False) -> ObjectInfo:
         """Put ``value`` under ``key`` at once."""

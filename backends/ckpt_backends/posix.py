@@ -227,7 +227,7 @@ class PosixBackend(RootedFolder):
         self._remove_empty(os.path.dirname(path))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _file(self, key: str, path: str) -> os.stat_result:
         with mapped(key):
@@ -245,12 +245,14 @@ class PosixBackend(RootedFolder):
             raise LinkRefused(key) from None
 
     def _writable(self, key: str) -> str:
-        """The last name is not followed: a rename or an unlink acts on the link itself."""
+        """Return the path to write to. Its last name is not followed, since a rename or an unlink
+        acts on the link itself.
+        """
         folder, name = os.path.split(os.path.join(self._root, key))
         return os.path.join(self._inside(key, os.path.realpath(folder)), name)
 
     def _top(self) -> str:
-        """The root as the paths below it are spelled."""
+        """Return the root as the paths below it are spelled."""
         return os.path.realpath(self._root)
 
     def _inside(self, key: str, path: str) -> str:
@@ -260,9 +262,7 @@ class PosixBackend(RootedFolder):
         return path
 
     def _create(self, path: str) -> int:
-        """A new file in a folder that a concurrent ``delete`` may be removing because it just
-        was empty.
-        """
+        """Create a new file in a folder that a concurrent ``delete`` may just be removing."""
 
         def attempt() -> int:
             self._make_folders(os.path.dirname(path))
@@ -388,8 +388,8 @@ class _PosixUpload:
         self._written[offset] = data.nbytes
 
     def finish(self, size: int | None = None) -> ObjectInfo:
-        """A failure here is final: the temporary file is removed, since after a failed fsync its
-        bytes cannot be trusted. Tried again, it says the same again.
+        """Make the file durable and visible. A failure is final: the temporary file is removed,
+        since after a failed fsync its bytes cannot be trusted. Another call raises the same error.
         """
         if self._failed is not None:
             raise type(self._failed)(self._key, self._failed.detail)

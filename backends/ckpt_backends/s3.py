@@ -66,7 +66,7 @@ _CLIENT: Final[Mapping[str, object]] = {
 
 
 def open_s3(url: str, options: Mapping[str, object]) -> S3Backend:
-    """The bucket and prefix ``s3://bucket/prefix``. Nothing is contacted yet.
+    """Open the bucket and prefix ``s3://bucket/prefix``. Nothing is contacted yet.
 
     Args:
         url: May carry ``?endpoint_url=...`` and ``?region=...``.
@@ -281,7 +281,7 @@ class S3Backend(StorageBackendOnFsspec):
             self._fs.close_session(self._fs.loop, self._fs._s3)
 
     def call(self, key: str, method: str, **arguments: object) -> Any:
-        """One request about ``key``, with errors mapped."""
+        """Make one request about ``key``, with errors mapped."""
         check_key(key)
         with self.errors(key):
             if method == "put_object":
@@ -291,8 +291,8 @@ class S3Backend(StorageBackendOnFsspec):
             )
 
     def _ask_no_leave(self) -> None:
-        """A put that asks the server first whether it may send waits for the answer without a
-        limit (aiohttp knows none for it).
+        """Let puts not ask the server first whether they may send. They would wait for the answer
+        without a limit, since aiohttp has none for it.
         """
         client = self._fs.connect()
         if client is not self._hushed:
@@ -300,7 +300,7 @@ class S3Backend(StorageBackendOnFsspec):
             self._hushed = client
 
     def etag_of(self, key: str) -> str | None:
-        """The size and ETag of what is there now."""
+        """Return the size and ETag of the present object."""
         with suppress(StorageError):
             found = self.call(key, "head_object")
             return f"{found['ContentLength']} {found['ETag']}"
@@ -318,7 +318,7 @@ class S3Backend(StorageBackendOnFsspec):
                     )
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """None where the option ``abort_uploads_after_hours`` is 0."""
+        """Yield the unfinished uploads; none if the option ``abort_uploads_after_hours`` is 0."""
         if self._orphans is not None:
             yield from self._orphans.uploads(check_prefix(prefix))
 
@@ -331,12 +331,12 @@ class S3Backend(StorageBackendOnFsspec):
             return self._fs.call_s3(method, Bucket=self._bucket, **arguments)
 
     def send_part(self, key: str, upload_id: str, number: int, data: memoryview) -> dict[str, Any]:
-        """One part of an upload; returns what its end must say about it."""
+        """Send one part of an upload. Return what the end of the upload must say about it."""
         with self.errors(key):
             return self._bulk.send_part(self._bucket, self._prefix + key, upload_id, number, data)
 
     def _put_if_none(self, key: str, value: bytes, *, again: bool = True) -> None:
-        """A conditional put.
+        """Put an object on a condition.
 
         The client may repeat it after a lost reply and then lose against itself, so each put leaves
         its token.
@@ -355,8 +355,8 @@ class S3Backend(StorageBackendOnFsspec):
             self._put_if_none(key, value, again=False)
 
     def _put_and_compare(self, key: str, value: bytes) -> None:
-        """Without a condition on the server the last of two leaders wins; the other must at
-        least learn of it.
+        """Put, and raise if another value is there afterwards. Without a condition on the server
+        the last of two leaders wins, and the other must notice it.
         """
         self.call(key, "put_object", Body=value)
         found = bytearray(self.head(key).size)

@@ -97,7 +97,9 @@ class S3Bulk:
             stream.close()
 
     def settings(self) -> dict[str, Any]:
-        """The same for obstore: where the bucket is, how to sign, and whose credentials."""
+        """Return the settings for obstore: where the bucket is, how to sign, and the
+        credentials.
+        """
         client = self._client()
         anonymous = self._config.get("signature_version") is not None
         style = self._config.get("s3", {}).get("addressing_style", "auto")
@@ -168,8 +170,8 @@ def bulk_of(settings: Mapping[str, Any], config: Mapping[str, Any], *, checksums
 
 
 class Body:
-    """Memory as a file that is read in slices of itself; botocore goes back to its start when it
-    sends it again.
+    """Memory as a file, whose reads return slices of it. botocore seeks to its start to send it
+    again.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -207,7 +209,9 @@ def session_of(arguments: Mapping[str, Any]) -> Any:
 
 @cache
 def _loader() -> Any:
-    """One for all clients: it reads the description of S3, a tenth of a second, once."""
+    """Return the loader of all clients, which reads the description of S3 once (a tenth of a
+    second).
+    """
     from botocore.session import Session
 
     return Session().get_component("data_loader")

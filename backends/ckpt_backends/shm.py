@@ -228,7 +228,7 @@ class ShmBackend(PosixBackend):
 
 
 def _hold(path: str) -> int:
-    """A descriptor of the folder, which is made if there is none."""
+    """Return a descriptor of the folder, which is made if there is none."""
     for _ in range(_TRIES):
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)

@@ -152,7 +152,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 
 def _own_name() -> str:
-    """The name of this host, if it can be looked up; else the address of this machine itself."""
+    """Return the name of this host if it can be looked up, else the address of this machine."""
     with suppress(OSError):
         socket.getaddrinfo(name := socket.gethostname(), None)
         return name

@@ -55,7 +55,7 @@ _FSDP1: Final = "_fsdp_wrapped_module"
 
 
 def tested_range() -> str:
-    """The tested releases, as an error or a log line gives them."""
+    """Return the tested releases, as an error or a log line gives them."""
     return " to ".join(f"{major}.{minor}" for major, minor in TESTED_TORCH)
 
 
@@ -67,7 +67,7 @@ def is_tested(version: str) -> bool:
 
 
 def missing(name: str) -> ConfigError:
-    """The error for a torch that has no ``name``."""
+    """Return the error for a torch that has no ``name``."""
     return ConfigError(
         f"torch {torch.__version__} has no {name}, which ckpt needs: install torch {tested_range()}"
     )
@@ -161,7 +161,7 @@ def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def cannot_tell(*_: torch.Tensor) -> bool:
-    """The comparison of a torch that has none: it finds nothing equal."""
+    """Compare for a torch that has no such function. It finds nothing equal."""
     return False
 
 
@@ -268,7 +268,7 @@ class FlatParameter(NamedTuple):
 
 
 def fsdp1_wrappers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The names of FSDP1's wrappers in ``module``, each with the wrapper."""
+    """Yield the names of FSDP1's wrappers in ``module``, each with the wrapper."""
     if "torch.distributed.fsdp" in sys.modules:
         for name, child in module.named_modules():
             if _FSDP1 in child._modules:
@@ -291,7 +291,9 @@ def fsdp1_copies(wrapper: Any) -> Any:
 
 
 def fsdp1_over_dtensors(handle: Any) -> Iterator[str]:
-    """Names of the parameters of a handle that were DTensors before they were flattened."""
+    """Yield the names of the parameters of a handle that were DTensors before they were
+    flattened.
+    """
     flat = handle.flat_param
     for fqn, extension in zip(flat._fqns, flat._param_extensions, strict=True):
         if extension is not None:

@@ -27,16 +27,16 @@ from ckpt.errors import CommitError, ConfigError
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 1.0
-"""How long one wait lasts before ranks are looked at one by one: bounds how late a failure is
-heard of.
+"""How long one wait lasts before ranks are looked at one by one. A failure is noticed after this
+time at the latest.
 """
 _REST: Final = 4
-"""A look at thousands of ranks takes seconds of the store's time: so many times as long nobody
-looks after it.
+"""The pause after a look at the ranks is so many times as long as the look, since a look at
+thousands of ranks takes seconds of the store's time.
 """
 _BLOCK: Final = 256
-"""Keys in a request: the server's time for one grows faster than linearly with them, and a
-request for each costs seven times as much (docs/scale.md).
+"""The number of keys in a request. The server's time grows faster than linearly with it, and a
+request for each key costs seven times as much (docs/scale.md).
 """
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.025
@@ -128,7 +128,7 @@ class TorchStoreCoordinator:
         return _asked(lambda: self._store.compare_set(f"{subject}/verdict", "", verdict.decode()))
 
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:
-        """The verdict, or None after ``timeout`` seconds. Without any it is a look, no wait."""
+        """Return the verdict, or None after ``timeout`` seconds. With 0 it only looks."""
         key = f"{subject}/verdict"
         return self._look(key) if timeout <= 0 or self._wait([key], timeout) else None
 

@@ -1,8 +1,8 @@
-"""Which step shall be restored? Newest first, whichever stores hold it.
+"""The steps that a restore may choose, newest first, whichever stores have them.
 
-One LIST for each store, all at once, for the newest step may be on any; but one that does not
-answer is not waited for when a nearer one has a checkpoint. Whether an attempt is committed is
-asked of the nearest store that has its folder, and only when its turn comes.
+All stores are listed at once, since any of them may have the newest step. A store that does not
+answer is not waited for if a nearer store has a checkpoint. The nearest store that has the folder
+of an attempt is asked whether it is committed, and only when it is the attempt's turn.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from ckpt.storage.api import StorageBackend
 LISTING_SECONDS: Final = 15.0
 """How long a store may take to list its steps once a nearer one is known to have a checkpoint.
 
-Long: what it holds may be newer.
+It is long, since the store may have a newer step.
 """
 ANSWER_SECONDS: Final = 3.0
 """How long it may then take to answer a small request.
 
-A store that does not is down, and is not waited for any longer.
+A store that does not answer counts as down, and is not waited for any longer.
 """
 
 Finish = Callable[[StorageBackend, StepRef], bool]
-"""Whether an attempt that is not committed on a store is so now."""
+"""Tries to finish an attempt on a store. Returns whether it is committed now."""
 Lists = Callable[[StorageBackend], list[StepRef]]
-"""How a store is asked which attempts it has."""
+"""Returns the attempts that a store has."""
 
 _NO_OTHER: Final = (
-    "; no other tier has a step, so it is not known where the job left off: start again when the "
-    "store answers, "
-    "or take that tier out to start afresh"
+    "; no other tier has a step, so the newest step of the job is not known: start again when the "
+    "store answers, or take that tier out to begin without a checkpoint"
 )
 _log = logging.getLogger("ckpt")
 
@@ -68,16 +67,20 @@ def candidates(
     finish: Finish = lambda _store, _ref: False,
     lists: Lists = attempts,
 ) -> Iterator[Candidate]:
-    """Committed attempts at ``step`` (None: any), newest step first, of attempts at one step the
-    youngest.
+    """Yield the committed attempts at ``step`` (None: any), newest step first.
+
+    Of several attempts at a step, the youngest comes first.
 
     Args:
-        workers: One thread for each store; some may still wait for an answer when all steps are
-            told.
-        finish: Asked where no attempt at a step is committed.
+        stores: The stores, nearest first.
+        step: The step that is wanted.
+        workers: One thread for each store. Some threads may still wait for an answer when the
+            iterator ends.
+        finish: Called for each attempt at a step of which no attempt is committed.
+        lists: Lists a store.
 
     Raises:
-        StorageError: Some store could not be listed, and the others hold nothing.
+        StorageError: A store could not be listed, and the others have no step.
     """
     return _Listing(stores, workers, lists).candidates(step, finish)
 
@@ -132,7 +135,7 @@ class _Listing:
         return next((position for position in places if finish(self._stores[position], ref)), None)
 
     def _age(self, ref: StepRef, rivals: int) -> float:
-        """Only asked for where it decides."""
+        """Return when an attempt was committed; 0 if it has no rivals, or if that is not known."""
         if rivals < 2:
             return 0.0
         for position in self._holders[ref]:
@@ -146,7 +149,7 @@ class _Listing:
 
     def _drop(self, position: int, error: StorageError) -> None:
         placed(error, self._stores[position].url)
-        if len(self._stores) > 1:  # else it is the error that is raised
+        if len(self._stores) > 1:  # otherwise the error is raised
             _log.warning(
                 "ckpt: the tier %s cannot be listed: %s", self._stores[position].url, error
             )
@@ -184,7 +187,7 @@ def _list_all(
 
 
 def _answers(store: StorageBackend) -> bool:
-    """Whether the store answers at all, whatever it says."""
+    """Return True if the store answers a request, whatever the answer is."""
     try:
         store.head(OWNER)
     except TransientStorageError:
@@ -195,7 +198,7 @@ def _answers(store: StorageBackend) -> bool:
 
 
 def _holds_any(store: StorageBackend, refs: list[StepRef] | StorageError) -> bool:
-    """Whether something is committed there: remains and partial caches are nothing to restore."""
+    """Return True if one of ``refs`` is committed on the store."""
     with suppress(StorageError):
         return not isinstance(refs, StorageError) and any(is_committed(store, ref) for ref in refs)
     return False

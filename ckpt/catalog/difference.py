@@ -88,7 +88,7 @@ def compare(
 
 
 def _by_checksums(one: StepReader, two: StepReader, name: str) -> bool | None:
-    """Equal boxes with equal checksums are equal bytes.
+    """Compare checksums: equal boxes with equal checksums have equal bytes.
 
     None where the boxes are others and nothing is known to differ.
     """
@@ -103,7 +103,7 @@ def _by_bytes(one: StepReader, two: StepReader, name: str) -> bool:
 
 
 def pairs(one: StepReader, two: StepReader, name: str) -> zip[tuple[Piece, Piece]]:
-    """The same piece of a tensor in both, one after another."""
+    """Yield the same piece of a tensor from both, one piece after another."""
     a, b = one.tensors[name], two.tensors[name]
     return zip(
         one.stream([a], most_bytes=_PIECE_BYTES),

@@ -9,13 +9,13 @@ holds no record of a refusal, so the evidence is what a leader does after its ve
    so the leader has died in the middle of its work.
 2. It goes on to the next save: it must not have written to a later step, or to another try at this
    one.
-3. Each rank of a refused save removes its own files: every fragment must be there, still so when
-   our mark (``coordination.claim_marker``) keeps the ranks from removing any. Also every byte of
-   data is compared with its checksum. A caller that is about to read all of it with its checksums
-   anyway has only the size of every file compared.
+3. Each rank of a refused save removes its own files. So every fragment must be there, also after
+   our claim marker (``coordination.claim_marker``) keeps the ranks from removing any. Every byte of
+   data is compared with its checksum too, unless the caller reads it all anyway: then only the size
+   of every file is compared.
 
-Not excluded by this: that a save was refused, and then all ranks died before even one of them had
-removed a file. It is whole, and of one attempt.
+One case is not excluded: a save was refused, and all ranks died before one of them had removed a
+file. Such a save is whole, and of one attempt.
 """
 
 from __future__ import annotations
@@ -57,19 +57,23 @@ def finalize(
     read_data: bool = True,
     on_progress: OnProgress | None = None,
 ) -> Manifest:
-    """Make an unfinished attempt the checkpoint that its leader would have made it.
+    """Make an unfinished attempt the checkpoint that its leader would have made.
 
-    Nothing but the manifest is written, and nothing removed. May run several times, also at once.
+    Only the manifest is written, and nothing is removed. Several calls, also at once, do no harm.
 
     Args:
-        job_is_dead: The caller knows that the job's processes have ended, or tells it of its owner;
-            asked for where the job ran on another machine, whose processes cannot be seen.
-        read_data: Compare every byte with its checksum. If not, only sizes: as much as the leader
-            knows.
+        backend: The store.
+        ref: The attempt.
+        workers: The threads that read.
+        job_is_dead: Whether the caller knows that the job's processes have ended, or a function
+            that says so of an owner. It counts if the job ran on another machine.
+        read_data: Whether every byte is compared with its checksum. Otherwise only sizes are, as
+            the leader does.
+        on_progress: Called as bytes are read.
 
     Raises:
         RootInUse: Its job is alive, and commits by itself.
-        CommitError: It cannot, or must not, become a checkpoint; the sentence says why.
+        CommitError: It cannot become a checkpoint, for the reason in the error.
         IntegrityError: What its ranks have written is damaged.
     """
     folder = StepFolder(backend, ref, workers)
@@ -97,7 +101,10 @@ def finalize(
 
 
 def _put(folder: StepFolder, manifest: Manifest) -> None:
-    """The last look at the files comes after the claim marker: from then on none is removed."""
+    """Put the manifest after a last look at the files.
+
+    The look comes after the claim marker is put. From then on no file is removed.
+    """
     backend, ref, retry = folder.backend, folder.ref, folder.retry
     if not retry.call(partial(claim_for_finish, backend, ref)):
         raise CommitError(f"step {ref.step}: it was refused, and is being cleared away just now")
@@ -132,7 +139,7 @@ def _check_owner(
 
 
 def _trial(ref: StepRef, attempt: str) -> int | None:
-    """Which try at the step it is; None if it is another attempt's."""
+    """Return which try at the step it is; None if it belongs to another attempt."""
     if ref.attempt == attempt:
         return 0
     match = (
@@ -144,7 +151,7 @@ def _trial(ref: StepRef, attempt: str) -> int | None:
 
 
 def _check_last(backend: StorageBackend, ref: StepRef, owner: Owner) -> None:
-    """It must be the last that the leader has worked at."""
+    """Check that the step is the last that the leader has worked at."""
     mine = (ref.step, _trial(ref, owner.attempt) or 0)
     for other in attempts(backend):
         trial = _trial(other, owner.attempt)

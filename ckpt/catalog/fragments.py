@@ -27,7 +27,7 @@ _THREADS: Final = 16
 def load_fragment(
     backend: StorageBackend, ref: StepRef, manifest: Manifest, named: FragmentRef, file: File | None
 ) -> tuple[Fragment, bytes]:
-    """A fragment that the manifest was merged from, and its bytes.
+    """Return a fragment that the manifest was merged from, and its bytes.
 
     Raises:
         ObjectNotFound: It is missing.
@@ -66,7 +66,7 @@ def filled(
     *,
     key: str,
 ) -> Manifest:
-    """The manifest with the fragments of ``ranks``, or of all (None), filled in.
+    """Return the manifest with the fragments of ``ranks``, or of all (None), filled in.
 
     Args:
         read: Gives a fragment that the manifest does not carry. Called on any thread.
@@ -109,11 +109,11 @@ class Parts:
 
     @property
     def outline(self) -> Manifest:
-        """The manifest, with the ``PerRank`` values of every rank, each read when it is used."""
+        """Return the manifest with the ``PerRank`` values of all ranks, read when they are used."""
         return replace(self.manifest, per_rank=_PerRank(self))
 
     def filled(self, wanted: Sequence[Leaf] | None, *, key: str) -> Manifest:
-        """The manifest with the fragments that hold some of ``wanted``, or with all (None),
+        """Return the manifest with the fragments that hold some of ``wanted``, or with all (None),
         filled in.
         """
         if wanted is None:
@@ -123,7 +123,7 @@ class Parts:
         return filled(self.manifest, self._load, self.ranks, key=key)
 
     def of(self, rank: int) -> Fragment:
-        """The fragment of one rank."""
+        """Return the fragment of one rank."""
         named = next(each for each in self.manifest.fragments if each.rank == rank)
         return self._load(named, self.manifest.file_map().get(rank))
 

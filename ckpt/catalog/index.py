@@ -35,7 +35,7 @@ _RETRY: Final = RetryPolicy()
 
 
 def attempts(backend: StorageBackend) -> list[StepRef]:
-    """Every attempt at a step, committed or not, newest step first.
+    """Return every attempt at a step, committed or not, newest step first.
 
     Folders that are not ours are left alone.
     """
@@ -45,7 +45,7 @@ def attempts(backend: StorageBackend) -> list[StepRef]:
 
 
 def own_objects(backend: StorageBackend, ref: StepRef) -> list[ObjectInfo]:
-    """The files in the folder of an attempt that are named as ours."""
+    """Return the files in the folder of an attempt that are named as ours."""
     folder = f"{ref.folder}/"
     with about(backend.url):
         listed = _RETRY.call(lambda: list(backend.list(folder)))
@@ -68,14 +68,14 @@ def is_committed(backend: StorageBackend, ref: StepRef) -> bool:
 
 
 def committed(backend: StorageBackend) -> list[StepRef]:
-    """Attempts with a manifest, newest step first."""
+    """Return the attempts with a manifest, newest step first."""
     return [ref for ref in attempts(backend) if is_committed(backend, ref)]
 
 
 def read_manifest(
     backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
 ) -> Manifest:
-    """The manifest of a committed step, checked, with all of its fragments filled in.
+    """Return the manifest of a committed step, checked, with all of its fragments filled in.
 
     Raises:
         ObjectNotFound: The step is not committed here, or a fragment is missing.
@@ -93,7 +93,7 @@ def read_manifest(
 def read_packed(
     backend: StorageBackend, ref: StepRef, *, retry: RetryPolicy = _RETRY
 ) -> tuple[Manifest, bytes]:
-    """The manifest as it is stored, checked, and its bytes. Reads no fragment.
+    """Return the manifest as it is stored, checked, and its bytes. Reads no fragment.
 
     Raises as ``read_manifest`` does.
     """
@@ -117,7 +117,7 @@ def check_place(named: StepRef, ref: StepRef) -> None:
 
 
 def find(backend: StorageBackend, step: int | None) -> list[StepRef]:
-    """Committed attempts to try for ``step`` (None: any), best first.
+    """Return the committed attempts to try for ``step`` (None: any), best first.
 
     Where a step was saved by two attempts, the one whose manifest is younger comes first; damaged
     ones come last.
@@ -150,7 +150,9 @@ def born(backend: StorageBackend, ref: StepRef) -> float:
 
 
 def instead_of(backend: StorageBackend, refs: list[StepRef], step: int | None) -> str:
-    """What there is where ``step`` (None: any) is not; ``refs`` are the attempts there."""
+    """Return what there is in the place of ``step`` (None: any). ``refs`` are the attempts
+    there.
+    """
     if step is not None and any(ref.step == step for ref in refs):
         return f"step {step} was begun, but never committed"
     if refs and step is not None:

@@ -31,7 +31,7 @@ _ELEMENTS: Final = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A box of a tensor, and the memory it is read into: row-major, of exactly its size."""
+    """A box of a tensor, and the row-major memory of the same size that it is read into."""
 
     name: str
     box: Box
@@ -56,8 +56,8 @@ class StepReader:
     Threads: one at a time; it reads with ``workers``.
 
     Attributes:
-        read_bytes: Fetched so far.
-        on_bytes: Told from the workers how many were just fetched.
+        read_bytes: How many bytes were fetched so far.
+        on_bytes: Called by the workers with the number of bytes that were just fetched.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StepReader:
         self._files = manifest.stored_files()
 
     def tensor(self, name: str) -> Tensor:
-        """Raises ``EntryMissing``."""
+        """Return a tensor of the step. Raises ``EntryMissing``."""
         if (found := self.tensors.get(name)) is None:
             raise EntryMissing([name], self.ref.step, way="`ckpt show` prints the names there are")
         return found
@@ -105,7 +105,7 @@ class StepReader:
         self.read_bytes += plan.read_bytes
 
     def checksums(self, name: str) -> dict[Box, str]:
-        """The boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""
+        """Return the boxes that a tensor's chunks hold, and the checksum of each. Reads nothing."""
         tensor = self.tensor(name)
         leaf = Leaf(name, tensor.dtype, tensor.shape, (Box.whole(tensor.shape),))
         return {read.box: read.checksum for read in plan_restore(self.manifest, [leaf]).reads}
@@ -113,7 +113,7 @@ class StepReader:
     def stream(
         self, tensors: Sequence[Tensor], *, most_bytes: int = BATCH_BYTES
     ) -> Iterator[Piece]:
-        """All bytes of ``tensors`` in order, at most ``most_bytes`` in memory at a time.
+        """Yield all bytes of ``tensors`` in order, with at most ``most_bytes`` in memory at a time.
 
         Small tensors are read together, large ones in parts.
         """
@@ -155,7 +155,7 @@ class _MemorySink:
         ]
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """The memory of exactly this chunk, if it is one run there."""
+        """Return the memory of exactly this chunk, if it is one run there."""
         if len(read.targets) != 1 or read.targets[0].part != read.box:
             return None
         region = self._region(read, 0)
@@ -175,12 +175,12 @@ class _MemorySink:
 
 
 def _cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
-    """A view, also of a 0-d array."""
+    """Return a view of a part of an array, also of a 0-d array."""
     index: Any = (*box.slices(), ...)
     cut: np.ndarray[Any, Any] = array[index]
     return cut
 
 
 def _element(itemsize: int) -> str:
-    """A dtype of that size whose elements NumPy only moves."""
+    """Return a dtype of that size whose elements NumPy only moves."""
     return _ELEMENTS.get(itemsize, f"V{itemsize}")

@@ -66,7 +66,7 @@ class Found:
 
 
 OnRepair = Callable[[Repair], None]
-"""Told once for each file and store, when it is met first; from several threads, one call at a
+"""Called for the first repair of each file on each store. Several threads call it, one at a
 time.
 """
 
@@ -117,7 +117,7 @@ class TieredReader:
             return tuple(self._repairs.values())
 
     def manifest(self) -> Found:
-        """The manifest, of the nearest source that has it intact.
+        """Return the manifest of the nearest source that has it intact.
 
         Raises:
             FormatUnsupported: The nearest source that lists the step has it in a later format.
@@ -166,7 +166,8 @@ class TieredReader:
                 raise error from None
 
     def filled(self, found: Found, wanted: Sequence[Leaf] | None) -> Found:
-        """With the fragments filled in that hold some of ``wanted``, or all (None).
+        """Return the manifest with the fragments filled in that hold some of ``wanted``, or all
+        (None).
 
         Once, before data is read.
 
@@ -182,9 +183,10 @@ class TieredReader:
         return replace(found, manifest=self._here)
 
     def layout(self, position: int) -> Manifest:
-        """How files lie on a source: as its own manifest says, else as that which was found.
+        """Return the manifest that says how the files are stored on a source.
 
-        Asked when the source is needed.
+        It is that of the source if it can be read, else the one that was found. It is read when the
+        source is first needed.
         """
         assert self._here is not None
         with self._lock:
@@ -215,7 +217,7 @@ class TieredReader:
         )
 
     def fragment(self, manifest: Manifest, named: FragmentRef, file: File | None) -> bytes:
-        """The fragment that the manifest was merged from. Raises as ``manifest`` does."""
+        """Return the fragment that the manifest was merged from. Raises as ``manifest`` does."""
         return self._fragment(manifest, named, file)[1]
 
     def _fragment(
@@ -231,7 +233,7 @@ class TieredReader:
         return self._retry.call(partial(load_fragment, source, self.ref, manifest, named, file))
 
     def lies_alike(self, position: int) -> bool:
-        """Whether the files of the step are the same there, byte for byte, as in the manifest
+        """Return True if the files of the step on a source are byte for byte those of the manifest
         that was found.
         """
         there = self.layout(position)
@@ -270,8 +272,8 @@ class TieredReader:
         on_chunk: OnChunk,
         run_all: Callable[[Iterable[Callable[[], list[Place]]]], list[list[Place]]],
     ) -> list[Sequence[ChunkRead]]:
-        """Which of ``reads`` each source has given: one is asked for what no source before it
-        could give.
+        """Return which of ``reads`` each source has given. A source is asked for what the sources
+        before it could not give.
         """
         told: dict[Place, list[tuple[str, Exception]]] = {}
         given: list[Sequence[ChunkRead]] = []
@@ -323,7 +325,9 @@ class TieredReader:
         return rebase(reads, self._files(self._found_at), self._files(position))
 
     def _files(self, position: int) -> Mapping[int, StoredFile]:
-        """The file of each rank on a source; made once, for there may be many thousands."""
+        """Return the file of each rank on a source. It is made once, since there may be
+        thousands.
+        """
         there = self.layout(position)
         known = self._stored.get(position)
         if known is None or known[0] is not there:
@@ -331,7 +335,9 @@ class TieredReader:
         return known[1]
 
     def fault(self, position: int, file: StoredFile | FragmentRef) -> Exception | None:
-        """What is wrong with a file on a source, as far as its size tells."""
+        """Return what is wrong with a file on a source, as far as its size shows; None if nothing
+        is.
+        """
         if dead := self.gone(position, ""):
             return dead
         if isinstance(file, StoredFile):
@@ -376,14 +382,14 @@ class TieredReader:
                 self._note(self.sources[position].url, what, error, nbytes)
 
     def mended(self, position: int, key: str) -> None:
-        """A source has got a good copy of a file."""
+        """Note that a source has got a good copy of a file."""
         with self._lock:
             self._gone.pop((position, key), None)
             if known := self._repairs.get(place := (self.sources[position].url, key)):
                 self._repairs[place] = replace(known, mended=True)
 
     def is_damaged(self, position: int, key: str) -> bool:
-        """Whether a source has the file, and chunks of it were not intact."""
+        """Return True if a source has the file, and chunks of it were not intact."""
         with self._lock:
             known = self._repairs.get((self.sources[position].url, key))
             return known is not None and not known.mended and (position, key) not in self._gone

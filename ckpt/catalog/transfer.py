@@ -64,8 +64,11 @@ Fetch = Callable[[Sequence[ChunkRead], Sink], int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FetchReport:
-    """``nbytes`` of data files, as they lie there, are now right at the destination;
-    ``copied_bytes`` of them were not there before.
+    """The result of a copy.
+
+    Attributes:
+        nbytes: The size of the step's data files at the destination.
+        copied_bytes: How many of them were not there before.
     """
 
     ref: StepRef
@@ -95,11 +98,11 @@ class Recoding:
     parts: Mapping[int, Fragment]
 
     def name(self, rank: int) -> str:
-        """Of a rank's file there."""
+        """Return the name of a rank's file at the destination."""
         return data_name(rank, encoded=self.encoder is not None)
 
     def stored(self, source: StoredFile, encoding: Encoding | None) -> StoredFile:
-        """A file of the source as it is there."""
+        """Return a file of the source as it is at the destination."""
         return StoredFile.of(
             source.ref, replace(source.file, name=self.name(source.rank)), encoding
         )
@@ -117,7 +120,7 @@ class Recoding:
         return self.stored(source, encoding)
 
     def fragment(self, rank: int, encoding: Encoding | None) -> Packed:
-        """The fragment of a rank there."""
+        """Return the fragment of a rank at the destination."""
         part = self.parts[rank]
         file = replace(part.file, name=self.name(rank)) if part.file else None
         return pack_fragment(replace(part, file=file, encoded=(encoding,) if encoding else ()))
@@ -130,14 +133,14 @@ def fetch_nearest(
     on_progress: OnProgress | None = None,
     on_repair: OnRepair = lambda _: None,
 ) -> FetchReport:
-    """Every part from the nearest of ``sources`` that has it intact.
+    """Copy a step, each part from the nearest of ``sources`` that has it intact.
 
-    Raw bytes can be had from any of them; encoded ones only from one that encodes them alike. So if
-    the step cannot be had as it lies at the nearest, it is taken as it lies at the next whose
-    manifest is another one.
+    Any source can give raw bytes. Encoded bytes can come only from sources that encode alike. If
+    the step cannot be copied in the form of the nearest source, the form of the next source with
+    another manifest is tried.
 
     Raises:
-        IntegrityError: As ``fetch_step``: what the first try met.
+        IntegrityError: As ``fetch_step``. It is the error of the first try.
         StorageError: As ``fetch_step``.
     """
     ref = folder.ref
@@ -207,8 +210,8 @@ def fetch_step(
         sources: The source, then the stores that are asked for what it does not have intact,
             nearest first.
         folder: The step at the destination.
-        on_repair: Told when another store is asked.
-        codec: That of the destination. None: files are copied as they lie at the source.
+        on_repair: Called when another store is asked.
+        codec: That of the destination. None: files are copied as they are at the source.
         confirm: Called right before the manifest is put. It raises if the step must not become a
             checkpoint there any more.
 
@@ -338,7 +341,7 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
         look()
         return
     destination, ref = folder.backend, folder.ref
-    # without a mark: one that cannot be finished shall not keep its remains from being cleared away
+    # before the marker is put, so that a step which cannot be finished leaves none behind
     look()
     if not folder.retry.call(partial(claim_for_finish, destination, ref)):
         raise StorageError(ref.folder, f"it is being cleared away on {destination.url}")
@@ -348,19 +351,20 @@ def commit_copy(folder: StepFolder, packed: bytes, *, look: Callable[[], None]) 
 
 
 def check_files(folder: StepFolder, manifest: Manifest, confirm: Callable[[], object]) -> None:
-    """Raises ``StorageError`` if a file or a fragment is not there as it should be, and what
+    """Raise ``StorageError`` if a file or a fragment is missing or has another size, and what
     ``confirm`` raises.
     """
     if faults := size_faults(folder, manifest.stored_files().values()):
         raise StorageError(
-            faults[0].key, f"{faults[0].what} on {folder.backend.url}: somebody has cleared it away"
+            faults[0].key,
+            f"{faults[0].what} on {folder.backend.url}: another process has cleared it away",
         )
     folder.require_fragments(manifest)
     confirm()
 
 
 def _make_way(folder: StepFolder, packed: bytes) -> bool:
-    """Whether the manifest is there.
+    """Return True if the manifest is there.
 
     A damaged copy of it is removed: it would keep the good one out. An intact one that differs, or
     of a later format, is not ours to judge.
@@ -385,8 +389,8 @@ def _make_way(folder: StepFolder, packed: bytes) -> bool:
 
 
 def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) -> Manifest | None:
-    """The manifest of a destination that has the same chunks, encoded otherwise; None if it has
-    not.
+    """Return the manifest of a destination that has the same chunks with another encoding; None if
+    there is none.
     """
     try:
         there = folder.read(folder.ref.manifest)
@@ -399,9 +403,7 @@ def _encoded_otherwise(folder: StepFolder, manifest: Manifest, packed: bytes) ->
 
 
 def _clear_unnamed(folder: StepFolder, manifest: Manifest) -> None:
-    """Remove what lies beside the files of a step that was just committed: those of another
-    encoding.
-    """
+    """Remove files of another encoding from the folder of a step that was just committed."""
     ref = folder.ref
     names = [*(file.name for file in manifest.files), *(part.name for part in manifest.fragments)]
     named = {ref.manifest, *map(ref.key, names)}
@@ -418,7 +420,9 @@ def has_codec(manifest: Manifest, codec: str) -> bool:
 
 
 def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding | None:
-    """How the files are written for a codec; None if they lie so at the source."""
+    """Return how the files are encoded again for a codec; None if they have that encoding at the
+    source.
+    """
     if has_codec(manifest, codec):
         return None
     encoder = encoder_of(codec)
@@ -437,7 +441,7 @@ def _recoding(origin: TieredReader, manifest: Manifest, codec: str) -> Recoding 
 def _kept(
     manifest: Manifest, folder: StepFolder, recoding: Recoding | None
 ) -> dict[int, StoredFile]:
-    """Files that are there already, every byte of them, by rank.
+    """Return the files that are there already and intact, by rank.
 
     Those that are recoded are as the fragment beside them says.
     """
@@ -507,8 +511,8 @@ def _commit(folder: StepFolder, packed: bytes) -> None:
 
 @contextmanager
 def _about_the_source() -> Generator[None]:
-    """What is missing or unreadable there is damage; the same at the destination is a failure of
-    that store.
+    """Raise an error inside of the block as damage of the source. An error of the destination is a
+    failure of that store, and does not come from here.
     """
     try:
         yield

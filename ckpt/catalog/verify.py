@@ -41,7 +41,7 @@ from ckpt.plan.restore import ChunkRead, chunks_of
 from ckpt.storage.api import StorageBackend, read_object
 
 OnProgress = Callable[[int, int], None]
-"""Told ``(bytes done, bytes in all)`` from the workers, one call at a time."""
+"""Called by the workers with the bytes done and the bytes in all, one call at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Fault:
     nbytes: int | None = None
 
     def error(self) -> IntegrityError:
-        """The same as an exception."""
+        """Return the fault as an exception."""
         if self.offset is not None and self.nbytes is not None:
             return ChecksumMismatch(self.key, self.offset, self.nbytes)
         return IntegrityError(f"{self.key!r}: {self.what}")
@@ -65,7 +65,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """``verified_bytes`` of data files had the right checksum."""
+    """The result of a verification. ``verified_bytes`` of data files had the right checksum."""
 
     ref: StepRef
     faults: tuple[Fault, ...]
@@ -159,7 +159,7 @@ def verify_step(
 def verify_files(
     folder: StepFolder, files: Collection[StoredFile], *, on_progress: OnProgress | None = None
 ) -> tuple[list[Fault], int]:
-    """The faults of data files, and how many bytes of them are right."""
+    """Return the faults of data files, and how many bytes of them are right."""
     heads = _heads(folder, files)
     faults = [fault for _, fault in heads if fault]
     chunks: list[ChunkRead] = []
@@ -182,12 +182,12 @@ def verify_files(
 
 
 def size_faults(folder: StepFolder, files: Collection[StoredFile]) -> list[Fault]:
-    """Files that are missing, cut, or added to. Reads none."""
+    """Return the files that are missing or have another size. Reads no file."""
     return [fault for _, fault in _heads(folder, files) if fault]
 
 
 def _heads(folder: StepFolder, files: Collection[StoredFile]) -> list[tuple[int, Fault | None]]:
-    """The size of each file, and what is wrong with it."""
+    """Yield the size of each file, and what is wrong with it."""
     return folder.workers.run_all(partial(_size_fault, folder, file) for file in files)
 
 
@@ -216,7 +216,9 @@ class Meter:
 
 
 def _filled(manifest: Manifest, parts: Sequence[Fragment], key: str) -> Manifest:
-    """With the fragments that are intact. Of a file without one, only the size can be compared."""
+    """Return the manifest with the fragments that are intact. Of a file without a fragment, only
+    the size can be compared.
+    """
     known = carried_fragments(manifest, key=key)
     return fill(manifest, {**known, **{part.rank: part for part in parts}}, key=key)
 
@@ -244,7 +246,9 @@ def _size_fault(folder: StepFolder, file: StoredFile) -> tuple[int, Fault | None
 
 
 def fault_of(error: Exception, chunk: ChunkRead | None = None) -> Fault:
-    """What an error says about the checkpoint; one that says nothing about it is raised."""
+    """Return what an error says about the checkpoint. An error that says nothing about it is
+    raised.
+    """
     match error:
         case LinkRefused():
             return Fault(key=error.key, what=error.what)

@@ -128,7 +128,7 @@ def _show(
 
 
 def _long(number: float) -> str:
-    """'45 s', '12 min', '3.5 h'."""
+    """Return a time as text, such as '45 s', '12 min' or '3.5 h'."""
     if not math.isfinite(number):
         return "-"
     if number < 120:

@@ -161,8 +161,8 @@ def _copy(
 
 
 def _size_there(source: StorageBackend, ref: StepRef, destination: StorageBackend) -> int | None:
-    """Bytes of the step, if the destination has the same chunks, however they are encoded there;
-    None if it has not.
+    """Return the bytes of the step if the destination has the same chunks in any encoding, else
+    None.
     """
     _, packed = read_packed(source, ref)
     try:

@@ -174,7 +174,9 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _contrast(one: str | None, two: str | None) -> str:
-    """Both values; of long ones their lengths and what stands where they begin to differ."""
+    """Return both values as text. Of long values, it is their lengths and the text where they begin
+    to differ.
+    """
     if one is None or two is None or max(len(one), len(two)) <= _LONG:
         return (
             f"{'none' if one is None else clip(one)} in A, {'none' if two is None else clip(two)} "

@@ -151,7 +151,7 @@ def _one(tier: _Tier, refs: Sequence[StepRef], *, json: bool) -> None:
 
 
 def _several(tiers: list[_Tier], refs: Sequence[StepRef], *, json: bool) -> None:
-    """One row for each attempt that any tier has, one column for each tier."""
+    """Show a row for each attempt that any tier has, with a column for each tier."""
     failed = [tier for tier in tiers if tier.error and not isinstance(tier.error, NoCheckpoint)]
     if len(failed) == len(tiers) and failed[0].error:
         raise failed[0].error
@@ -266,7 +266,7 @@ def _metadata(held: StoredStep | None) -> dict[str, Any]:
 
 
 def _brief(metadata: Mapping[str, Any]) -> str:
-    """'team=speech, loss=0.25'; a dict by what is in it."""
+    """Return metadata as text, such as 'team=speech, loss=0.25'. A dict is shown by its items."""
     return ", ".join(
         _brief(value)
         if isinstance(value, dict)

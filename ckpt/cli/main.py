@@ -244,7 +244,7 @@ def _run(*, as_json: bool) -> int:
         with suppress(OSError):
             sys.stderr.write("interrupted\n")
         return _INTERRUPTED
-    except SystemExit as error:  # typer makes this of a pipe that nobody reads any more
+    except SystemExit as error:  # typer makes this of a pipe that is no longer read
         if not isinstance(error.__context__, BrokenPipeError):
             raise
         _forget(sys.stdout)
@@ -269,7 +269,7 @@ class _ShowsItself(Protocol):
 
 
 def _other(error: Exception, *, as_json: bool) -> int:
-    """A wrong option knows how to show itself; all else is a bug of ours."""
+    """Show an error of the command line by itself, and any other one as a bug of ckpt."""
     from ckpt.cli.output import fail_unexpected, show_json
     from ckpt.config import debug_wanted
     from ckpt.errors.text import clean
@@ -294,9 +294,9 @@ class _OutputFailed(Exception):
 
 
 class _Output:
-    """Standard output, whose errors are told from those of stores.
+    """Standard output, which raises ``_OutputFailed`` for its errors.
 
-    A pipe that is not read any more is another matter.
+    A pipe that is no longer read raises ``BrokenPipeError`` as usual.
     """
 
     def __init__(self, stream: TextIO) -> None:

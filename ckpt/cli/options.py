@@ -249,7 +249,9 @@ def open_each(
 
 
 def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
-    """Results in order. Each may wait for a store of its own, and none for another one."""
+    """Do all work at once, and return the results in order. Each piece of work may wait for its own
+    store without delaying the others.
+    """
     workers = Workers("look", max(1, len(work)))  # not closed: one may wait for its store still
     futures = [workers.submit(each) for each in work]
     return [future.result() for future in futures]
@@ -276,7 +278,7 @@ def seconds(option: str, text: str) -> float:
 
 
 def size_bytes(option: str, text: str) -> int:
-    """'5GB' is 5 * 1000**3 bytes, '5GiB' is 5 * 1024**3, '5' is 5."""
+    """Return a size in bytes: '5GB' is 5 * 1000**3, '5GiB' is 5 * 1024**3, and '5' is 5."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip().lower())
     number = (
         float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")

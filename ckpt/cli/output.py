@@ -1,7 +1,7 @@
-"""Everything the command line says: tables, progress, JSON, errors.
+"""The output of the command line: tables, progress, JSON, errors.
 
-Results go to standard output, all else to standard error. Text out of a checkpoint or a store may
-be anything: what a terminal would obey is escaped, and credentials in URLs are struck out.
+Results go to standard output, all else to standard error. Text from a checkpoint or a store may
+hold anything. Control characters are escaped, and credentials in URLs are struck out.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _NO_LIMIT: Final = 10_000  # a pipe has no edge to wrap at
 
 
 def show_json(value: object) -> None:
-    """The one JSON document of a call, in letters that every output has."""
+    """Print the one JSON document of a call in ASCII."""
     sys.stdout.write(json.dumps(_clean_json(value), indent=2) + "\n")
 
 
 def show_json_line(value: object) -> None:
-    """One of several JSON documents of a call, on a line of its own that is printed at once."""
+    """Print one of several JSON documents of a call, on a line of its own, and flush it."""
     sys.stdout.write(json.dumps(_clean_json(value)) + "\n")
     sys.stdout.flush()
 
 
 def show_line(text: str = "", style: str = "") -> None:
-    """A line on standard output, never wrapped."""
+    """Print a line on standard output. It is never wrapped."""
     _console(sys.stdout).print(Text(clean(text), style=style), soft_wrap=True)
 
 
 def show_plain(text: str) -> None:
-    """A line of our own on standard output, not cleaned: an address with a token in it."""
+    """Print a line with nothing escaped or struck out, such as an address with a token."""
     sys.stdout.write(f"{text}\n")
 
 
 def show_facts(facts: Mapping[str, str]) -> None:
-    """Names and values below each other."""
+    """Print names and values, a line for each."""
     width = max((len(clean(name)) for name in facts), default=0)
     for name, value in facts.items():
         line = Text(f"  {clean(name):<{width}}  ", style="dim").append(
@@ -69,8 +69,13 @@ def show_table(
     right: Sequence[str] = (),
     elided: Sequence[str] = (),
 ) -> None:
-    """Rows under columns, as wide as the terminal at most; columns named in ``right`` hold
-    numbers, those in ``elided`` are cut where there is no room.
+    """Show a table that is at most as wide as the terminal.
+
+    Args:
+        columns: The heads of the columns.
+        rows: The cells.
+        right: The columns with numbers, which are aligned to the right.
+        elided: The columns that are cut if there is no room.
     """
     console = _console(sys.stdout)
     if elided:
@@ -97,8 +102,9 @@ def show_table(
 def _elided(
     columns: Sequence[str], rows: Sequence[Sequence[str]], elided: Sequence[str], width: int
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Cut what is ``elided`` to the room that the others leave; without room for a word, leave
-    it out.
+    """Cut the ``elided`` columns to the room that the others leave.
+
+    They are left out if there is no room for a word.
     """
     others = [index for index, column in enumerate(columns) if column not in elided]
     room = width - sum(max(len(row[index]) for row in (columns, *rows)) + 2 for index in others) - 2
@@ -135,13 +141,14 @@ def short_names(
 
 
 def warn(text: str) -> None:
-    """One line on standard error."""
+    """Print a warning on one line of standard error."""
     _tell("warning", "yellow", text)
 
 
 def fail(error: Exception, *, as_json: bool) -> None:
-    """One line on standard error; with ``as_json`` the error and its fields on standard output
-    too.
+    """Print an error on one line of standard error.
+
+    With ``as_json`` the error and its fields are printed on standard output, too.
     """
     _tell("error", "bold red", str(error))
     if as_json:
@@ -202,7 +209,7 @@ def gigabytes_per_second(nbytes: int, seconds: float) -> float:
 
 
 def count(number: int, noun: str) -> str:
-    """'1 rank', '2 ranks'."""
+    """Return a number and a noun, such as '1 rank' or '2 ranks'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -223,7 +230,7 @@ def moment_utc(epoch_seconds: float) -> str | None:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """'0-3, 7'."""
+    """Return numbers as ranges, such as '0-3, 7'."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:

@@ -147,7 +147,7 @@ def _rule(
 def _farther(
     tier: Tier, config: str | None, owner: Owner | None, *, url: str, dry_run: bool
 ) -> Sequence[Tier]:
-    """The farther tiers of a job that may run.
+    """Return the farther tiers of a job that may run.
 
     Raises:
         CommitError: A job may run, and its farther tiers are not known.
@@ -223,7 +223,7 @@ def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> 
 
 
 def _best(text: str) -> Best:
-    """'loss:min:3', as one types it."""
+    """Return the rule of a text such as 'loss:min:3'."""
     metric, *rest = (
         text.rsplit(":", 2) if text.rpartition(":")[2].isdecimal() else text.rsplit(":", 1)
     )

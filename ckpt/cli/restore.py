@@ -149,7 +149,7 @@ def _sources(roots: list[str], config: str | None, timeout: float) -> list[Watch
 
 
 def _destination(sources: list[Watched], to: str | None, timeout: float) -> Watched | None:
-    """None: what is in a local folder already stays there."""
+    """Return where to copy the step; None if it stays in the local folder that has it."""
     if to is not None and not is_folder(to):
         raise ConfigError(
             f"--to {to} is a URL, and restore fetches into a local folder: copy between stores "

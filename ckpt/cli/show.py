@@ -238,7 +238,7 @@ def _plain(raw: msgspec.Raw) -> Any:
 
 
 def _values(manifest: Manifest) -> dict[str, str]:
-    """One line per plain value; tensors have a table of their own."""
+    """Return the plain values as text, by name. Tensors have a table of their own."""
     with following("tree"):
         values = dict(_flat("", _plain(manifest.tree)))
         holders: dict[str, list[int]] = {}
@@ -294,7 +294,7 @@ def _flat(
 
 
 def short(value: Any) -> str:
-    """A value on one line, not too long."""
+    """Return a value on one line of limited length."""
     if isinstance(value, bytes | bytearray) and len(value) > 16:
         return f"<{type(value).__name__}, {len(value)} bytes>"
     return clip(exact(value))

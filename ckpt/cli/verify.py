@@ -157,7 +157,7 @@ def _several(places: list[Reached], step: int | None, *, all_steps: bool, json: 
     for tier in tiers:
         _check(tier, tier.refs if all_steps or step is not None else tier.refs[:1])
     bad = {ref for tier in tiers for ref, report in tier.reports.items() if not report.intact}
-    for tier in tiers:  # whoever else has a damaged step is asked too, for it may be the way out
+    for tier in tiers:  # other tiers with a damaged step may have it intact
         _check(tier, [ref for ref in tier.refs if ref in bad and ref not in tier.reports])
     if json:
         output.show_json(

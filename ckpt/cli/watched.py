@@ -37,7 +37,7 @@ _END: Final = object()
 
 
 def open_watched(url: str, options: Mapping[str, object] | None, timeout: float) -> Watched:
-    """As ``open_backend``; ``timeout`` is the value of ``--timeout``."""
+    """Open a backend as a watched store. ``timeout`` is the value of ``--timeout``."""
     return watch(open_backend(url, options), timeout)
 
 

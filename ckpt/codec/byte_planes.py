@@ -57,7 +57,7 @@ class BytePlanes:
         self._local = threading.local()  # a compressor serves one thread at a time
 
     def encode(self, chunk: memoryview, width: int) -> list[memoryview]:
-        """Do as ``registry.Encode`` says."""
+        """Encode a chunk. See ``registry.Encode``."""
         if not width < chunk.nbytes <= _MOST_BYTES or chunk.nbytes % width:
             return [chunk]
         words: Words = np.frombuffer(chunk, dtype=f"<u{width}")
@@ -188,7 +188,7 @@ def _shortest(
 
 
 def _sampled(words: Words) -> Words:
-    """A few runs of elements from all over."""
+    """Return a few runs of elements from all over the array."""
     if words.size <= _SAMPLES * _SAMPLE:
         return words
     starts = np.linspace(0, words.size - _SAMPLE, _SAMPLES, dtype=np.int64)
@@ -224,7 +224,7 @@ def _split(words: Words, room: Bytes) -> tuple[Sequence[Bytes], int, int]:
 
 
 def _span(words: Words) -> tuple[int, int]:
-    """The least exponent of all (as the top byte of a turned element), and how many bits are
+    """Return the least exponent of all (as the top byte of a turned element), and how many bits are
     free at the top without it. The free bits are not worth it if there are none.
     """
     one, bits = words.dtype.type, 8 * words.itemsize
@@ -257,9 +257,8 @@ def _padded(size: int) -> int:
 
 
 def _pack(room: Bytes, size: int, shift: int) -> memoryview:
-    """The lowest plane, in the first ``size`` bytes of ``room``, without the ``shift`` bits that
-    are zero in each of its bytes: the last of 8 / shift runs is spread over those of the others,
-    in place.
+    """Pack the lowest plane, the first ``size`` bytes of ``room``, without the ``shift`` bits that
+    are zero in each of its bytes. The last of 8 / shift runs is spread over the others, in place.
     """
     count, words = 8 // shift, _run_words(size, shift)
     whole = room[: count * words * 8]
@@ -280,9 +279,9 @@ def _unpack(packed: memoryview, size: int, shift: int) -> Bytes:
 
 
 def _join(planes: Sequence[Bytes], out: Words, shift: int, base: int) -> None:
-    """The reverse of ``_split``.
+    """Undo ``_split``.
 
-    What no save has split so gives something; that is for the checksum to find.
+    Planes that no save has made give some bytes, whose checksum does not match.
     """
     width = out.itemsize
     if width == 1:

@@ -208,7 +208,7 @@ class Merged:
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """This rank cannot make the manifest. If ``certain``, no other rank can."""
+    """This rank cannot make the manifest. If ``certain``, no other rank can make it either."""
 
     aborted: Aborted
     certain: bool

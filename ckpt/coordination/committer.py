@@ -82,7 +82,7 @@ ReadAll = Callable[[Iterable[Callable[[], Packed]]], Iterator[Packed]]
 
 
 def in_turn(reads: Iterable[Callable[[], Packed]]) -> Iterator[Packed]:
-    """On this thread, one after the other."""
+    """Read one after the other, on this thread."""
     return (read() for read in reads)
 
 
@@ -93,7 +93,9 @@ class Place(Protocol):
     def url(self) -> str: ...
 
     def read(self, ref: StepRef, fragment: FragmentRef) -> bytes:
-        """The fragment's bytes, of which the size is known and the checksum is not compared yet."""
+        """Return a fragment's bytes. Their size is right, and their checksum is not compared
+        yet.
+        """
         ...
 
     def confirm(self) -> None:
@@ -103,12 +105,12 @@ class Place(Protocol):
     def put(self, ref: StepRef, manifest: bytes) -> None:
         """Put the manifest if absent, if this job may still commit here.
 
-        The same again is no error.
+        It is no error if the same manifest is there already.
         """
         ...
 
     def is_absent(self, ref: StepRef) -> bool:
-        """Whether the manifest is seen not to be there."""
+        """Return True if the manifest is known not to be there."""
         ...
 
     def offer(self, ref: StepRef, fragment: FragmentRef) -> None:
@@ -120,7 +122,7 @@ class Place(Protocol):
         ...
 
     def forget(self, ref: StepRef) -> None:
-        """The outcome is known. Never raises."""
+        """Forget the messages of a save whose outcome is known. Never raises."""
         ...
 
 
@@ -185,7 +187,7 @@ class OneTier:
         """They read it from the tier."""
 
     def attend(self, ref: StepRef, until: float) -> None:
-        """One rank puts the manifest for all."""
+        """Do nothing: one rank puts the manifest for all."""
 
     def forget(self, ref: StepRef) -> None:
         """Nothing was sent."""
@@ -342,7 +344,7 @@ class _Commit:
         return Merged(checksum(self._manifest))
 
     def _read(self, fragment: FragmentRef) -> Packed:
-        """A fragment as it was written. The merge checks what is in it."""
+        """Return a fragment as it was written. The merge checks its contents."""
         key = self._ref.key(fragment.name)
         try:
             data = self._place.read(self._ref, fragment)
@@ -363,8 +365,8 @@ class _Commit:
         return PutEnded()
 
     def _after(self, error: Exception) -> PutEnded:
-        """A put that failed: it will never be there only if it is seen not to be, and the store
-        has said no rather than nothing.
+        """Return the event for a put that failed. The manifest never appears only if it is not
+        there and the store has refused the put.
         """
         told = f"{type(error).__name__}: {error}"
         aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})

@@ -24,7 +24,7 @@ def send(coordinator: Coordinator, subject: str, data: bytes) -> int:
     pieces = [text[at : at + _PIECE_BYTES] for at in range(0, len(text), _PIECE_BYTES)]
     for number, piece in enumerate(pieces[1:], 1):
         coordinator.post(f"{subject}/{number}", piece)
-    # last: who hears it finds the others
+    # last, so that a rank that gets it finds the others
     coordinator.post(f"{subject}/0", b"%d:" % len(pieces) + pieces[0])
     return len(pieces)
 

@@ -203,7 +203,7 @@ class ManyNodes:
         """
         self._store.put(ref, manifest)
         self._attended = True
-        # for whoever takes its turn, if this rank dies now
+        # for the rank that takes its turn if this rank dies now
         if self._coordinator.rank in self._nodes.firsts:
             self._coordinator.post(self._subject(ref, "put"), b"")
         pieces = send(self._coordinator, self._subject(ref, "manifest"), manifest)

@@ -62,26 +62,24 @@ class Owner(msgspec.Struct, frozen=True):
             pid=pid,
             started=process_started(pid) or 0,
             run=_run(),
-            # Torchrun's word to its workers.
+            # torchrun sets this variable for its workers
             restart=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),  # noqa: TID251
         )
 
     @property
     def alive(self) -> bool:
-        """Whether the process is known to live.
-
-        False if it is on another machine: nobody can know.
-        """
+        """Whether the process is known to live. False if it is on another machine."""
         return self.machine == _machine() and process_started(self.pid) == self.started
 
     def went_before(self, other: Owner) -> bool:
-        """Whether ``other`` is of a later start of the same run: torchrun has ended all of this
-        one's processes, on every machine, before it starts the next.
+        """Return True if ``other`` is of a later start of the same run.
+
+        torchrun ends all processes of a start, on every machine, before it begins the next one.
         """
         return self.run == other.run != "" and self.restart < other.restart
 
     def is_predecessor(self, job: Owner) -> bool:
-        """Whether its processes are known to have ended, and to have begun before those of
+        """Return True if its processes are known to have ended, and to have begun before those of
         ``job``.
         """
         if self.machine != _machine():
@@ -89,19 +87,21 @@ class Owner(msgspec.Struct, frozen=True):
         return not self.alive and self.machine == job.machine and self.started < job.started
 
     def has_ended(self, other: Owner) -> bool:
-        """Whether its processes are known to have ended, to ``other``, which is of this process."""
+        """Return True if ``other``, the owner of this process, knows that its processes have
+        ended.
+        """
         return (
             self.attempt in _ended or self.went_before(other) or not (self.alive or self.is_unknown)
         )
 
     @property
     def here_too(self) -> bool:
-        """Whether it is this very process."""
+        """Whether it is this process."""
         return self.alive and self.pid == os.getpid()
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody here can know if it lives: it is on another machine."""
+        """Whether it is on another machine, so that this process cannot know if it lives."""
         return self.machine != _machine()
 
     def __str__(self) -> str:

@@ -30,7 +30,6 @@ class SingleCoordinator:
     def post(self, subject: str, message: bytes) -> None:
         self._messages[subject] = message
 
-    # Nobody to wait for.
     def collect(self, subject: str, ranks: set[int], *, timeout: float) -> dict[int, bytes]:  # noqa: ARG002
         return {0: self._messages[subject]} if 0 in ranks and subject in self._messages else {}
 
@@ -38,7 +37,6 @@ class SingleCoordinator:
         with self._lock:
             return self._verdicts.setdefault(subject, verdict)
 
-    # Nobody to wait for.
     def verdict(self, subject: str, *, timeout: float) -> bytes | None:  # noqa: ARG002
         return self._verdicts.get(subject)
 

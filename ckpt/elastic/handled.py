@@ -25,7 +25,7 @@ _WITH_EXIT: Final = opmap["WITH_EXCEPT_START"]
 
 
 def ending_error(*, but: BaseException | None) -> BaseException | None:
-    """The error that is being handled around the caller's caller, and goes on.
+    """Return the error that is being handled around the caller's caller and goes on.
 
     None for ``but``, and for an error that ends there.
     """
@@ -36,8 +36,8 @@ def ending_error(*, but: BaseException | None) -> BaseException | None:
 
 
 def is_handled(error: BaseException, frame: FrameType | None) -> bool:
-    """Whether ``frame``, or one of its callers, stands in an ``except`` clause that ends there for
-    ``error``.
+    """Return True if ``frame``, or one of its callers, is in an ``except`` clause at which
+    ``error`` ends.
 
     If ``error`` was raised while another one was handled, that one's clauses count too: it may go
     on after this one.
@@ -96,8 +96,8 @@ def _passed(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def _clauses(
     frame: FrameType, sources: dict[str, _Source], passed: list[tuple[FrameType, int]]
 ) -> Iterator[bool]:
-    """For each clause that the frame's line stands in, the innermost first: whether an error goes
-    on after it.
+    """Yield for each clause around the frame's line, the innermost first, whether an error goes on
+    after it.
 
     A ``finally`` clause counts if an error goes through it, and so does the end of a ``with``
     block.
@@ -122,7 +122,9 @@ def _clauses(
 
 
 def _of_this_frame(function: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that run in the frame of ``function``: not the bodies of functions within."""
+    """Yield all nodes that run in the frame of ``function``, without the bodies of functions
+    inside.
+    """
     waiting = list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()
@@ -136,7 +138,7 @@ def _holds(body: list[ast.stmt], line: int) -> bool:
 
 
 def _goes_on(body: list[ast.stmt]) -> bool:
-    """Whether a clause raises, or ends the process."""
+    """Return True if a clause raises, or ends the process."""
     for node in _of_this_frame(ast.Module(body, [])):
         if isinstance(node, ast.Raise):
             return True

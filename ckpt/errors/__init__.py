@@ -1,4 +1,5 @@
-"""Every error of ckpt, in one tree. A class says who must act; its fields say on what.
+"""Every error of ckpt, in one tree. The class says what kind of action helps, and its fields say
+where.
 
 ::
 
@@ -29,14 +30,14 @@
     │   ├── ReplicasDiverged
     │   ├── TensorIncomplete                boxes leave holes or overlap
     │   ├── RootInUse                       another job writes to this root
-    │   ├── TierNotShared                   each node has its own, and nobody said so
+    │   ├── TierNotShared                   each node has its own, without local=True
     │   ├── StepsMissing                    at the end a tier lacks steps that were to go there
     │   ├── TierBehind                      given up on a tier that is too slow; nearer ones have it
     │   ├── LeftToAgent                     close(detach=True): the agent takes it farther
     │   └── JobUnseen                       whether the job of an unfinished save still runs
     ├── StagingError               exit 6   the copy to host memory failed
     │   ├── HostMemoryExhausted
-    │   ├── TensorChanged                   written to behind our back while it was copied
+    │   ├── TensorChanged                   it was written to while it was copied
     │   └── SaveSkipped                     no slot was free, or no tier takes the step
     ├── RestoreError               exit 7   the target and the checkpoint do not fit
     │   ├── NoCheckpoint

@@ -89,7 +89,7 @@ class ThreadLimit(CkptError):
 
 
 def both(name: str, source: str) -> str:
-    """A name of the state, and what it is called in the checkpoint."""
+    """Return a name of the state, and what it is called in the checkpoint."""
     return repr(name) if source == name else f"{source!r} (which {name!r} is renamed to)"
 
 

@@ -25,18 +25,18 @@ _REPEATS: Final = 16
 
 
 def regular(path: str) -> str:
-    """``path``, if it is an ordinary file or a link to one: a pipe or a device may never end."""
+    """Return ``path``. Raises ``ConfigError`` for a pipe or a device, which may never end."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ConfigError(f"{path} is not an ordinary file")
     except OSError:
-        pass  # whoever opens it tells
+        pass  # opening it raises the error
     return path
 
 
 def check_torch_file(file: IO[bytes], name: str) -> None:
-    """Raises for a file of ``torch.save`` that would take more memory than it has bytes, or
-    forever.
+    """Raise for a file of ``torch.save`` that would take more memory than it has bytes, or that
+    would never end.
 
     What is no such file at all is left for ``torch.load`` to refuse.
     """
@@ -61,7 +61,7 @@ def check_torch_file(file: IO[bytes], name: str) -> None:
 
 
 def _check_legacy(file: IO[bytes], name: str) -> None:
-    """Files of before torch 1.6 are five pickles, and the bytes of the tensors behind them."""
+    """Check a file of torch before 1.6: five pickles, and the bytes of the tensors behind them."""
     file.seek(0)
     try:
         for _ in range(5):
@@ -71,8 +71,8 @@ def _check_legacy(file: IO[bytes], name: str) -> None:
 
 
 def check_pickle(data: bytes | IO[bytes], name: str) -> None:
-    """Raises ``UnsupportedValue`` for tuples that hold themselves twice, again and again: to hash
-    one takes forever.
+    """Raise ``UnsupportedValue`` for tuples that hold themselves twice, many times over. To hash
+    such a tuple takes forever.
 
     Follows the stack with the number of items in each tuple, and 1 for all else.
     """
@@ -113,8 +113,8 @@ def check_pickle(data: bytes | IO[bytes], name: str) -> None:
 
 
 def check_state(state: Any, name: str) -> None:
-    """Raises for what would take forever to walk: containers in themselves, or the same ones
-    again and again.
+    """Raise for a state that would take forever to walk: containers in themselves, or the same ones
+    many times over.
     """
     sizes: dict[int, int] = {}  # how many values a container holds, with all containers in it
     held = 0  # values that it holds once

@@ -43,7 +43,7 @@ class Unread:
 
 
 class _Planner(DefaultSavePlanner):
-    """Gives each entry its tensors when it is written."""
+    """Reads the tensors of an entry when DCP writes it."""
 
     def __init__(self, unread: Unread, read: Read) -> None:
         super().__init__()
@@ -65,7 +65,8 @@ class _Planner(DefaultSavePlanner):
 
 
 def write_folder(path: str, state: dict[str, Any], unread: Unread, read: Read) -> None:
-    """At most one entry is in memory at a time: a whole tensor, or those of a tuple.
+    """Write a folder of DCP. At most one entry is in memory at a time: a whole tensor, or those of
+    a tuple.
 
     Raises what ``read`` raises.
     """
@@ -115,7 +116,7 @@ class _Fitting:
 
 
 def _inner(path: str, key: object) -> str:
-    """The name that the format gives to what is under a key."""
+    """Return the name that the format gives to an item of a container."""
     try:
         return f"{path}.{key}"
     except ValueError:  # Python prints no more than some thousand digits
@@ -136,8 +137,8 @@ def _is_walked(value: Any) -> bool:
 
 
 def fitted(state: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """The state as the format can hold it, which has no place for a dict without entries but in
-    a tuple. Raises ``ConfigError`` for two names that would be one.
+    """Return the state as the format can hold it. It has no place for an empty dict, except in a
+    tuple. Raises ``ConfigError`` for two names that would become one.
     """
     fitting = _Fitting(notes)
     return {key: fitting.fit(value, key) for key, value in state.items()}

@@ -373,8 +373,8 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _in_order(entries: Mapping[str, Any], ids: list[Any], state: Mapping[Any, Any]) -> list[str]:
-    """Names of the entries that are the optimizer's parameters, in order: as many as it has, and
-    of the shapes of its state. None if that does not come out.
+    """Return the names of the optimizer's parameters in order, if their number and shapes are those
+    of its state, else an empty list.
     """
     seen: set[tuple[int, tuple[int, ...]]] = set()
     names: list[str] = []

@@ -134,7 +134,7 @@ class _Machine:
 
 _MOST_PARTS: Final = 16
 _KEYS: Final = (str, int, bytes, type(None), Inert)
-"""What hashing takes no long time of; an ``Inert`` is told by its identity."""
+"""The types of keys that are fast to hash. An ``Inert`` is hashed by its identity."""
 
 
 def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
@@ -144,7 +144,8 @@ def _called(call: Inert, args: tuple[Any, ...]) -> Inert:
 
 
 def _with_state(made: Inert, state: Any) -> Inert:
-    """In place: it may be remembered. Classes with slots give a pair, others a few values.
+    """Set the state of an object in place, since it may be remembered. Classes with slots give a
+    pair, others a few values.
 
     No dict is copied and nothing is built twice, so it takes the same time however large the state
     is.

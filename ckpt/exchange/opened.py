@@ -57,18 +57,20 @@ class Opened:
         self._closed = False
 
     def steps(self) -> list[int]:
-        """Numbers of the committed steps in this root, newest first.
+        """Return the numbers of the committed steps in this root, newest first.
 
         Each can be opened: ``ckpt.open(root, step=1200)``.
         """
         return sorted({ref.step for ref in committed(self._backend)}, reverse=True)
 
     def names(self) -> list[str]:
-        """Names of all tensors, tied ones too."""
+        """Return the names of all tensors, with tied names."""
         return sorted(self.reader.tensors)
 
     def tensor(self, name: str) -> TensorView:
-        """A tensor that is not read yet: index it for its values. Raises ``EntryMissing``."""
+        """Return a tensor that is not read yet. Index it for its values. Raises
+        ``EntryMissing``.
+        """
         return TensorView(self.reader, name)
 
     def close(self) -> None:
@@ -164,7 +166,7 @@ def open_checkpoint(root: str | os.PathLike[str] | Tier, step: int | None = None
 
 
 def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice, ...]]:
-    """The box to read, and the index into it that gives what was asked for."""
+    """Return the box to read, and the index into it that gives the wanted values."""
     box: list[tuple[int, int]] = []
     rest: list[int | slice] = []
     for size, item in zip(shape, _items(index, shape), strict=True):
@@ -183,7 +185,7 @@ def _resolve(index: Index, shape: Sequence[int]) -> tuple[Box, tuple[int | slice
 
 
 def _items(index: Index, shape: Sequence[int]) -> list[int | slice]:
-    """One item for each dimension."""
+    """Return one item for each dimension."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(
         isinstance(item, bool) or not isinstance(item, int | slice | EllipsisType) for item in items

@@ -39,7 +39,7 @@ def write_file(
     metadata: dict[str, str],
     reader: StepReader,
 ) -> None:
-    """One file with ``tensors`` under ``names``.
+    """Write one file with ``tensors`` under ``names``.
 
     At most ``BATCH_BYTES`` of them are in memory at a time.
     """
@@ -118,7 +118,7 @@ def _shards(tensors: Sequence[Tensor], most_bytes: int) -> list[_File]:
 
 
 def check_names(names: dict[str, str]) -> None:
-    """Raises ``ConfigError`` if two tensors would have one name, or one is the format's own."""
+    """Raise ``ConfigError`` if two tensors would have one name, or a name of the format itself."""
     seen: dict[str, str] = {}
     for name, short in names.items():
         if short in seen:

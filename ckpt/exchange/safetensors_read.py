@@ -30,7 +30,7 @@ _OF_CODE: Final[dict[str, DType]] = {
 
 
 def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Its tensors, and its metadata. What is written to a tensor does not reach the file.
+    """Return the tensors and the metadata of a file. Writing to a tensor does not change the file.
 
     Raises:
         IntegrityError: It is missing, cut, or not of the format.
@@ -62,7 +62,7 @@ def read_file(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _check_places(places: list[tuple[int, ...]], size: int) -> None:
-    """One after the other, up to the end of the file."""
+    """Check that tensors follow one another up to the end of the file."""
     at = 0
     for start, end in sorted(places):
         if start != at or end < start:

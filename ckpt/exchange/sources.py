@@ -52,7 +52,7 @@ _WAY_OUT: Final = (
 
 
 def detect(source: str) -> Kind:
-    """Raises ``ConfigError`` for what is none of the three."""
+    """Return the kind of a source. Raises ``ConfigError`` if it is none of the three."""
     if os.path.isfile(source):
         return "safetensors" if source.endswith(_SAFETENSORS) else "torch"
     if not os.path.isdir(source):
@@ -82,7 +82,7 @@ def detect(source: str) -> Kind:
 
 
 def check_kind(source: str, kind: Kind) -> None:
-    """Raises ``ConfigError`` where ``source`` cannot be of this kind.
+    """Raise ``ConfigError`` if ``source`` cannot be of this kind.
 
     A file is named by its first bytes.
     """
@@ -217,7 +217,9 @@ def _indexed(folder: str, suffix: str) -> list[str]:
 
 
 def _inside(folder: str, name: object) -> str:
-    """A file name that a table of contents gives must be one of its folder."""
+    """Return a file name of a table of contents. Raises ``IntegrityError`` if it is not inside of
+    the folder.
+    """
     if (
         not isinstance(name, str)
         or os.path.basename(name) != name
@@ -308,7 +310,7 @@ def _doubted(table_path: str) -> Generator[None]:
 def _made(
     scratch: str | None, kinds: list[tuple[str, str, tuple[int, ...]]]
 ) -> dict[str, torch.Tensor]:
-    """Tensors to be filled."""
+    """Return new tensors to be filled."""
     try:
         return Scratch(scratch, kinds).tensors
     except (OSError, OverflowError) as error:
@@ -339,7 +341,7 @@ def _kind(name: str, item: Inert) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _numbers(size: Any) -> tuple[int, ...]:
-    """A ``torch.Size`` that was not made."""
+    """Return the numbers of a ``torch.Size`` that is still an ``Inert``."""
     items = (
         size.args[0]
         if isinstance(size, Inert) and size.args
@@ -435,8 +437,8 @@ def _place(name: str, whole: torch.Tensor, offsets: tuple[int, ...], piece: Any)
 
 
 def _nest(flat: Mapping[str, Any], paths: Mapping[str, Any]) -> State:
-    """Names like 'model.a.b' -> dicts and lists, as the planner that wrote them says; without
-    its word they stay flat.
+    """Return the values of names such as 'model.a.b' in dicts and lists, by the paths that the
+    planner has written. A name without a path stays flat.
     """
     root: dict[Any, Any] = {}
     for name, value in flat.items():

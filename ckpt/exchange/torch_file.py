@@ -24,7 +24,7 @@ _ALIGNMENT: Final = 64
 
 
 class Scratch:
-    """Tensors without values, in a file that has no name any more; it goes with the last of
+    """Makes tensors without values in a file that has no name. The file is freed with the last of
     them.
     """
 
@@ -61,7 +61,7 @@ class Scratch:
 def read_into_scratch(
     reader: StepReader, tensors: Iterable[Tensor], folder: str
 ) -> dict[str, torch.Tensor]:
-    """The values of ``tensors``, by the names they are stored under."""
+    """Read ``tensors`` into a scratch file, and return them by the names they are stored under."""
     wanted = list(tensors)
     scratch = Scratch(folder, ((tensor.name, tensor.dtype, tensor.shape) for tensor in wanted))
     reader.read(

@@ -11,8 +11,10 @@ from ckpt.catalog.reading import StepReader
 
 
 def max_difference(one: StepReader, two: StepReader, name: str) -> float:
-    """The largest absolute difference of any element; inf where one is finite or a number and
-    the other is not. Both must have the same dtype and shape.
+    """Return the largest absolute difference between two elements of the same place.
+
+    It is inf if one of two elements is finite, or a number, and the other is not. Both tensors must
+    have the same dtype and shape.
     """
     dtype = getattr(torch, one.tensors[name].dtype)
     largest = 0.0
@@ -29,5 +31,5 @@ def max_difference(one: StepReader, two: StepReader, name: str) -> float:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """In a type that holds its values, and can be computed with."""
+    """Return the values in a type that can hold them and that supports arithmetic."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -249,7 +249,7 @@ class _Position:
 
 
 def _prepared(accelerator: Any) -> dict[str, list[Any]]:
-    """The objects that ``accelerator.save_state`` saves, by kind, in its order."""
+    """Return the objects that ``accelerator.save_state`` saves, by kind, in its order."""
     return {
         "model": accelerator._models,
         "optimizer": accelerator._optimizers,

@@ -4,8 +4,8 @@
     dcp.load(state, storage_reader=CkptReader("s3://bucket/run"))
 
 What the writer makes is an ordinary step of ckpt, in any of its tiers: each chunk has a checksum,
-the manifest appears last, and values are stored without pickle. DCP still plans who writes what,
-and its planner asks the reader for boxes, so a checkpoint loads onto another mesh as before.
+the manifest appears last, and values are stored without pickle. DCP still plans which rank writes
+what, and its planner asks the reader for boxes, so a checkpoint loads onto another mesh as before.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ class CkptWriter(_Root, AsyncStager, StorageWriter):
         self._stager: _Stager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process opens the tiers itself, and saves once."""
+        """Return the state of a copy in another process, which opens the tiers itself and saves
+        once.
+        """
         return {**self.__dict__, "_manager": None, "_stager": None, "_once": True}
 
     def close(self) -> None:
@@ -305,7 +307,7 @@ def _stage(stager: DefaultStager, state: State) -> State:
 
 
 def _addresses(state: State) -> Generator[int]:
-    """The addresses of the storages of all tensors."""
+    """Yield the addresses of the storages of all tensors."""
     for leaf in leaves(state):
         for tensor in leaf.tensors if isinstance(leaf, LocalShards) else (leaf,):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -409,7 +411,7 @@ class CkptReader(_Root, StorageReader):
 
 
 def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> int:
-    """The step that a ``checkpoint_id`` names. Raises ``ConfigError``."""
+    """Return the step that a ``checkpoint_id`` names. Raises ``ConfigError``."""
     given = os.fspath(checkpoint_id).rstrip("/")
     root, _, name = given.rpartition("/")
     if (number := _NUMBER.fullmatch(name)) is None:
@@ -428,13 +430,17 @@ def _step_of(checkpoint_id: str | os.PathLike[str], tiers: Sequence[Tier]) -> in
 def _opened(
     tiers: Sequence[Tier], step: int | None, ref: StepRef | None = None
 ) -> Generator[tuple[list[StorageBackend], Candidate | None]]:
-    """The stores of all tiers, and the newest attempt at ``step``, or the one that is ``ref``."""
+    """Open all tiers, and give their stores and the newest attempt at ``step``, or the attempt
+    ``ref``.
+    """
     with opened(tiers, step) as (backends, found):
         yield backends, next((each for each in found if ref in (None, each.ref)), None)
 
 
 def _packed(value: Any) -> io.BytesIO:
-    """A plain value in the form in which a planner of DCP takes it. It was never stored so."""
+    """Return a plain value in the form that a planner of DCP takes. It was never stored in that
+    form.
+    """
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)

@@ -114,7 +114,7 @@ class ZeroModel(ModuleStandIn):
         self._known: tuple[tuple[int, ...], str, ModuleItems] | None = None
 
     def look(self) -> None:
-        """Nothing is kept that could be out of date."""
+        """Do nothing: nothing is kept that could be out of date."""
 
     def items(self, path: str) -> ModuleItems:
         module = self._zero.engine.module
@@ -181,7 +181,7 @@ class ZeroModel(ModuleStandIn):
         return self._zero.engine.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def settle(self) -> None:
-        """16-bit weights from master weights, on all ranks together."""
+        """Set the 16-bit weights from the master weights, on all ranks together."""
         optimizer = self._zero.optimizer
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
@@ -250,7 +250,7 @@ class ZeroOptimizer(OptimizerStandIn):
     def new_state(
         self, parameter: Any, key: object, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Source:
-        """A part of what ``settle`` will give the optimizer inside."""
+        """Return a part of the state that ``settle`` gives to the optimizer inside."""
         if key == _STEP:
             return torch.zeros(shape, dtype=dtype)
         for partition in self._zero.partitions:
@@ -349,8 +349,8 @@ class ZeroOptimizer(OptimizerStandIn):
 
 
 def _step_like(held: Any, base: Optimizer, partition: Partition, step: float) -> Any:
-    """A step counter as the optimizer has it, or would have it after its first step: torch's is
-    a tensor, DeepSpeed's own count in integers.
+    """Return a step counter of the kind that the optimizer has. That of torch is a tensor, that of
+    DeepSpeed an integer.
     """
     if isinstance(held, torch.Tensor):
         return held.fill_(step)

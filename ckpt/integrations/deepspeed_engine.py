@@ -389,7 +389,9 @@ class _Latest:
 def _described(
     backends: Sequence[StorageBackend], found: Iterator[Candidate]
 ) -> Iterator[_Described]:
-    """The steps that `CkptEngine` has saved, newest first. A damaged manifest is passed over."""
+    """Yield the steps that `CkptEngine` has saved, newest first. Steps with a damaged manifest are
+    left out.
+    """
     for each in found:
         try:
             manifest = reader_of(backends, each).manifest().manifest

@@ -175,7 +175,9 @@ def _made(kind: str, value: Any) -> Any:
 
 @functools.cache
 def _kinds() -> Mapping[str, Any]:
-    """The types that are stored as dicts of their attributes, by the names in a checkpoint."""
+    """Return the types that are stored as dicts of their attributes, by the names in a
+    checkpoint.
+    """
     from deepspeed.runtime.fp16.loss_scaler import (  # pyright: ignore[reportMissingImports]
         DynamicLossScaler,
         LossScaler,

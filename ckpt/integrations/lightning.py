@@ -168,7 +168,7 @@ class CkptCheckpoint(ModelCheckpoint):
 
     @property
     def best_model_path(self) -> str:
-        """The path of the best step; without ``monitor`` that of the newest."""
+        """The path of the best step, or, without ``monitor``, that of the newest step."""
         return self._best or (self._path(_BEST) if self.monitor else "")
 
     @best_model_path.setter

@@ -40,7 +40,9 @@ class Failed:
 def opened(
     tiers: Sequence[Tier], step: int | None = None
 ) -> Generator[tuple[list[StorageBackend], Iterator[Candidate]]]:
-    """The stores of all tiers, and the committed attempts at ``step`` (None: any), newest first."""
+    """Open all tiers, and give their stores and the committed attempts at ``step`` (None: any),
+    newest first.
+    """
     stores = open_tiers(tiers)
     try:
         backends = [tier.backend for tier in stores]

@@ -210,10 +210,12 @@ class _Parts(ModuleStandIn):
         self._items: ModuleItems | None = None
 
     def look(self) -> None:
-        """Nothing is kept that could be out of date: FSDP2 keeps its sharded parameters."""
+        """Do nothing: nothing is kept that could be out of date, since FSDP2 keeps its sharded
+        parameters.
+        """
 
     def settle(self) -> None:
-        """A restore fills the tensors of the parts."""
+        """Do nothing: a restore fills the tensors of the parts."""
 
     def items(self, path: str) -> ModuleItems:
         """Return the parameters and persistent buffers of all parts."""

@@ -39,7 +39,7 @@ class Box:
         return math.prod(self.shape)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None if it is empty."""
+        """Return the common region, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = (
             min(a + n, b + m)
@@ -55,7 +55,7 @@ class Box:
         )
 
     def slices(self) -> tuple[slice, ...]:
-        """For indexing an array with this box."""
+        """Return the slices that index an array with this box."""
         return tuple(
             slice(start, start + n) for start, n in zip(self.offsets, self.shape, strict=True)
         )
@@ -127,8 +127,8 @@ def split_flat(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def even_slab(box: Box, count: int, index: int) -> Box | None:
-    """One of the ``count`` nearly equal slabs that a box is cut into for ``count`` replicas; None
-    if no dimension is that long.
+    """Return one of the ``count`` nearly equal slabs that a box is cut into for ``count`` replicas,
+    or None if no dimension is that long.
 
     The first dimension that gives slabs within 5 % of each other is cut, so that slabs stay as
     contiguous as can be; where there is none, the one that comes nearest.
@@ -145,8 +145,8 @@ def even_slab(box: Box, count: int, index: int) -> Box | None:
 
 
 def tiling_fault(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """None if the boxes cover every element of a tensor of ``shape`` exactly once, else what is
-    wrong.
+    """Return None if the boxes cover every element of a tensor of ``shape`` exactly once, else what
+    is wrong.
 
     Boxes without elements are ignored. Linear in the number of boxes.
     """

@@ -25,8 +25,6 @@ def checksum(data: memoryview | bytes | bytearray) -> str:
 
 
 def verify(data: memoryview | bytes, expected: str, *, key: str, offset: int) -> None:
-    """Raises ``ChecksumMismatch`` naming the bytes of ``key`` if ``data`` is not what was
-    staged.
-    """
+    """Raise ``ChecksumMismatch`` for the bytes of ``key`` if ``data`` is not what was staged."""
     if checksum(data) != expected:
         raise ChecksumMismatch(key, offset, len(data))

@@ -20,7 +20,7 @@ LEAST_BYTES: Final = 512 << 10
 
 
 def cut(box: Box, itemsize: int, chunk_bytes: int) -> list[Box]:
-    """The chunks in which a box is written, each of at most ``chunk_bytes``.
+    """Return the chunks in which a box is written, each of at most ``chunk_bytes``.
 
     None of an empty box.
     """

@@ -46,7 +46,7 @@ _version = msgspec.json.Decoder(_Version)
 
 
 def pack(record: msgspec.Struct) -> bytes:
-    """The bytes of a manifest or fragment; the same record gives the same bytes on every
+    """Return the bytes of a manifest or fragment. The same record gives the same bytes on every
     machine.
     """
     body = _json.encode(record)

@@ -60,7 +60,7 @@ class StepRef:
 
 
 def parse_folder(name: str) -> StepRef | None:
-    """None for a folder that is not ours."""
+    """Return the attempt that a folder's name says, or None for a folder that is not ours."""
     match = _STEP.fullmatch(name)
     ref = StepRef(int(match.group(1)), match.group(2)) if match else None
     # more zeros than we write: not ours
@@ -84,7 +84,9 @@ def is_late_metrics(name: str) -> bool:
 
 
 def data_name(rank: int, *, encoded: bool = False) -> str:
-    """An encoded file is no safetensors file, and is not called one."""
+    """Return the name of a rank's data file. An encoded file has another suffix, since it is no
+    safetensors file.
+    """
     return f"rank-{rank:05d}.{'encoded' if encoded else 'safetensors'}"
 
 
@@ -93,7 +95,7 @@ def fragment_name(rank: int) -> str:
 
 
 def step_of(state: object, step: object, *, last: int | None) -> int:
-    """The step that is meant: the one given, else ``state["step"]``, else the one after ``last``.
+    """Return the step to save: the one given, else ``state["step"]``, else the one after ``last``.
 
     Raises:
         ConfigError: It is no whole number from 0 on. NumPy's and torch's integers are, too.

@@ -53,9 +53,9 @@ class File(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How the file of ``rank`` lies on its tier: its chunks encoded, back to back.
+    """How the file of ``rank`` is stored on its tier: its chunks are encoded, one after another.
 
-    ``lengths`` in bytes, one for each chunk; a chunk as long as it was is not encoded.
+    ``lengths`` has the bytes of each chunk. A chunk that is as long as before is not encoded.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Encoding(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class FragmentRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A fragment's file, so that damage to it is found too."""
+    """The name, size and checksum of a fragment's file, by which damage to it is found."""
 
     name: str
     rank: int
@@ -91,7 +91,7 @@ class Shard(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A global tensor. ``shape`` is the whole tensor's."""
+    """A global tensor. ``shape`` is that of the whole tensor."""
 
     name: str
     dtype: str
@@ -210,12 +210,12 @@ class Manifest(
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all data files, as they were staged."""
+        """Bytes of all data files as they were staged."""
         return sum(file.size for file in self.files)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all data files, as they lie there."""
+        """Bytes of all data files as they are stored."""
         return sum(stored.size for stored in self.stored_files().values())
 
     @property
@@ -224,7 +224,7 @@ class Manifest(
         return tuple(sorted({encoding.codec for encoding in self.encoded}))
 
     def stored_files(self) -> Mapping[int, StoredFile]:
-        """Data files by rank, as they are on the tier of this manifest."""
+        """Return the data files by rank, as they are on the tier of this manifest."""
         ref = StepRef(self.step, self.attempt)
         encodings = {encoding.rank: encoding for encoding in self.encoded}
         return {
@@ -232,12 +232,12 @@ class Manifest(
         }
 
     def tensor_map(self) -> Mapping[str, Tensor]:
-        """Tensors by name, tied names included."""
+        """Return the tensors by name, with tied names."""
         found = {tensor.name: tensor for tensor in self.tensors}
         return found | {name: found[target] for name, target in self.tied.items()}
 
     def file_map(self) -> Mapping[int, File]:
-        """Data files by rank."""
+        """Return the data files by rank."""
         return {file.rank: file for file in self.files}
 
 
@@ -260,7 +260,7 @@ class StoredFile:
 
     @classmethod
     def of(cls, ref: StepRef, file: File, encoding: Encoding | None) -> StoredFile:
-        """The file with the size that a manifest says."""
+        """Return the file with the size that a manifest says."""
         return cls(ref, file, encoding, file.size if encoding is None else encoding.size)
 
     @property
@@ -295,7 +295,7 @@ class StoredFile:
         return {offset: index for index, offset in enumerate(chunk_offsets(self.file))}
 
     def encoded_nbytes(self, index: int) -> int | None:
-        """The bytes of a chunk on the tier, or None if it is not encoded."""
+        """Return the bytes of a chunk on the tier, or None if it is not encoded."""
         length = self.lengths[index]
         return length if length < self.chunks[index].nbytes else None
 

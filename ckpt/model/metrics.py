@@ -53,5 +53,5 @@ def _number(name: object, value: object) -> float:
 
 
 def _foreign(tag: str, node: Mapping[str, Any]) -> None:
-    """A node of an adapter: no number."""
+    """Return None for a node of an adapter, which is no number."""
     del tag, node

@@ -101,7 +101,7 @@ class Frames:
 
 
 def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
-    """The frames of a rank with these shards, and with chunks of these lengths in its file."""
+    """Return the frames of a rank with these shards, and with chunks of these lengths."""
     import zstandard  # takes a while: not when ckpt is imported
 
     zstd = zstandard.ZstdCompressor(level=3)
@@ -119,7 +119,9 @@ def frames_of(tensors: Sequence[Tensor], chunks: Sequence[int]) -> Frames:
 
 
 def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
-    """The fragment in columns. ``frames``: those of its tensors and chunks, if they are known."""
+    """Return the fragment in columns. ``frames`` are those of its tensors and chunks, if they are
+    known.
+    """
     import zstandard  # takes a while: not when ckpt is imported
 
     file, encoded = fragment.file, fragment.encoded
@@ -153,7 +155,7 @@ def pack_fragment(fragment: Fragment, frames: Frames | None = None) -> Packed:
 
 
 def read_fragment(data: bytes, *, key: str) -> Fragment:
-    """The fragment in ``data``, unpacked and checked.
+    """Return the fragment in ``data``, unpacked and checked.
 
     Raises:
         ManifestCorrupt: Damaged, or no fragment.
@@ -163,7 +165,9 @@ def read_fragment(data: bytes, *, key: str) -> Fragment:
 
 
 def fragment_of(packed: Packed, *, key: str) -> Fragment:
-    """The columns as objects, checked. Raises ``ManifestCorrupt`` if they do not fit each other."""
+    """Return the columns as objects, checked. Raises ``ManifestCorrupt`` if they do not fit each
+    other.
+    """
     columns = columns_of(packed.form, packed.chunk_bytes, key=key)
     offsets = offsets_of(packed.offsets, columns, key=key)
     check_packed(packed, columns, key=key)
@@ -218,7 +222,7 @@ def replicas_of(frame: bytes, *, key: str) -> dict[str, str]:
 
 
 def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None = None) -> Columns:
-    """A form unpacked, and checked as far as it can be without offsets and file.
+    """Unpack a form, and check it as far as that needs no offsets and no file.
 
     Args:
         known: The tables of earlier forms, which most often have the same tensors. That of this
@@ -261,7 +265,10 @@ def columns_of(form: bytes, chunk_bytes: int, *, key: str, known: Tables | None 
 
 
 def offsets_of(frame: bytes, columns: Columns, *, key: str) -> Ints:
-    """The offsets of each shard. Raises ``ManifestCorrupt`` if a box is not inside its tensor."""
+    """Return the offsets of each shard.
+
+    Raises ``ManifestCorrupt`` if a box is not inside its tensor.
+    """
     count = len(columns.tensor) * columns.dims
     found = _numbers(_unpacked(frame, key, at_least=8 * count), key)
     require(len(found) == count, key, "its offsets are not those of its form")
@@ -307,7 +314,10 @@ def check_packed(packed: Packed, columns: Columns, *, key: str) -> Packed:
 def _chunks_of(
     itemsize: Ints, place: Ints, shape: Ints, chunks: Ints, chunk_bytes: int, key: str
 ) -> tuple[Ints, Ints]:
-    """For each shard its first chunk, and how many: cut like the shard, and of no other shard."""
+    """Return for each shard its first chunk and the number of its chunks.
+
+    The chunks are cut like the shard, and belong to no other shard.
+    """
     edges = np.concatenate([np.zeros(1, np.int64), np.cumsum(chunks)])
     nbytes = (
         np.prod(shape, axis=1, dtype=np.int64) * itemsize

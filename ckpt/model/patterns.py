@@ -46,7 +46,7 @@ class Patterns:
         return bool(name and self.exclude and _fitting(name, self.exclude))
 
     def fitting(self, name: str) -> list[str]:
-        """The patterns that fit it, or something that it is below."""
+        """Return the patterns that match the name, or a name that it is below."""
         return _fitting(name, (*(self.only or ()), *self.exclude))
 
     def reaches(self, name: str) -> bool:

@@ -42,12 +42,12 @@ def ranks_of(manifest: Manifest, wanted: Iterable[tuple[str, Iterable[Box]]]) ->
 
 
 def carried_fragment(manifest: Manifest, rank: int, *, key: str) -> Fragment | None:
-    """The copy of a fragment that the manifest has, or None. Raises ``ManifestCorrupt``."""
+    """Return the copy of a fragment that the manifest has, or None. Raises ``ManifestCorrupt``."""
     return fragment_of(manifest.carried[rank], key=key) if manifest.carried else None
 
 
 def carried_fragments(manifest: Manifest, *, key: str) -> dict[int, Fragment]:
-    """All copies of fragments that the manifest has. Raises ``ManifestCorrupt``."""
+    """Return all copies of fragments that the manifest has. Raises ``ManifestCorrupt``."""
     return {part.rank: fragment_of(part, key=key) for part in manifest.carried}
 
 

@@ -80,7 +80,7 @@ def compress(ranks: Ints, offsets: Ints, shapes: Ints) -> Runs:
 
 
 def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, list[Any]]:
-    """One level more: neighbours of one key at equal distances become one.
+    """Join neighbours with one key at equal distances, on the next level.
 
     A key is a shape, or ``(key, count, distance)``.
     """
@@ -116,9 +116,9 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
 
 
 def boxes_of(runs: Runs, rank: int) -> Iterator[Box]:
-    """The boxes that ``rank`` holds, by arithmetic.
+    """Yield the boxes that ``rank`` holds.
 
-    Lazily: a run may claim more than fits memory.
+    They are not kept, since a run may claim more boxes than fit into memory.
     """
     for run in runs:
         levels = sorted(run.levels, key=lambda level: -abs(level.ranks))
@@ -184,13 +184,13 @@ def _meet(
 
 
 def _reach(levels: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """How far steps may lead, down and up."""
+    """Return how far the steps of runs lead, down and up."""
     far = [(count - 1) * step for count, step in levels]
     return sum(min(0, each) for each in far), sum(max(0, each) for each in far)
 
 
 def _steps(count: int, step: int, least: int, most: int) -> range:
-    """The ``i`` below ``count`` with ``least <= i * step <= most``."""
+    """Return the ``i`` below ``count`` with ``least <= i * step <= most``."""
     if step == 0:
         return range(count) if least <= 0 <= most else range(0)
     if step < 0:
@@ -199,7 +199,7 @@ def _steps(count: int, step: int, least: int, most: int) -> range:
 
 
 def fault_of(runs: Runs, shape: Sequence[int], world_size: int) -> str | None:
-    """What is impossible about runs that were read, or None.
+    """Return what is impossible about runs that were read, or None.
 
     Boxes may still overlap; nothing is expanded.
     """

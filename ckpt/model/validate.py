@@ -88,7 +88,7 @@ def _check_layouts(manifest: Manifest, key: str) -> None:
 
 
 def check_heading(record: Packed, key: str) -> None:
-    """What a fragment says of its save and its rank."""
+    """Check what a fragment says of its save and its rank."""
     fits = 0 <= record.rank < record.world_size and record.step >= 0
     require(fits, key, "step, rank or world size is out of range")
     _check_chunk_bytes(record.chunk_bytes, key)
@@ -102,13 +102,13 @@ def check_heading(record: Packed, key: str) -> None:
 
 
 def _check_codec(encoding: Encoding, key: str) -> None:
-    """Raises ``CodecMissing`` for a codec that is not installed here."""
+    """Raise ``CodecMissing`` for a codec that is not installed here."""
     if not is_known(encoding.codec):
         raise CodecMissing(key, encoding.codec[:40])
 
 
 def require(condition: bool, key: str, detail: str) -> None:
-    """Raises ``ManifestCorrupt`` unless ``condition`` holds."""
+    """Raise ``ManifestCorrupt`` unless ``condition`` holds."""
     if not condition:
         raise ManifestCorrupt(key, detail)
 

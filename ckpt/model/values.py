@@ -60,7 +60,7 @@ def join(path: str, part: object) -> str:
 
 
 def unescape(part: str) -> str:
-    """The key that ``join`` made ``part`` of, if it was a string."""
+    """Return the key that ``join`` made ``part`` of, if it was a string."""
     return part.replace("~1", "/").replace("~0", "~")
 
 
@@ -89,10 +89,10 @@ def exact(value: object) -> str:
 
 
 def parse(raw: msgspec.Raw, what: str = "tree") -> Node:
-    """The nodes of a tree that was read; None for one that is empty.
+    """Return the nodes of a tree; None if it is empty.
 
     Raises:
-        ManifestCorrupt: It is no JSON, is nested too deeply, or its names take too much memory.
+        ManifestCorrupt: It is not JSON, is nested too deeply, or its names take too much memory.
     """
     if not bytes(raw):
         return None
@@ -125,7 +125,7 @@ def following(what: str) -> Generator[None]:
 
 
 def _excess(tree: Node, nbytes: int) -> str:
-    """Which bound a tree of so many bytes exceeds, if any.
+    """Return which bound a tree of so many bytes exceeds; an empty text if it exceeds none.
 
     Takes time that grows linearly with it.
     """
@@ -165,7 +165,7 @@ def _chars_of_key(items: Sequence[Node]) -> int:
 
 
 def encode(value: object, path: str, other: OtherEncoder, *, depth: int = 0) -> Node:
-    """The node of ``value``.
+    """Return the node of ``value``.
 
     What is not plain goes to ``other(value, path)``, which returns a node or raises
     ``UnsupportedValue``. A large dict is offered to it as a whole first: None declines.
@@ -220,10 +220,10 @@ def _encode_mapping(
 
 
 def decode(node: Node, other: OtherDecoder) -> Any:
-    """The value of ``node``.
+    """Return the value of ``node``.
 
-    Tags that are not of this module go to ``other(tag, node)``. Raises ``ManifestCorrupt`` for
-    nonsense.
+    Tags of other modules are passed to ``other(tag, node)``. Raises ``ManifestCorrupt`` if a node
+    has no valid value.
     """
     if not isinstance(node, list | dict):
         return node

@@ -138,7 +138,7 @@ class NodeServer:
         self._workers.submit(self._listen)
 
     def allow(self, ref: StepRef, tier: int | None = None) -> None:
-        """The files of ``ref`` may be read from now on, from ``tier`` or from all.
+        """Let the files of ``ref`` be read from now on, from ``tier`` or from all tiers.
 
         So may those of the last steps that were allowed before, and no others.
         """
@@ -200,7 +200,9 @@ class NodeServer:
     def _admit(
         self, selector: selectors.BaseSelector, connection: socket.socket, host: str
     ) -> None:
-        """The oldest that have not shown the token make room, first those from the same address."""
+        """Close the oldest connections that have not sent the token, first those from the same
+        address, to make room.
+        """
         connection.setblocking(False)
         from_there = [caller for caller in self._waiting.values() if caller.host == host]
         if len(from_there) >= _WAITING_PER_ADDRESS:
@@ -508,7 +510,7 @@ def _listen(hosts: Sequence[str]) -> tuple[socket.socket, ...]:
 
 
 def _fill(connection: socket.socket, out: memoryview) -> None:
-    """Each part may take as long as the connection's time limit."""
+    """Receive bytes. Each part may take as long as the connection's time limit."""
     while out:
         got = connection.recv_into(out)
         if not got:

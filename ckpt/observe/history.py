@@ -112,7 +112,7 @@ def history_of(records: Sequence[Record]) -> History:
 
 
 def _cut(saves: Iterable[SavedStep]) -> None:
-    """The job that had begun the saves has ended."""
+    """Mark the saves that were under way as cut, since their job has ended."""
     for save in saves:
         for arrival in save.tiers.values():
             if arrival.state == "saving":

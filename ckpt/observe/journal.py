@@ -257,7 +257,7 @@ class JournalReader:
 
 
 def _records(path: str, size: int) -> Iterator[Record]:
-    """The records in the last ``size`` bytes of a regular file. Any other file has none."""
+    """Return the records in the last ``size`` bytes of a regular file. Any other file has none."""
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -293,5 +293,5 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _write(file: int, record: Record) -> None:
-    """One write, so that lines of several processes do not mix."""
+    """Write all lines at once, so that those of several processes do not mix."""
     os.write(file, msgspec.json.encode(record) + b"\n")

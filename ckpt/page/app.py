@@ -153,7 +153,7 @@ def _static(request: Any) -> Any:
 
 
 def _templates() -> jinja2.Environment:
-    """Every string that a template shows is cleaned, then escaped."""
+    """Return the templates. Every string that a template shows is cleaned, then escaped."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("ckpt.page"),
         autoescape=True,
@@ -191,7 +191,7 @@ def _moment(seconds: float) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """'12 s', '3 min', '2.5 h', '4 d'."""
+    """Return a time as text, such as '12 s', '3 min', '2.5 h' or '4 d'."""
     seconds = max(0.0, seconds)
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -201,8 +201,8 @@ def _ago(seconds: float) -> str:
 
 
 def _short(url: str) -> str:
-    """A name for a place: the end of a long one. It is cleaned first: a part of a URL no longer
-    shows what in it is secret.
+    """Return a short name of a place: the end of a long one. It is cleaned first, since a part of a
+    URL no longer shows which part is secret.
     """
     url = clean(url)
     if url.startswith("shm://"):

@@ -105,7 +105,7 @@ def _median(points: Sequence[tuple[int, float]]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLine:
-    """A shard, and the checksums of its chunks."""
+    """A shard as the page shows it, with the checksums of its chunks."""
 
     rank: int
     offsets: tuple[int, ...]

@@ -91,8 +91,9 @@ class _Job:
         self.lengths: list[int] = []
 
     def take(self, index: int) -> None:
-        """One chunk. They begin in file order: one that waits for its turn waits for chunks that
-        are under way.
+        """Encode one chunk.
+
+        Chunks begin in file order, so a chunk waits only for chunks that are under way.
         """
         with losing(self._file.fail, self._source.lost):
             self._take(index, self._starts[index], self._starts[index + 1])

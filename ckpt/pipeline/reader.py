@@ -50,7 +50,9 @@ class Sink(Protocol):
     """
 
     def direct(self, read: ChunkRead) -> memoryview | None:
-        """The target's own memory for exactly this chunk, or None if it is not one piece there."""
+        """Return the target's own memory for exactly this chunk, or None if it is not one piece
+        there.
+        """
         ...
 
     def place(self, read: ChunkRead, data: memoryview) -> None:
@@ -62,8 +64,8 @@ class Sink(Protocol):
 
 
 class BytesSink:
-    """Takes the bytes of an image or a file (see ``plan.restore.chunks_of``) to memory that
-    begins at ``start`` of them.
+    """Copies the bytes of an image or a file (see ``plan.restore.chunks_of``) into memory that
+    begins at offset ``start``.
     """
 
     def __init__(self, memory: memoryview, start: int) -> None:
@@ -80,7 +82,7 @@ class BytesSink:
 
 
 def runs_of(reads: Iterable[ChunkRead]) -> list[Run]:
-    """The requests for ``reads``, which come in file order."""
+    """Return the requests for ``reads``, which are in file order."""
     return coalesce(reads, most_bytes=RUN_BYTES, gap_bytes=GAP_BYTES)
 
 
@@ -140,7 +142,7 @@ class ChunkReader:
             return [(read, error) for read in run.reads]
 
     def _read(self, run: Run, file: StoredFile, sink: Sink, on_proven: OnProven) -> Missed:
-        """By the way that copies least.
+        """Read a run in the way that copies least.
 
         A chunk that was read to a ``place`` of its own is where it belongs.
         """
@@ -170,8 +172,10 @@ class ChunkReader:
     def _read_scattered(
         self, run: Run, key: str, backend: ScatterReads, places: Sequence[memoryview | None]
     ) -> list[memoryview]:
-        """What has no place of its own, and what nobody wants, goes to the buffer, where it lies
-        as in the file.
+        """Read a run with one request into its targets.
+
+        Chunks without a target, and bytes that are not wanted, are read into the buffer, at the
+        offsets that they have in the file.
         """
         straight = sum(place.nbytes for place in places if place is not None)
         phase = run.offset % self._alignment
@@ -204,10 +208,9 @@ class ChunkReader:
     def _proven(
         self, read: ChunkRead, data: memoryview, file: StoredFile, sink: Sink
     ) -> memoryview:
-        """The raw bytes of a chunk.
+        """Return the raw bytes of a chunk, verified.
 
-        If those are wanted that were encoded, they are where they belong then: in the target's own
-        memory, if that is in one piece there.
+        An encoded chunk is decoded into the target's own memory, if that is one piece.
         """
         if read.encoded_nbytes is None:
             verify(data, read.checksum, key=file.key, offset=read.offset)
@@ -227,8 +230,8 @@ class ChunkReader:
 
 
 def _one_piece(run: Run, sink: Sink) -> list[memoryview]:
-    """The targets' own memory for each chunk of a run, if all of it is one piece, as it is for
-    chunks of one box; else empty.
+    """Return the targets' memory for each chunk of a run if all of it is one piece, as for the
+    chunks of one box. Otherwise the result is empty.
     """
     pieces: list[memoryview] = []
     for read in run.reads:

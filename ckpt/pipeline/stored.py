@@ -1,4 +1,4 @@
-"""An image that lies on a tier, to be written to another one: its memory may be gone."""
+"""An image that is read from one tier to be written to another. Its memory may be gone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StoredImage:
 
     @classmethod
     def of(cls, backend: StorageBackend, file: StoredFile, retry: RetryPolicy) -> Self:
-        """The image in a file of one store."""
+        """Return the image in a file of one store."""
         reader = ChunkReader(backend, retry)
 
         def read(reads: Sequence[ChunkRead], sink: Sink) -> None:
@@ -73,13 +73,13 @@ class StoredImage:
         return memory
 
     def written(self, start: int, end: int) -> None:
-        """Each chunk has memory of its own."""
+        """Do nothing: each chunk has memory of its own."""
 
     def hashed(self, start: int, end: int) -> None:
-        """Each chunk has memory of its own."""
+        """Do nothing: each chunk has memory of its own."""
 
     def lost(self, error: CkptError) -> None:
-        """Each chunk has memory of its own."""
+        """Do nothing: each chunk has memory of its own."""
 
     def _part(self, index: int, start: int, end: int) -> memoryview:
         begin = self._starts[index]

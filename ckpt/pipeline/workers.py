@@ -38,7 +38,7 @@ class _Work:
             return
         try:
             self.future.set_result(self._call())
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - it is raised by `result`
             self.future.set_exception(error)
             del self  # else the error's traceback would hold the future that holds the error
 
@@ -107,9 +107,9 @@ class Workers:
                 self._idle.release()
 
     def _start_one(self) -> None:
-        """One more thread, if there may be one.
+        """Start one more thread, if there may be one. The caller holds the lock.
 
-        Where the system has no more, those that there are must do. Holds the lock.
+        If the system has no more threads, the present ones must do.
         """
         if len(self._threads) >= self.count:
             return
@@ -186,7 +186,7 @@ class Workers:
 
 
 def _run(queue: _Queue, idle: threading.Semaphore, settle: Callable[[], None]) -> None:
-    """A thread: it knows the queue and not the group, which may end before it."""
+    """Work off the queue. A thread knows the queue and not the group, which may end before it."""
     settle()
     while (task := queue.get()) is not None:
         task.run()
@@ -236,7 +236,7 @@ class Closes(Protocol):
     """An owner of threads that can end their work in order."""
 
     def close_after(self, error: BaseException | None) -> None:
-        """The script ends, by ``error`` if that is not None."""
+        """Close when the script ends, because of ``error`` if that is not None."""
         ...
 
 

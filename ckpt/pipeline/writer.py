@@ -38,12 +38,12 @@ class Source(Protocol):
 
     @property
     def path(self) -> str | None:
-        """The file in /dev/shm that holds all of it, if one does."""
+        """The file in /dev/shm that has the whole image; None if there is none."""
         ...
 
     @property
     def capacity(self) -> int:
-        """How many of its bytes are in memory at a time."""
+        """How many bytes of the image are in memory at a time."""
         ...
 
     def view(self, start: int, end: int) -> memoryview:
@@ -58,7 +58,9 @@ class Source(Protocol):
     def hashed(self, start: int, end: int) -> None: ...
 
     def lost(self, error: CkptError) -> None:
-        """A part or chunk is never written or hashed, so no thread waits for its memory."""
+        """Note that a part or chunk is never written or hashed, so that no thread waits for its
+        memory.
+        """
         ...
 
 
@@ -215,7 +217,7 @@ class _Job:
         return parts[:half] + [one for turn in turns for one in turn if one is not None]
 
     def in_turn(self) -> Iterator[partial[None]]:
-        """Each part, and the chunks that begin in it, in file order."""
+        """Yield each part, and the chunks that begin in it, in file order."""
         index = start = 0
         for offset in range(0, self._source.size, self._upload.part_bytes):
             yield partial(self.write, offset)

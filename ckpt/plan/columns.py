@@ -100,7 +100,7 @@ class Gathered:
         )
 
     def _text(self, raw: msgspec.Raw | bytes) -> bytes:
-        """A copy, since a ``Raw`` keeps all of its fragment in memory."""
+        """Return a copy, since a ``Raw`` keeps all of its fragment in memory."""
         text = bytes(raw)
         return self._texts.setdefault(checksum(text), text)
 
@@ -130,8 +130,8 @@ class Layouts:
 
 
 def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | None) -> Layouts:
-    """The tensors of ``ranks``, which are in order; those of ``known`` if nothing about them has
-    changed. Copies are compared each time.
+    """Return the tensors of ``ranks``, which are in order, or those of ``known`` if nothing about
+    them has changed. Copies are compared each time.
 
     Raises:
         ReplicasDiverged, TensorIncomplete: As ``plan.merge.merge``.
@@ -148,7 +148,7 @@ def merge_layouts(gathered: Gathered, ranks: Sequence[Light], known: Layouts | N
 
 
 def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
-    """The different values of a field, each with the lowest rank that has it."""
+    """Return the different values of a field, each with the lowest rank that has it."""
     found: dict[bytes, int] = {}
     seen: set[int] = set()
     for rank in ranks:
@@ -160,7 +160,7 @@ def first_of(ranks: Sequence[Light], what: str) -> list[tuple[int, bytes]]:
 
 
 def holders_of(gathered: Gathered, ranks: Sequence[Light]) -> Mapping[str, int]:
-    """For each tensor the last rank that names it."""
+    """Return for each tensor the last rank that names it."""
     last = {rank.form: rank.part.rank for rank in ranks}
     order = sorted(last.items(), key=lambda item: item[1])
     return {name: rank for form, rank in order for name, _, _ in gathered.forms[form].headings}
@@ -231,7 +231,7 @@ class _World:
         self._sums: Ints | None = None
 
     def _fill(self, rows_of: Mapping[str, _Rows]) -> None:
-        """Each row is written where it belongs, which spares sorting them."""
+        """Write each row to its place, so that the rows need not be sorted."""
         free = self._edges[:-1].copy()
         for position, (rank, form) in enumerate(zip(self._ranks, self._forms, strict=True)):
             rows = rows_of[rank.form]
@@ -264,7 +264,9 @@ class _World:
         )
 
     def _layout(self, name: str, shape: tuple[int, ...], rows: slice) -> tuple[int, Copies | None]:
-        """The number of a tensor's layout, and what is stored more than once; both are in order."""
+        """Return the number of a tensor's layout, and what is stored more than once. Both are in
+        order.
+        """
         table = self._boxes[rows]
         if len(table) == 1 and (run := self._lone(table[0].tolist(), shape)):
             return self._layouts.setdefault((run,), len(self._layouts)), None
@@ -291,7 +293,9 @@ class _World:
         return layout, found
 
     def _lone(self, row: list[int], shape: tuple[int, ...]) -> Run | None:
-        """The run of a tensor that one rank holds whole, which most tensors of small worlds are."""
+        """Return the run of a tensor that one rank holds whole, as it is for most tensors of small
+        worlds.
+        """
         dims = len(shape)
         offsets, held = row[1 : 1 + dims], tuple(row[1 + self._dims : 1 + self._dims + dims])
         if held != shape or any(offsets):
@@ -303,7 +307,7 @@ class _World:
         return table[:, 0], table[:, 1 : 1 + dims], table[:, 1 + self._dims : 1 + self._dims + dims]
 
     def _parts(self, name: str) -> list[tuple[int, Tensor]]:
-        """What each rank has of a tensor that is refused."""
+        """Return what each rank has of a tensor that is refused."""
         index = self._names.index(name)
         rows = self._boxes[slice(*self._edges[index : index + 2])]
         held: dict[int, list[Shard]] = defaultdict(list)
@@ -375,7 +379,8 @@ def _headings(
 
 
 def _tiles(shape: tuple[int, ...], offsets: Ints, shapes: Ints) -> bool:
-    """Whether boxes, which lie inside ``shape``, cover it exactly once.
+    """Return True if boxes inside of ``shape`` are seen to cover it exactly once. Otherwise
+    ``tiling_fault`` decides.
 
     If not, they may still do: ask ``tiling_fault``.
     """

@@ -1,6 +1,4 @@
-"""What to say of ranks whose fragments do not fit together: who holds what, and of what kind it
-is.
-"""
+"""Texts about ranks whose fragments do not fit together."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ _CAUSE: Final = (
 
 
 def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
-    """Who holds which boxes of a tensor, and what may be the cause that they do not make it
-    whole.
+    """Return which ranks have written which boxes of a tensor, and a possible cause for their not
+    making it whole.
     """
     boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for rank, tensor in parts:
@@ -33,7 +31,7 @@ def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
 
 
 def forms_told(parts: Sequence[tuple[int, Tensor]]) -> str | None:
-    """Who has it in which dtype and shape, if they differ."""
+    """Return which ranks have a tensor in which dtype and shape; None if all have the same."""
     forms: dict[str, list[int]] = defaultdict(list)
     for rank, tensor in parts:
         forms[f"{tensor.dtype}{list(tensor.shape)}"].append(rank)
@@ -45,14 +43,16 @@ def forms_told(parts: Sequence[tuple[int, Tensor]]) -> str | None:
 
 
 def kind_of(node: Node) -> str:
-    """In words."""
+    """Return the kind of a node in words."""
     if isinstance(node, dict):
         return str(node.get("$", "dict"))
     return {list: "list", str: "string", type(None): "None"}.get(type(node), type(node).__name__)
 
 
 def values_beside_tensors(node: Node, path: str = "") -> Iterator[str]:
-    """Names of the plain values that a module or optimizer has where it could have tensors."""
+    """Yield the names of the plain values that a module or optimizer has where it could have
+    tensors.
+    """
     if not isinstance(node, dict):
         return
     match node.get("$"):

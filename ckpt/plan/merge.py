@@ -29,8 +29,7 @@ Marks = Iterable[tuple[int, Mapping[str, str]]]
 
 
 class Known:
-    """What the last merge found out, so that the next does not repeat it beside the training
-    thread.
+    """Results of the last merge, which the next one uses again.
 
     Thread safety: one merge at a time.
 
@@ -45,7 +44,8 @@ class Known:
 
 
 def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = None) -> Manifest:
-    """The manifest of one attempt at one step. ``known`` remembers from call to call.
+    """Return the manifest of one attempt at one step. ``known`` remembers results from call to
+    call.
 
     Parts may come in any order, and one at a time: only what is needed of each is kept.
 
@@ -92,14 +92,14 @@ def merge(parts: Iterable[tuple[Packed, FragmentRef]], known: Known | None = Non
 
 
 def _carried(ranks: Sequence[Light]) -> tuple[Packed, ...]:
-    """The fragments, without what is merged, if a rank asks for it."""
+    """Return the fragments, without what is merged, if a rank asks for it."""
     if not any(rank.part.in_manifest for rank in ranks):
         return ()
     return tuple(replace(rank.part, tied={}) for rank in ranks)
 
 
 def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
-    """Raises ``ReplicasDiverged`` as ``check_replicas`` does.
+    """Raise ``ReplicasDiverged`` as ``check_replicas`` does.
 
     ``frames``: ranks, ascending, and what fragments of large worlds have in ``replicas``; of equal
     ones only the first.
@@ -121,8 +121,8 @@ def _hashed(replicas: Mapping[str, str]) -> Ints:
 
 
 def check_replicas(marks: Marks) -> None:
-    """Each rank's digest of what it holds but did not write whole: equal boxes must have equal
-    digests. Raises ``ReplicasDiverged``.
+    """Check that equal boxes have equal digests. Each rank has digests of what it holds but did not
+    write whole. Raises ``ReplicasDiverged``.
     """
     seen: dict[tuple[str, str], tuple[int, str]] = {}
     for mine, replicas in marks:
@@ -162,7 +162,7 @@ def _check_kinds(
 
 
 def _merge_tied(fragments: Sequence[Packed], stored: set[str]) -> dict[str, str]:
-    """A name that some rank stores under its own name needs no tie."""
+    """Merge the tied names. A name that some rank stores under its own name needs no tie."""
     tied: dict[str, str] = {}
     holder: dict[str, int] = {}
     for fragment in fragments:
@@ -188,7 +188,9 @@ def _merge_raw(path: str, unique: Sequence[tuple[int, bytes]]) -> msgspec.Raw:
 
 
 def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
-    """Names may live on some ranks only (pipeline stages); what lives on two must be equal."""
+    """Merge names that only some ranks may have, such as those of pipeline stages. A name that two
+    ranks have must be equal on both.
+    """
     if _same(one, two):
         return one
     if (kinds := (kind_of(one), kind_of(two)))[0] != kinds[1]:
@@ -208,8 +210,9 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
 
 
 def _same(one: Node, two: Node) -> bool:
-    """Equal, whatever the order of keys; to Python 1, 1.0 and True are equal too, to a restore
-    they are not.
+    """Return True if two nodes are equal, whatever the order of their keys.
+
+    1, 1.0 and True differ here, unlike in Python.
     """
     return one == two and _sorted.encode(one) == _sorted.encode(two)
 

@@ -67,7 +67,7 @@ class ChunkRead:
         targets: Iterable[Target] = (),
         as_stored: bool = False,
     ) -> ChunkRead:
-        """The read of a chunk of ``file``."""
+        """Return the read of a chunk of ``file``."""
         chunk = file.chunks[index]
         return cls(
             rank=file.rank,
@@ -83,7 +83,7 @@ class ChunkRead:
         )
 
     def moved(self, file: StoredFile, index: int, *, as_stored: bool = False) -> ChunkRead:
-        """The same, from an equal chunk of another file."""
+        """Return the same read from an equal chunk of another file."""
         return replace(
             self,
             rank=file.rank,
@@ -123,7 +123,7 @@ class RestorePlan:
 
 
 def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
-    """The reads for ``wanted``, whose names may be tied ones.
+    """Return the reads for ``wanted``, whose names may be tied ones.
 
     Raises:
         EntryMissing, ShapeMismatch, DtypeMismatch: Before anything is read.
@@ -150,7 +150,7 @@ def plan_restore(manifest: Manifest, wanted: Sequence[Leaf]) -> RestorePlan:
 
 
 def chunks_of(file: StoredFile, *, as_stored: bool = False) -> list[ChunkRead]:
-    """All chunks of a file, as bytes.
+    """Return all chunks of a file, as bytes.
 
     The box of each is its place in the bytes that are wanted: those of the image, or,
     ``as_stored``, those of the file. None of a file whose chunks a manifest by reference leaves to
@@ -174,7 +174,8 @@ def _check(leaf: Leaf, tensor: Tensor) -> None:
 
 
 def _check_whole(leaf: Leaf, tensor: Tensor) -> None:
-    """A manifest proves that its boxes have the volume of the tensor.
+    """Check that the boxes that are read cover what is wanted exactly once. The manifest only
+    proves that its boxes have the volume of the tensor.
 
     Here those that are read must cover what is wanted, once.
     """
@@ -205,7 +206,7 @@ class _ChunkTable:
         self._known: dict[tuple[int, int], list[_Chunk]] = {}
 
     def chunks(self, shard: Shard, held: Box, dtype: str) -> list[_Chunk]:
-        """The chunks of a shard that is not empty; ``held`` is its box."""
+        """Return the chunks of a shard that is not empty. ``held`` is its box."""
         key = (shard.rank, shard.offset)
         if key not in self._known:
             self._known[key] = self._build(shard, held, dtype)

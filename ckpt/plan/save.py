@@ -32,7 +32,7 @@ more requests than it saves bytes.
 class WriteItem:
     """One box of a leaf in the image.
 
-    ``offset`` and ``nbytes`` in bytes of the file; ``leaf`` indexes the leaves planned for.
+    ``offset`` and ``nbytes`` are in bytes of the file. ``leaf`` is an index of the planned leaves.
     """
 
     leaf: int
@@ -43,14 +43,14 @@ class WriteItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """The image of one rank: constant as long as the leaves are.
+    """The layout of the image of one rank. It does not change while the leaves do not.
 
     Attributes:
         header: The first bytes of the file, padded.
-        items: In file order, gapless after the header.
-        size: Bytes of the whole file.
-        chunks: Lengths that cover the file: the header, then each item's.
-        tensors: What the fragment says of them.
+        items: The items in file order, without gaps after the header.
+        size: The size of the whole file in bytes.
+        chunks: The lengths of all chunks: the header, then those of each item.
+        tensors: The tensors as the fragment describes them.
     """
 
     header: bytes
@@ -61,7 +61,7 @@ class SavePlan:
 
 
 def plan_save(leaves: Sequence[Leaf], *, rank: int, chunk_bytes: int) -> SavePlan:
-    """The plan of ``rank``.
+    """Return the plan of ``rank``.
 
     Needs no other rank: replicas that are given the same leaves share them without gap or overlap.
     """
@@ -129,7 +129,9 @@ def _lightest(
 
 
 def _header(leaves: Sequence[Leaf], order: Sequence[tuple[int, Box]], rank: int) -> bytes:
-    """A safetensors header. A tensor with several boxes here has them as 'name', 'name@1', ..."""
+    """Return a safetensors header. A tensor with several boxes here has them as 'name', 'name@1'
+    and so on.
+    """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "ckpt": "1", "rank": str(rank)}}
     taken = {leaf.name for leaf in leaves}
     start = 0

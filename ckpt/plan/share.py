@@ -63,12 +63,12 @@ def keyed(reads: Sequence[ChunkRead]) -> dict[int, ChunkRead]:
 def share(
     sizes: Mapping[int, int], wanted: Sequence[Keys], *, worth_bytes: int, parcel_bytes: int
 ) -> Shares:
-    """Shares of the rank that wants ``sizes`` (key -> bytes in memory).
+    """Return the shares of the rank that wants ``sizes`` (key -> bytes in memory).
 
     Args:
         wanted: The keys that each rank wants, this one included.
         worth_bytes: A group with less to share is not worth its collectives: each reads.
-        parcel_bytes: Of a parcel, but for one that is a single larger chunk.
+        parcel_bytes: The size of a parcel. A single larger chunk is a parcel, too.
     """
     keys = np.array(sorted(sizes), dtype=np.int64)
     if not len(keys):

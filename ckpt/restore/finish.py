@@ -22,10 +22,12 @@ _log = logging.getLogger("ckpt")
 
 
 class Finisher:
-    """Threads: one.
+    """Finishes the commits of jobs that have ended.
+
+    Thread safety: one thread.
 
     Args:
-        me: This job: what an earlier start of the same torchrun run has left is known to be dead.
+        me: This job. An earlier start of the same torchrun run is known to have ended.
 
     Attributes:
         finished: (step, URL), in the order in which they were finished.
@@ -37,7 +39,7 @@ class Finisher:
         self.finished: list[tuple[int, str]] = []
 
     def finish(self, backend: StorageBackend, ref: StepRef) -> bool:
-        """Whether ``ref``, which has no manifest on ``backend``, is a checkpoint now.
+        """Return True if ``ref``, which has no manifest on ``backend``, is a checkpoint now.
 
         Never raises an error of ours: there may be others to restore.
         """
@@ -54,7 +56,7 @@ class Finisher:
             )
         except (IntegrityError, StorageError) as error:
             _log.warning("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
-        except CkptError as error:  # refused, incomplete, or somebody's who is at work
+        except CkptError as error:  # refused, incomplete, or of a job that is at work
             _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         else:
             _log.warning(

@@ -1,15 +1,15 @@
-"""Read-through: what a restore needs from far is put into the nearest folder on the way, so that
-the next restore is local.
+"""Read-through: a restore copies the files that it needs from a farther tier into the nearest
+folder, so that the next restore is local.
 
-A folder that only this machine sees is filled by the machine's ranks together, one that all see by
-all of them: whoever takes a file first (the coordinator decides) fetches it, the others wait for
-its end. So no file is fetched twice into one folder, and nobody needs to know who its neighbours
-are. Who fetches takes its own part of what passes by, so that it need not read it again.
+The ranks that see a folder fill it together. The coordinator gives each file to the first rank that
+asks for it. That rank fetches the file, and the others wait for the outcome. So no file is fetched
+twice into one folder, and a rank need not know its neighbours. A rank that fetches a file also
+takes the chunks that it wants itself, so that it need not read them again.
 
-Nothing here can make a restore fail: what a folder does not take, or nobody could fetch, is read
-straight from where it is. A folder lists the step only if all of its files came together there;
-else they are a partial cache, of which a later restore takes what it needs, and which prune clears
-away like the remains of a save.
+Nothing here can make a restore fail. A file that a folder does not take, or that no rank could
+fetch, is read from the farther tier. A folder lists the step only if it has all of the files.
+Otherwise the files are a partial cache: a later restore reads from it, and retention removes it
+like the remains of a save.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ class CacheContext:
 
 
 class ReadThrough:
-    """One restore's use of its caches. Threads: the owner's.
+    """Fills the caches for one restore.
+
+    Thread safety: the owner's thread.
 
     Args:
         tiers: The sources of ``origin``, as tiers; none for a restore without caches.
@@ -135,17 +137,18 @@ class ReadThrough:
         self._caches = [place for place, tier in enumerate(tiers[:-1]) if _is_folder(tier)]
         self._missing: list[StoredFile] = []
         self.fetched: dict[int, int] = {}
-        """Position of the source that the file of a rank was fetched from, by this rank or
-        another.
+        """For each rank, the position of the source that its file was fetched from. This rank or
+        another one has fetched it.
         """
         self.taken: Counter[int] = Counter()
-        """Bytes that were put into their place meanwhile, by the position of their source."""
+        """How many bytes ``fill`` has put into their targets, by the position of their source."""
         self.cached_bytes = 0
-        """Of the data files that this rank has put into a cache."""
+        """How many bytes of data files this rank has put into a cache."""
 
     def look(self, plan: RestorePlan) -> None:
-        """See which files for ``plan`` neither the nearest cache nor a nearer tier has whole, as
-        far as their sizes tell. Before any rank fetches.
+        """Find the files for ``plan`` that neither the nearest cache nor a nearer tier has.
+
+        Files are compared by their sizes. Call it before any rank fetches.
         """
         near = range(self._caches[0] + 1) if self._caches else ()
         wanted: Counter[int] = Counter()
@@ -159,17 +162,19 @@ class ReadThrough:
         ]
 
     def _is_worth(self, file: StoredFile, wanted: int) -> bool:
-        """Whether a file is fetched for so many bytes of it.
+        """Return True if a file is fetched for the sake of ``wanted`` bytes of it.
 
-        Between nodes that have tiers of their own not for a few: buffers, say, of another node's
-        rank.
+        Nodes with tiers of their own do not fetch a file of another node for a small part of it,
+        such as some buffers.
         """
         least = file.file.size // _FEW if self._caches and self._tiers[self._caches[0]].nodes else 0
         return wanted > least
 
     def fill(self, plan: RestorePlan, sink: Sink) -> RestorePlan:
-        """Put what was missing into the nearest cache that takes it; returns what of ``plan`` was
-        not put into its place meanwhile.
+        """Put the missing files into the nearest cache that takes them.
+
+        Returns:
+            The part of ``plan`` that is still to be read.
 
         Raises:
             CommitError: The other ranks cannot be reached.
@@ -178,7 +183,7 @@ class ReadThrough:
         taster = _Taster(plan, sink)
         missing = self._missing
         for position in self._caches:
-            # else its own files of the step are others than these
+            # otherwise its files of the step differ from these
             if not self.origin.gone(position, "") and self.origin.lies_alike(position):
                 if position > self._caches[0]:
                     missing = [file for file in missing if self.origin.fault(position, file)]
@@ -194,7 +199,7 @@ class ReadThrough:
     def _fill(
         self, position: int, files: Sequence[StoredFile], taster: _Taster
     ) -> list[StoredFile]:
-        """Returns those that it does not take."""
+        """Put ``files`` into a cache. Returns the files that it does not take."""
         if files and not self._has_room(position, files):
             return list(files)
         subject, me = self._subjects(position), str(self._coordinator.rank).encode()
@@ -213,24 +218,24 @@ class ReadThrough:
             else:
                 mine.append(file)
         for file in theirs:
-            word = self._heard(f"{subject(file.rank)}/end")
-            if word is None or not word.isdigit():
-                refused += [file] if word == _REFUSED else []
+            outcome = self._outcome(f"{subject(file.rank)}/end")
+            if outcome is None or not outcome.isdigit():
+                refused += [file] if outcome == _REFUSED else []
             else:
-                self.fetched[file.rank] = int(word)
+                self.fetched[file.rank] = int(outcome)
         return refused
 
     def _fetch(self, position: int, file: StoredFile, taster: _Taster, subject: str) -> bytes:
-        """Returns, and tells on ``subject``, how it went."""
+        """Fetch a file. The outcome is returned, and posted on ``subject``."""
         cache, began = self._tiers[position], time.perf_counter()
-        word = _LOST
+        outcome = _LOST
         try:
             fetch = partial(self.origin.fetch, on_chunk=taster.taste)
             (copied,) = copy_files(fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
             source = copied.position
             self.fetched[file.rank], self.cached_bytes = source, self.cached_bytes + file.size
-            word = str(source).encode()
+            outcome = str(source).encode()
             self._copy_fragment(position, file)
             seconds = time.perf_counter() - began
             _log.info(
@@ -243,20 +248,22 @@ class ReadThrough:
             )
         except (IntegrityError, StorageError) as error:
             if file.rank not in self.origin.lost:
-                word = _REFUSED
+                outcome = _REFUSED
                 _log.warning(
-                    "ckpt: %s does not take what was fetched from farther tiers, it is read "
-                    "straight from there: %s",
+                    "ckpt: %s does not take files of farther tiers, which are read there "
+                    "directly: %s",
                     cache.url,
                     error,
                 )
         finally:
-            self._coordinator.set_once(subject, word)
-        return word
+            self._coordinator.set_once(subject, outcome)
+        return outcome
 
     def _copy_fragment(self, position: int, file: StoredFile) -> None:
-        """Without it the step is not listed there, and the remains have no age; the data serves
-        all the same.
+        """Copy the fragment of a file.
+
+        An error is ignored: without its fragment the step is not listed there and the remains have
+        no date, but the data can be read.
         """
         manifest = self._found.manifest
         named = [fragment for fragment in manifest.fragments if fragment.rank == file.rank]
@@ -264,17 +271,16 @@ class ReadThrough:
             copy_fragments(self.origin, manifest, named, self._folder(position))
 
     def _withdraw(self, position: int, files: Sequence[StoredFile]) -> None:
-        """Leave no room taken on a disk that is full: the next save needs it more.
+        """Remove files from a full cache, since the next save needs the room.
 
-        But for what somebody else, who found all of it there, is about to list.
+        If this restore has found the fragment of a file there, only its data is removed.
         """
         backend, ref = self._tiers[position].backend, self.origin.ref
         for file in files:
             gone = False
             with suppress(StorageError):
-                if (
-                    position in self.origin.listing
-                ):  # then the fragment was there before, and the data was not
+                # then the fragment was there before, and the data was not
+                if position in self.origin.listing:
                     backend.delete(file.key)
                     gone = True
                 else:
@@ -282,16 +288,18 @@ class ReadThrough:
             self.cached_bytes -= file.size if gone else 0
 
     def _has_room(self, position: int, files: Sequence[StoredFile]) -> bool:
-        """Where the cache has a capacity: whoever comes first makes room, for all who see the
-        folder, each reckoned to need as much.
+        """Make room in a cache that has a capacity. Returns whether there is room.
+
+        The first rank that asks makes room for all ranks that see the folder, and assumes that each
+        of them needs as much.
         """
         cache = self._tiers[position]
         if cache.tier.capacity is None:
             return True
-        subject, word = self._subjects(position)("room"), _REFUSED
+        subject, outcome = self._subjects(position)("room"), _REFUSED
         me = str(self._coordinator.rank).encode()
         if self._coordinator.set_once(subject, me) != me:
-            return self._heard(f"{subject}/end") == _DONE
+            return self._outcome(f"{subject}/end") == _DONE
         shared = cache.backend.capabilities.shared
         ranks = self._coordinator.world_size if shared else ranks_on_this_node()
         if cache.nodes:
@@ -306,9 +314,11 @@ class ReadThrough:
             )
             nbytes = min(mine * ranks, self._found.manifest.stored_bytes)
             evictor.make_room(self.origin.ref, nbytes, restored=None, stored=True)
-            word = _DONE
+            outcome = _DONE
         except RootInUse as error:
-            _log.warning("ckpt: %s is another job's, and gives up nothing: %s", cache.url, error)
+            _log.warning(
+                "ckpt: no room is made on %s, which belongs to another job: %s", cache.url, error
+            )
         except (OutOfSpace, StorageError) as error:
             _log.warning(
                 "ckpt: %s cannot store data of farther tiers, which is read there directly: %s",
@@ -316,31 +326,30 @@ class ReadThrough:
                 error,
             )
         finally:
-            self._coordinator.set_once(f"{subject}/end", word)
-        return word == _DONE
+            self._coordinator.set_once(f"{subject}/end", outcome)
+        return outcome == _DONE
 
     def _may_change(self, position: int) -> bool:
-        """Whether no other job that may be alive writes to the folder: what it has there is its
-        own to replace.
-        """
+        """Return True if no other job that may be alive writes to the folder."""
         cache = self._tiers[position]
         try:
             self._retry.call(Claim(cache.backend, self._me).use)
         except StorageError as error:
             _log.warning(
-                "ckpt: %s is left as it is, for whose it is cannot be seen: %s", cache.url, error
+                "ckpt: %s is left as it is, since its owner cannot be read: %s", cache.url, error
             )
             return False
         except RootInUse as error:
-            _log.warning("ckpt: %s is another job's, and is left as it is: %s", cache.url, error)
+            _log.warning(
+                "ckpt: %s is left as it is, since it belongs to another job: %s", cache.url, error
+            )
             return False
         return True
 
     def mend(self) -> None:
-        """After all was read: write files anew of which a cache had chunks damaged, once each.
+        """Replace the files of which a cache had damaged chunks. Call it after all was read.
 
-        What is there is replaced at once by a file of which every byte was verified, never written
-        into.
+        One rank replaces each file, in one step, by a file whose every byte was verified.
         """
         for position in self._caches:
             damaged = [
@@ -359,27 +368,28 @@ class ReadThrough:
                 mending = f"{subject(file.rank)}/mend"
                 if self._coordinator.set_once(mending, me) == me:
                     self._mend(position, file, f"{mending}/end")
-                elif self._heard(f"{mending}/end") == _DONE:
+                elif self._outcome(f"{mending}/end") == _DONE:
                     self.origin.mended(position, file.key)
 
     def _mend(self, position: int, file: StoredFile, subject: str) -> None:
-        cache, word = self._tiers[position], _LOST
+        cache, outcome = self._tiers[position], _LOST
         try:
-            # it is read again from there, but for the chunks that are bad
+            # its intact chunks are read from the cache again
             with self.origin.unnoted():
                 copy_files(self.origin.fetch, [file], self._folder(position))
             self.origin.mended(position, file.key)
-            word = _DONE
-            _log.info("ckpt: %s was mended on %s", file.key, cache.url)
+            outcome = _DONE
+            _log.info("ckpt: %s was repaired on %s", file.key, cache.url)
         except (IntegrityError, StorageError) as error:
             _log.warning("ckpt: %s stays damaged on %s: %s", file.key, cache.url, error)
         finally:
-            self._coordinator.set_once(subject, word)
+            self._coordinator.set_once(subject, outcome)
 
     def _list(self, position: int) -> None:
-        """The step is one of the cache's if, and only if, everything of it is there; of several
-        nodes each lists what it has a part of. What this restore has not fetched is read: its
-        size says little.
+        """List the step on a cache if all of its files are there.
+
+        Each of several nodes lists the step with its part of the files. Files that this restore has
+        not fetched are verified, since their sizes alone do not show that they are intact.
         """
         parts: list[StoredFile | FragmentRef] = [
             *self._found.manifest.fragments,
@@ -420,9 +430,9 @@ class ReadThrough:
             )
 
     def _faults(self, position: int, file: StoredFile) -> Sequence[Fault]:
-        """What is wrong with a file on a cache, every byte of it read.
+        """Read every byte of a file on a cache, and return its faults.
 
-        A fragment that is not filled in is read first, and not kept.
+        If the fragment of the file is not known yet, it is read first, and not kept.
         """
         if not file.chunks:
             named = next(each for each in self._found.manifest.fragments if each.rank == file.rank)
@@ -433,7 +443,7 @@ class ReadThrough:
         return verify_files(self._folder(position), [file])[0]
 
     def _folder(self, position: int) -> StepFolder:
-        """The step on a cache."""
+        """Return the folder of the step on a cache."""
         backend = self._tiers[position].backend
         return StepFolder(backend, self.origin.ref, self._workers, self._retry)
 
@@ -446,18 +456,20 @@ class ReadThrough:
                     else StorageError(self.origin.ref.folder, str(fault))
                 )
 
-    def _heard(self, subject: str) -> bytes | None:
-        """The verdict, if it comes before all patience is gone."""
+    def _outcome(self, subject: str) -> bytes | None:
+        """Return the outcome that another rank posts; None if it does not come in time."""
         return self._coordinator.verdict(
             subject, timeout=max(0.0, self._deadline - time.monotonic())
         )
 
     def _subjects(self, position: int) -> Callable[[object], str]:
-        """Of those who see the folder."""
+        """Return a function that names the subjects of the ranks that see the folder."""
         return partial("{}/{}/{}/{}".format, self._subject, position, self._scope(position))
 
     def _scope(self, position: int) -> str:
-        """Who sees the folder: all, or this node, or as far as is known this machine."""
+        """Return a name for the ranks that see the folder: all, those of this node, or, as far
+        as is known, those of this machine.
+        """
         if nodes := self._tiers[position].nodes:
             return f"node{nodes.of[self._coordinator.rank]}"
         if self._tiers[position].backend.capabilities.shared:
@@ -471,7 +483,10 @@ def _is_folder(tier: OpenTier) -> bool:
 
 
 class _Taster:
-    """Takes what a rank wants out of the files that it fetches. Threads: ``taste`` from any."""
+    """Takes the chunks that a rank wants out of the files that it fetches.
+
+    Thread safety: any thread may call ``taste``.
+    """
 
     def __init__(self, plan: RestorePlan, sink: Sink) -> None:
         self._wanted = {read.place: read for read in plan.reads}

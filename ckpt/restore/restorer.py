@@ -158,11 +158,11 @@ class Restorer:
         self._finished: tuple[tuple[int, str], ...] = ()
 
     def restore(self, state: MutableMapping[str, Any], step: int | None) -> RestoreReport | None:
-        """Fill ``state``. None if there is no checkpoint and none was asked for by number.
+        """Fill ``state``. Return None if there is no checkpoint and no number was given.
 
         Raises:
-            RestoreError: It does not fit, or no step is intact; tensors may have been overwritten
-                in the latter case, and the message says so.
+            RestoreError: The state does not fit, or no step is intact. In the latter case tensors
+                may have been overwritten, and the message says so.
             StorageError: The tiers cannot be listed.
         """
         began = time.perf_counter()
@@ -436,7 +436,9 @@ def _as_pattern(pattern: str) -> str:
 
 
 def _is_shared(replicas: object, coordinator: Coordinator) -> bool:
-    """Raises ``ConfigError`` for what is no way to restore replicas, or none here."""
+    """Raise ``ConfigError`` for a value that is no way to restore replicas, or none that works
+    here.
+    """
     if replicas not in get_args(Replicas):
         raise ConfigError(f'replicas={replicas!r}: give "read" or "broadcast"')
     if replicas == "read" or coordinator.world_size == 1:

@@ -115,7 +115,7 @@ class Evictor:
             )
 
     def free(self, ref: StepRef, nbytes: int, *, restored: int | None) -> bool:
-        """The store was full: free ``nbytes`` or more. Returns whether anything was freed."""
+        """Free ``nbytes`` or more in a store that was full. Returns whether anything was freed."""
         self._retry.call(self._claim.use)
         found, over, tried = self._inventory.look(), nbytes, set[StepRef]()
         while over > 0 and (going := list(self._going(found, ref, over, restored, tried))):
@@ -177,7 +177,8 @@ class Evictor:
         return restored is None or ref.step <= restored or ref.attempt.startswith(self._claim.own)
 
     def _remove(self, going: list[StoredStep], why: str, tried: set[StepRef]) -> int:
-        """Returns how many bytes were freed; adds all of ``going`` to ``tried``.
+        """Remove ``going``, and return how many bytes were freed. All of ``going`` is added to
+        ``tried``.
 
         Raises:
             RootInUse: The root is another job's now.

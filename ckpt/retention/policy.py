@@ -90,8 +90,9 @@ def first_to_go(
     *,
     own: str = "",
 ) -> list[StepRef]:
-    """All of ``committed``, as a full tier gives them up: what the rule would, then what is only
-    new, last what is kept for its number or metric; each oldest first.
+    """Return all of ``committed`` in the order in which a full tier removes them: first what the
+    rule does not keep, then what is kept as new, last what is kept for its number or metric. Each
+    group is in ascending order.
     """
     why = reasons(committed, rule, metrics or {}, own=own)
 

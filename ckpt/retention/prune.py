@@ -27,8 +27,8 @@ from ckpt.retention.policy import Retention, reasons
 from ckpt.storage.api import KeepsUnfinished, Rooted, StorageBackend, Unfinished
 
 GRACE_SECONDS: Final = 24 * 3600.0
-"""What was begun later than this ago, and never committed, is left alone: somebody may still commit
-it.
+"""The remains of a save that are younger than this are left alone, since a process may still commit
+them.
 """
 
 _RETRY: Final = RetryPolicy()
@@ -129,7 +129,10 @@ def judge(
 
 
 def _is_old(held: StoredStep, grace_seconds: float) -> bool:
-    """A save touches its folder all the time; what a read-through has left there, never again."""
+    """Return True if no file of the step was put for ``grace_seconds``.
+
+    A save under way puts files all the time.
+    """
     return held.touched is not None and time.time() - held.touched > grace_seconds
 
 
@@ -150,7 +153,7 @@ def prune(
     Args:
         backend: The store.
         rule: What to keep.
-        context: Who prunes.
+        context: The job that prunes.
         dry_run: Whether nothing is removed.
         inventory: Remembers the steps from call to call.
 
@@ -176,13 +179,15 @@ def carry_out(
     dry_run: bool = False,
     claim: Claim | None = None,
 ) -> list[Pruned]:
-    """Remove those without a reason to stay, oldest first. Returns them, but for folders that held
-    nothing and what somebody finishes just now.
+    """Remove the steps that have no reason to stay, oldest first.
+
+    Returns:
+        What was removed, without empty folders, and without steps that a process finishes just now.
 
     Raises:
         RootInUse: Another job has taken the root over. Nothing was removed since.
-        StorageError: Of one that could not be removed, the others all the same; unless the store
-            does not answer.
+        StorageError: A step could not be removed. The others were removed unless the store does not
+            answer.
     """
     gone: list[StoredStep] = []
     failure: StorageError | None = None
@@ -225,7 +230,7 @@ def remove(backend: StorageBackend, held: StoredStep, claim: Claim | None = None
             if not (marked := _put_marker(backend, held)) or is_pinned(backend, held.ref):
                 return False
         except OutOfSpace:
-            # whole checkpoints go first then, and what no fragment tells of
+            # then whole checkpoints go first, and data that no fragment describes
             if held.state == "incomplete":
                 if any(is_fragment(info.key.rpartition("/")[2]) for info in held.objects):
                     return False
@@ -275,13 +280,14 @@ def discard(backend: StorageBackend, found: Iterable[Unfinished]) -> None:
 
 
 def discard_left(backend: StorageBackend, claim: Claim) -> None:
-    """Free what unfinished writes of jobs that have ended take. Of other jobs: what no folder
-    shows, and no process can still be at.
+    """Discard the unfinished writes of jobs that have ended.
+
+    Of other jobs, those are discarded that belong to no folder and that no process can still
+    continue.
     """
     if isinstance(backend, KeepsUnfinished):
         shown = attempts(backend)
-        # where there are folders, each write lies in that of its step, and others are not ours to
-        # look into
+        # in a store with folders each write is in that of its step; other folders are not ours
         prefixes = [f"{ref.folder}/" for ref in shown] if isinstance(backend, Rooted) else [""]
         for one in [one for prefix in prefixes for one in backend.unfinished(prefix)]:
             folder, _, name = one.key.partition("/")
@@ -331,7 +337,7 @@ def sweep(
 def _is_abandoned(held: StoredStep) -> bool:
     """Return True if the claim marker of a process that is long gone is in the way.
 
-    No process needs a day from its marker to its manifest.
+    No process takes a day from putting its marker to putting its manifest.
     """
     ours = 0 if held.state == "incomplete" else None  # an aborted save is cleared away by several
     dates = [

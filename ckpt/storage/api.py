@@ -64,7 +64,7 @@ class Unfinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store can do. Callers ask first, and never learn it from an exception.
+    """What a store can do. Callers look here before a call, and need no exception to find out.
 
     Attributes:
         put_if_absent: ``put(if_absent=True)`` has one winner, which the store decides across
@@ -169,15 +169,15 @@ class StorageBackend(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """All objects whose key starts with ``prefix``, in no order.
+        """Return all objects whose key starts with ``prefix``, in no order.
 
         Temporary files of unfinished writes are not objects.
         """
         ...
 
     def folders(self, prefix: str) -> Iterator[str]:
-        """Names of the folders directly below ``prefix`` (empty, or ending in '/'), in no order,
-        without the slash.
+        """Return the names of the folders directly below ``prefix`` (empty, or ending in '/'), in
+        no order, without the slash.
         """
         ...
 
@@ -204,7 +204,7 @@ class Adopting(Protocol):
 
 @runtime_checkable
 class Rooted(Protocol):
-    """A store that several places of one name may stand for: a folder."""
+    """A store whose name may stand for several places: a folder."""
 
     def identity(self) -> str:
         """Return a name of the root that is unique among all roots that this machine sees.
@@ -301,9 +301,9 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_written(key: str, written: int, announced: int, size: int | None) -> int:
-    """The true size of an upload that is finished.
+    """Return the size of a finished upload.
 
-    Raises ``StorageError`` if it is not what was written, or more than was announced.
+    Raises ``StorageError`` if it is not the size that was written, or is larger than announced.
     """
     whole = announced if size is None else size
     if written != whole or whole > announced:
@@ -378,7 +378,7 @@ def is_there(backend: StorageBackend, key: str) -> bool:
 
 
 def read_object(backend: StorageBackend, key: str, *, limit: int) -> bytes:
-    """A whole small object.
+    """Return a whole small object.
 
     Raises ``StorageError`` before any memory is reserved if it is larger than ``limit`` bytes.
     """

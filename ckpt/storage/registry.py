@@ -34,7 +34,7 @@ _SCHEME: Final = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def scheme_of(url: str) -> str:
-    """'file' for a plain path.
+    """Return the scheme of a URL; 'file' for a plain path.
 
     A chained fsspec URL ('simplecache::s3://b') has the scheme 'fsspec'.
     """
@@ -56,7 +56,7 @@ def open_backend(url: str, options: Mapping[str, object] | None = None) -> Stora
 
 
 def stores_in_memory() -> list[str]:
-    """URLs of what this user's jobs have in the memory of this machine, running or not."""
+    """Return the URLs of what this user's jobs, running or not, have in this machine's memory."""
     return cast("Callable[[], list[str]]", pkgutil.resolve_name("ckpt_backends.shm:stores"))()
 
 

@@ -49,7 +49,7 @@ class OpenTier:
 
     @property
     def url(self) -> str:
-        """Without credentials."""
+        """The URL without credentials."""
         return self.backend.url
 
     @property
@@ -143,8 +143,8 @@ def urls_of(tiers: Sequence[Tier]) -> list[str]:
 
 
 def _memory_of(farther: Sequence[Tier]) -> str:
-    """The store in memory that belongs to the next tier: a restarted job finds it by that,
-    whatever its process or run is called.
+    """Return the URL of the store in memory that belongs to the next tier. A restarted job finds it
+    by that tier, whatever its process or run is called.
     """
     if not farther:
         raise ConfigError(

@@ -58,6 +58,7 @@ def test_a_store_that_fails_while_the_others_hold_nothing_leads_out(workers: Wor
     )
     down = FaultyBackend(far, [Rule(verb="folders", fault=Raise(AccessDenied))])
     with pytest.raises(
-        AccessDenied, match=r"no other tier has a step.*take that tier out to start afresh"
+        AccessDenied,
+        match=r"no other tier has a step.*take that tier out to begin without a checkpoint",
     ):
         list(candidates([near, down], None, workers=workers))

@@ -199,7 +199,7 @@ class Broadcast:
         return [self._reads[key] for key in parcel.keys]
 
     def place_of(self, reads: Sequence[ChunkRead]) -> memoryview | None:
-        """The target's own memory, for a single chunk that has such."""
+        """Return the target's own memory for a single chunk that has such memory."""
         return self._sink.direct(reads[0]) if len(reads) == 1 else None
 
     def lend(self, nbytes: int) -> memoryview:
@@ -236,8 +236,9 @@ class Broadcast:
 
 
 class _Load:
-    """A parcel and its memory: the target's own, or a buffer with its chunks one after the
-    other.
+    """A parcel and its memory.
+
+    The memory is that of the target, or a buffer that has the chunks one after another.
     """
 
     def __init__(self, parcel: Parcel, owner: Broadcast) -> None:

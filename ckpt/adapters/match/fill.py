@@ -49,7 +49,7 @@ def fill(match: Matching, name: str, source: str, target: Source, node: Node) ->
 
 
 def _stored(name: str, path: str, layer: Layer, node: Node) -> Iterator[tuple[str, str]]:
-    """The path of each innermost tensor of the wrapper, and the name of its bytes."""
+    """Return the path of each innermost tensor of the wrapper, and the name of its bytes."""
     if tag(node) != "subclass":
         raise KindMismatch(name, kind(node), layer.kind)
     if node["class"] != layer.kind:

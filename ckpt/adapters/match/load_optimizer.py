@@ -80,8 +80,8 @@ def match_optimizer(
 class _Found:
     """A parameter of the optimizer, or a part of it.
 
-    ``name``, ``source`` are those of its state here and there, ``weight`` its own name there.
-    ``is_here``: whether this rank keeps any state of it.
+    ``name`` is the name of its state here, and ``source`` that in the checkpoint. ``weight`` is its
+    own name there. ``is_here`` says whether this rank keeps any state of it.
     """
 
     group: dict[str, Any]
@@ -263,8 +263,8 @@ class _Loader:
         return new_state(parameter, each.group, key, saved, each.part.piece)
 
     def _wrapper(self, each: _Found, key: object, held: Any) -> Source:
-        """The tensor that is there, or else the one that the optimizer's own step makes: what is
-        inside of a wrapper cannot be put into anything else.
+        """Return the tensor that is there, or else the one that the optimizer's own step makes.
+        What is inside of a wrapper can be put into a wrapper only.
         """
         if isinstance(held, torch.Tensor):
             return held
@@ -282,8 +282,8 @@ class _Loader:
         return found
 
     def _dtype(self, each: _Found, held: Any, saved: Tensor) -> str:
-        """The saved one; where it may be converted that of what is there, or of the parameter if
-        both had the same when they were saved.
+        """Return the saved dtype, or, if it may be converted, that of the present value, or that of
+        the parameter if both had the same dtype when they were saved.
         """
         if isinstance(held, Source):
             return str(held.dtype).removeprefix("torch.")

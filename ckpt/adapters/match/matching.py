@@ -104,7 +104,7 @@ class Matching:
             self._renamed[name] = source
 
     def lack(self, name: str, source: str, parameter: str = "") -> None:
-        """The checkpoint has not what it should be filled with.
+        """Note that the checkpoint lacks a name of the state.
 
         ``parameter``: what it is the optimizer's state of, by its name in the checkpoint.
         """
@@ -117,7 +117,9 @@ class Matching:
 
     @contextmanager
     def one(self, name: str, source: str) -> Generator[None]:
-        """If nothing of what is looked for inside is there, the whole of it is missing."""
+        """Match the parts of one object in the block. If none of them is in the checkpoint, the
+        object as a whole is missing.
+        """
         known, taken = dict(self._missing), len(self._taken)
         yield
         if len(self._missing) > len(known) and len(self._taken) == taken:
@@ -125,7 +127,7 @@ class Matching:
             self.lack(name, source)
 
     def expect(self, node: Node, path: str, *tags: str) -> None:
-        """Raises ``KindMismatch`` if ``node`` is of none of these kinds."""
+        """Raise ``KindMismatch`` if ``node`` is of none of these kinds."""
         if tag(node) not in tags:
             raise KindMismatch(path, kind(node), tags[0])
 
@@ -172,7 +174,7 @@ class Matching:
         self.want(name, name, target)
 
     def done(self) -> Matched:
-        """The end of it. Raises ``EntryMissing`` if something is, and must not be."""
+        """End the matching. Raises ``EntryMissing`` if an entry is missing that must not be."""
         if self._missing and self.selection.strict:
             raise EntryMissing(list(self._missing), self.saved.manifest.step, self._missing)
         unexpected = self.saved.unexpected(self._taken, self._opened)

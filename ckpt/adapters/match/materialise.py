@@ -49,8 +49,8 @@ class RealTensors:
         return real
 
     def like(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself if it is real, else what it would be: to lay out by it what belongs to
-        it. It stays as it is unless it is filled.
+        """Return the tensor if it is real, else the one that will replace it, which shows the
+        layout. The tensor is only replaced if it is filled.
 
         Raises:
             RestoreError: Something else than Python holds on to the tensor that is to be replaced.
@@ -71,7 +71,7 @@ class RealTensors:
             torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
 
     def left_out(self, path: str, module: nn.Module) -> list[str]:
-        """Names of the module's tensors that stay without memory."""
+        """Return the names of the module's tensors that stay without memory."""
         names = canonical(module)
         named = (*module.named_parameters(), *module.named_buffers())
         return [

@@ -20,7 +20,7 @@ from ckpt.errors import RestoreError
 def state_of_step(
     name: str, optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> Mapping[Any, Any]:
-    """The state of ``parameter`` after a first step with a gradient of zeros.
+    """Return the state of ``parameter`` after a first step with a gradient of zeros.
 
     A stand-in of the optimizer, with copies of its attributes, steps a stand-in of the parameter,
     without the hooks of the optimizer. Neither these two nor the random numbers of torch and of

@@ -65,7 +65,7 @@ class Remaker:
 
 
 def torch_value(tag: str, node: Mapping[str, Node]) -> object:
-    """A plain value of torch's own. Raises ``ManifestCorrupt`` for what is none."""
+    """Return a plain value of torch's own. Raises ``ManifestCorrupt`` if the node is none."""
     match tag:
         case "size":
             return torch.Size(node["v"])

@@ -75,9 +75,7 @@ class Saved:
         return found
 
     def _find(self, path: str) -> Node:
-        """In the innermost container that has it: a key that is no string may have slashes in
-        it.
-        """
+        """Look in the innermost container that has the name, since a key may have slashes in it."""
         end = len(path)
         while end > 0:
             end = max(path.rfind("/", 0, end), 0)
@@ -111,7 +109,7 @@ class Saved:
         return None
 
     def parameters(self, path: str) -> Collection[str]:
-        """Full names of the parameters of the optimizer at ``path``."""
+        """Return the full names of the parameters of the optimizer at ``path``."""
         return self._held(path, self.node(path)).keys()
 
     def left_out(self, name: str, parameter: str = "") -> bool:
@@ -148,8 +146,8 @@ class Saved:
         return sorted({*values, *tensors})
 
     def unexpected(self, taken: Collection[str], opened: Collection[str]) -> list[str]:
-        """The topmost names of what is neither ``taken`` nor in something that is; in what was
-        ``opened``, or has something taken in it, they are looked for inside.
+        """Return the topmost names that are neither ``taken`` nor below a name that is. Below names
+        that were ``opened``, or that have a taken name below them, each name counts.
         """
         names = sorted(taken)
 

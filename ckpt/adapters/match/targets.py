@@ -20,7 +20,7 @@ from ckpt.adapters.walk.objects import declares_state, is_stateful
 
 
 def memory_of(target: Source) -> Hashable:
-    """Equal for targets that share it."""
+    """Return a value that is equal for targets that share memory."""
     if isinstance(target, LocalShards):
         return tuple(map(memory_of, target.tensors)) or id(target)
     memory = local(target)

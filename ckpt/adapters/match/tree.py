@@ -166,7 +166,7 @@ class StateTree:
         return kind(kept) if kept or (not items and chosen(path, self._globs)) else _LEFT
 
     def _per_rank(self, path: str) -> Any:
-        """A list, one item per rank."""
+        """Return a list with one item for each rank."""
         values: list[Any] = []
         for rank in range(self._manifest.world_size):
             tree = parse(self._manifest.per_rank[str(rank)], "per_rank")
@@ -223,7 +223,7 @@ class StateTree:
         return {"state": state, "param_groups": groups} if groups else {"state": state}
 
     def _parameter(self, path: str) -> str:
-        """The name of a parameter within its module, if the state has only one."""
+        """Return the name of a parameter within its module, if the state has only one."""
         if len(self._modules) == 1 and path.startswith(f"{self._modules[0]}/"):
             return path[len(self._modules[0]) + 1 :]
         return path

@@ -34,7 +34,7 @@ class DeclaredPart(NamedTuple):
         return tuple(memory.shape) == self.own_shape
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """The whole tensor, as far as it is in ``memory``.
+        """Return the whole tensor, as far as it is in ``memory``.
 
         Raises ``ConfigError`` if the parameter is another one by now.
         """

@@ -37,14 +37,14 @@ def is_plain(tensor: Source) -> TypeGuard[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory this rank holds, as a plain tensor: no subclass has a say in how its bytes are
-    read and written.
+    """Return the memory this rank holds, as a plain tensor, so that no subclass takes part in
+    reading and writing its bytes.
     """
     return held if is_plain(held := held_in(tensor)) else plain_alias(held)
 
 
 def held_in(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that this rank holds, of whatever class."""
+    """Return the tensor that this rank holds, of any class."""
     if is_plain(tensor):
         return tensor
     return waited(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
@@ -55,7 +55,7 @@ def _parts(source: Source) -> tuple[torch.Tensor, ...]:
 
 
 def memories(source: Source, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-    """The memory of each of the ``boxes`` that ``leaf_of`` has found."""
+    """Return the memory of each of the ``boxes`` that ``leaf_of`` has found."""
     return _in_boxes(tuple(map(local, _parts(source))), boxes)
 
 
@@ -82,12 +82,12 @@ class Form(NamedTuple):
     wrapper: torch.Tensor | None = None
 
     def memories(self, boxes: Sequence[Box]) -> Sequence[torch.Tensor]:
-        """The memory of each of the ``boxes`` that ``leaf_of`` has found."""
+        """Return the memory of each of the ``boxes`` that ``leaf_of`` has found."""
         return _in_boxes(self.held, boxes)
 
 
 def form_of(source: Source) -> Form:
-    """The form that ``source`` has now."""
+    """Return the form that ``source`` has now."""
     parts = _parts(source)
     signature = tuple(_format(held_in(part)) for part in parts)
     wrapper: torch.Tensor | None = None
@@ -105,7 +105,7 @@ def _format(held: torch.Tensor) -> Hashable:
 
 
 def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
-    """The leaf of ``tensor``.
+    """Return the leaf of ``tensor``.
 
     ``replicas`` are the ranks known to hold a *plain* tensor too; a DTensor and ``LocalShards``
     know their own.
@@ -161,7 +161,7 @@ def leaf_of(name: str, tensor: Source, replicas: tuple[int, ...]) -> Leaf:
 
 
 def boxes_of(name: str, tensor: DTensor) -> tuple[Box, ...]:
-    """The boxes of a DTensor that this rank holds.
+    """Return the boxes of a DTensor that this rank holds.
 
     Raises:
         UnsupportedValue: A placement without boxes, such as a partial one.
@@ -238,7 +238,7 @@ def has_storage(memory: torch.Tensor) -> bool:
 
 
 def check_storage(name: str, memory: torch.Tensor) -> None:
-    """Raises ``UnsupportedValue`` for memory that cannot be read: the process would end with a
+    """Raise ``UnsupportedValue`` for memory that cannot be read: the process would end with a
     signal.
     """
     if not has_storage(memory):
@@ -297,7 +297,7 @@ def holders_of(tensor: DTensor, around: tuple[int, ...] = ()) -> tuple[int, ...]
 
 
 def mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """All ranks of a DTensor's mesh, ascending."""
+    """Return all ranks of a DTensor's mesh, ascending."""
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
 
 

@@ -1,6 +1,4 @@
-"""Values that differ between ranks, declared as such; and the one nearly everybody has: the
-random number generators.
-"""
+"""Values that are declared to differ between ranks, such as the random number generators."""
 
 from __future__ import annotations
 
@@ -16,9 +14,11 @@ from ckpt.errors import ConfigError
 _Rule = Literal["error", "same_rank", "first"]
 _RULES: Final = get_args(_Rule)
 OnResize = _Rule | Callable[[int, int, int], int | None]
-"""Whose value a rank takes when the world has another size: nobody's (an error), its own if there
-was one, rank 0's, or ``policy(rank, world_size, saved_world_size)`` -> saved rank, or None to keep
-what it has.
+"""Which rank's value a rank takes if the world has another size.
+
+"error" refuses the restore. "same_rank" takes its own value if there is one. "first" takes that of
+rank 0. A function ``policy(rank, world_size, saved_world_size)`` returns the rank that saved the
+value, or None to keep the present value.
 """
 
 
@@ -81,7 +81,7 @@ class RngState:
 
 
 def _accelerator(*, in_use: bool = True) -> tuple[str, Any] | None:
-    """The accelerator's name and module, if it has generators that can be kept.
+    """Return the accelerator's name and module, if it has generators that can be kept.
 
     ``in_use``: nothing is asked that would make a context.
     """

@@ -56,7 +56,7 @@ class Piece(NamedTuple):
         return memory.shape == (self.size,)
 
     def of(self, name: str, memory: torch.Tensor) -> LocalShards:
-        """The tensor in ``memory``.
+        """Return the tensor in ``memory``.
 
         Raises ``UnsupportedValue`` if all of it is there just now, gathered.
         """
@@ -67,7 +67,7 @@ class Piece(NamedTuple):
 
 
 def gathered(name: str) -> UnsupportedValue:
-    """The error for parameters that are not in their pieces."""
+    """Return the error for parameters that are not in their pieces."""
     return UnsupportedValue(
         name,
         "parameter of FSDP1 that is gathered now",
@@ -78,7 +78,7 @@ def gathered(name: str) -> UnsupportedValue:
 
 
 Flat = Mapping[str, Piece]
-"""What lies in one parameter that an optimizer may have: pieces by their keys in the module.
+"""The pieces in one parameter that an optimizer may have, by their keys in the module.
 
 The key of the one piece in a parameter that has keys itself is ''.
 """
@@ -133,7 +133,7 @@ def hookless_state(module: nn.Module, prefix: str = "") -> dict[str, Any]:
 
 
 def as_source(tensor: torch.Tensor) -> Source:
-    """A ``ShardedTensor`` as the boxes it is; every other tensor is itself."""
+    """Return a ``ShardedTensor`` as its boxes, and any other tensor as it is."""
     api: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
     if api is None or not isinstance(tensor, api.ShardedTensor):
         return tensor

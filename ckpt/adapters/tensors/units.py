@@ -68,7 +68,7 @@ def _walk(
 
 
 def _own_unit(module: nn.Module, known: dict[int, Unit]) -> Unit | None:
-    """The unit that begins at ``module``, if one does.
+    """Return the unit that begins at ``module``, if one does.
 
     ``known`` holds those of ``fully_shard``, which may begin at several modules.
     """

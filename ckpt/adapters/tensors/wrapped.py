@@ -79,7 +79,7 @@ class Layer:
     alias: torch.Tensor
 
     def leaves(self, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """The innermost tensors, by their paths in the wrapper."""
+        """Yield the innermost tensors, by their paths in the wrapper."""
         for name, part in self.inner.items():
             if isinstance(part, Layer):
                 yield from part.leaves(join(path, name))
@@ -87,7 +87,7 @@ class Layer:
                 yield join(path, name), part
 
     def layers(self) -> Iterator[Layer]:
-        """This wrapper and those inside."""
+        """Yield this wrapper and the wrappers inside of it."""
         yield self
         for part in self.inner.values():
             if isinstance(part, Layer):
@@ -282,7 +282,7 @@ def _has_memory(alias: torch.Tensor) -> bool:
 
 
 def _values(value: Any, path: str, resize: _Resize) -> Node:
-    """The metadata as plain values. They are only compared.
+    """Return the metadata as plain values. They are only compared.
 
     Devices are left out, since a restore leaves a tensor on its device.
     """
@@ -311,7 +311,7 @@ def _values(value: Any, path: str, resize: _Resize) -> Node:
 
 
 def _plain(value: object, path: str) -> Node:
-    """The hook of ``encode`` for what is neither a number, text nor bytes."""
+    """Encode what is neither a number, text nor bytes, as the hook of ``encode``."""
     if isinstance(value, torch.dtype):
         return {"$": "dtype", "v": str(value).removeprefix("torch.")}
     raise UnsupportedValue(
@@ -368,7 +368,7 @@ def _places_of_size(held: torch.Tensor, path: str, kind: type) -> frozenset[str]
 def _sharded(
     name: str, tensor: DTensor, layer: Layer, around: tuple[int, ...]
 ) -> dict[str, Inside]:
-    """The innermost tensors of this rank's part of a DTensor, as parts of larger tensors.
+    """Return the innermost tensors of this rank's part of a DTensor, as parts of larger tensors.
 
     A DTensor that is not cut has them whole. One that is cut by rows has each inner tensor cut by
     rows too, or whole: whichever the class itself makes of it in ``part[:n]``.
