@@ -4,9 +4,7 @@ so does plain PyTorch; and back.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,23 +15,13 @@ import torch
 
 from ckpt import CheckpointManager
 from tests.distributed.launch import torchrun
+from tests.integrations.on_deepspeed import MARKS
 
 WORKER = Path(__file__).parent / "workers" / "zero.py"
 STAGES, DTYPES = ("1", "2", "3"), ("fp32", "bf16")
 VARIANTS = ("2-bf16-robin", "1-bf16-sums", "3-fp32-groups", "2-bf16-offload", "3-bf16-offload")
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),  # it builds an extension of its own the first time
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed: pip install -e '.[deepspeed]'",
-    ),
-    pytest.mark.skipif(
-        shutil.which("c++") is None, reason="deepspeed builds its CPU backend with a C++ compiler"
-    ),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
+import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.kit.worlds import environment_of, run_forks, world
+from tests import processes
+from tests.integrations.on_deepspeed import MARKS
+from tests.kit.worlds import ENVIRONMENT, ROOT, environment_of, run_forks, world
 from tests.servers import free_port
 
 WORKER = Path(__file__).parent / "workers" / "zero_engine.py"
@@ -18,19 +23,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "deepspeed.md"
 KINDS = ("0-fp32", "0-bf16", "1-fp32", "1-bf16-sums", "2-bf16", "3-fp32", "3-bf16")
 OFFLOADED = ("2-bf16-offload", "3-bf16-offload")
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.slow,
-    pytest.mark.integration,
-    pytest.mark.timeout(900),  # DeepSpeed builds an extension of its own the first time
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed: pip install -e '.[deepspeed]'",
-    ),
-    pytest.mark.skipif(
-        shutil.which("c++") is None, reason="deepspeed builds its CPU backend with a C++ compiler"
-    ),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +91,33 @@ def test_the_example_of_the_page_runs_and_resumes(
     script.write_text(block.partition("```")[0])
     assert "at step 0 last None" in world(2, script, timeout=300)
     assert "at step 20 last 19" in world(2, script, timeout=300)
+
+
+def test_the_example_that_is_killed_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    def started(root: Path) -> subprocess.Popen[str]:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words = [ROOT / "examples" / "train_deepspeed.py", "--epochs", "1", "--save-every", "5"]
+        command = [*launch, "--nproc-per-node=2", *map(str, words), "--root", str(root)]
+        environment = {**os.environ, **ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        both: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, env=environment, **both)
+
+    def said_by(root: Path) -> list[str]:
+        with processes.ended(started(root)) as process:
+            output, _ = process.communicate(timeout=400)
+        assert process.returncode == 0, output
+        return re.findall(r"^(?:step|accuracy|resumed) .*", output, re.MULTILINE)
+
+    whole = said_by(tmp_path / "whole")
+    with processes.ended(started(tmp_path / "killed")) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step   12") for line in process.stdout)
+        processes.kill_all(process)
+    first, *rest = said_by(tmp_path / "killed")
+    resumed = re.match(r"resumed from step (\d+): epoch 0", first)
+    assert resumed is not None, first
+    assert rest == whole[int(resumed[1]) :]
+    assert rest[-1].startswith("accuracy")
 
 
 def test_the_change_of_a_script_has_at_most_five_lines() -> None:

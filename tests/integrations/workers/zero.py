@@ -8,6 +8,7 @@ What is compared is seen through DeepSpeed's own eyes, never through ours.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import deepspeed
@@ -209,18 +210,19 @@ def rounded(kept: dict[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor
     return {name: value.to(to).float() for name, value in weights.items() if name != "seen"}
 
 
-def main() -> None:
+def main(verbs: Mapping[str, Callable[..., None]]) -> None:
+    """Follow the orders of the command line: the name of a verb, and its words after colons."""
     set_log_level_from_string("error")
     deepspeed.init_distributed("gloo")
     folder, *orders = sys.argv[1:]
     for order in orders:
-        verb, *kinds = order.split(":")
-        {"save": save, "load": load}[verb](Path(folder), *kinds)
-    dist.barrier()
+        verb, *words = order.split(":")
+        verbs[verb](Path(folder), *words)
+        dist.barrier()
     if dist.get_rank() == 0:
         print("ALL WELL")
     exit_rank()
 
 
 if __name__ == "__main__":
-    main()
+    main({"save": save, "load": load})

@@ -11,23 +11,19 @@ import logging
 import math
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-import deepspeed
 import numpy as np
 import pytest
 import torch
 import zero  # type: ignore[import-not-found]
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-from deepspeed.utils import set_log_level_from_string
 from torch import distributed as dist
 
-from bench.rank_exit import exit_rank
 from ckpt import CheckpointManager
 from ckpt.errors import ConfigError, NoCheckpoint, RestoreError, UnsupportedValue
 from ckpt.integrations.deepspeed_engine import CkptEngine
@@ -350,18 +346,5 @@ ORDERS: dict[str, Callable[..., None]] = {
 }
 
 
-def main() -> None:
-    set_log_level_from_string("error")
-    deepspeed.init_distributed("gloo")
-    folder, *orders = sys.argv[1:]
-    for order in orders:
-        verb, *words = order.split(":")
-        ORDERS[verb](Path(folder), *words)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        print("ALL WELL")
-    exit_rank()
-
-
 if __name__ == "__main__":
-    main()
+    zero.main(ORDERS)
