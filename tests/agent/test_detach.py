@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -135,12 +136,20 @@ def test_it_does_not_wait_for_the_record_of_a_store_that_is_down(
     assert until(lambda: read_owner(open_backend(str(tmp_path / "far"))) is None)
 
 
-@pytest.mark.parametrize("how", ["with", "close"])
-def test_an_exception_leaves_the_job_to_the_agent(place: Place, tmp_path: Path, how) -> None:
-    """A step that memory alone has becomes durable."""
+@pytest.fixture
+def in_memory(tmp_path: Path) -> Iterator[list[Tier]]:
     tiers = [Tier("memory"), Tier(str(tmp_path / "disk"), every=100)]
+    yield tiers
+    shutil.rmtree(memory_folder(*tiers), ignore_errors=True)
+
+
+@pytest.mark.parametrize("how", ["with", "close"])
+def test_an_exception_leaves_the_job_to_the_agent(
+    in_memory: list[Tier], place: Place, tmp_path: Path, how
+) -> None:
+    """A step that memory alone has becomes durable."""
     with pytest.raises(ValueError, match="oh"):  # noqa: PT012
-        manager = CheckpointManager(tiers, agent="required")
+        manager = CheckpointManager(in_memory, agent="required")
         if how == "with":
             with manager:
                 manager.save(state(1), 1)
@@ -152,7 +161,7 @@ def test_an_exception_leaves_the_job_to_the_agent(place: Place, tmp_path: Path, 
             manager.close()
     await_state(place, "done")
     assert whole(tmp_path / "disk") == [1]
-    assert not memory_folder(*tiers).exists()
+    assert not memory_folder(*in_memory).exists()
 
 
 def test_a_second_manager_of_the_process_is_finished_too(place: Place, tmp_path: Path) -> None:

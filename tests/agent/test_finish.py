@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -69,19 +70,28 @@ def holds(root: Path | str, step: int, **options: object) -> bool:
     return report is not None and state["x"].unique().tolist() == [step]
 
 
-@pytest.fixture
-def tiers(tmp_path: Path) -> list[dict[str, object]]:
-    """Memory, a disk that takes each 100th step, and a far folder."""
-    return [
+@pytest.fixture(autouse=True)
+def tiers(tmp_path: Path) -> Iterator[list[dict[str, object]]]:
+    """Memory, a disk that takes each 100th step, and a far folder.
+
+    What a test leaves in memory is removed after its agent has ended, since this is set up first.
+    """
+    found: list[dict[str, object]] = [
         {"url": "memory"},
         {"url": str(tmp_path / "disk"), "every": 100},
         {"url": str(tmp_path / "far")},
     ]
+    yield found
+    shutil.rmtree(memory_of(found), ignore_errors=True)
+
+
+def memory_of(tiers: list[dict[str, object]]) -> Path:
+    return memory_folder(*(Tier(**fields) for fields in tiers))  # type: ignore[arg-type]
 
 
 def no_traces(tiers: list[dict[str, object]]) -> bool:
     """Whether nothing of the job is in /dev/shm."""
-    return not memory_folder(*(Tier(**fields) for fields in tiers)).exists()  # type: ignore[arg-type]
+    return not memory_of(tiers).exists()
 
 
 def test_a_step_in_memory_alone_becomes_durable_on_two_tiers_without_a_restart(
@@ -115,13 +125,13 @@ def test_a_root_that_a_job_of_another_machine_has_left_is_no_obstacle(
 
 @pytest.mark.server
 def test_a_step_in_memory_alone_reaches_an_object_store(
-    place: Place, tmp_path: Path, moto_server: Server
+    place: Place, tmp_path: Path, tiers, moto_server: Server
 ) -> None:
     """Its credentials travel over the socket, and are in no file and no command line."""
     secret = "S3CRET-of-the-test"
     options = {"endpoint_url": moto_server.url, "key": "AKIDTEST", "secret": secret}
     url = f"s3://bucket/agent-{os.getpid()}"
-    tiers = [{"url": "memory"}, {"url": str(tmp_path / "disk")}, {"url": url, "options": options}]
+    tiers[1:] = [{"url": str(tmp_path / "disk")}, {"url": url, "options": options}]
     train(tiers, 1, 1, "kill nearest")
     await_state(place, "done")
     assert holds(url, 1, **options)
@@ -134,9 +144,8 @@ def test_a_step_in_memory_alone_reaches_an_object_store(
     assert no_traces(tiers)
 
 
-def test_retention_is_applied_as_by_the_trainer(place: Place, tmp_path: Path) -> None:
-    tiers = [
-        {"url": "memory"},
+def test_retention_is_applied_as_by_the_trainer(place: Place, tmp_path: Path, tiers) -> None:
+    tiers[1:] = [
         {"url": str(tmp_path / "disk"), "keep_last": 1},
         {"url": str(tmp_path / "far"), "keep_last": 2, "codec": "zstd"},
     ]
@@ -204,7 +213,6 @@ def test_a_job_that_stop_gives_up_is_named_with_the_memory_that_it_takes(
     assert f"ckpt ls {job.tiers[0]}" in stopped.err
     assert not no_traces(tiers)
     assert f"job {job.attempt} is over: given up" in Path(place.log).read_text()
-    shutil.rmtree(memory_folder(*(Tier(**fields) for fields in tiers)))  # type: ignore[arg-type]
 
 
 def test_nothing_is_touched_while_the_trainer_lives(place: Place, tmp_path: Path, tiers) -> None:

@@ -31,6 +31,8 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(SOURCES),
 }
 STEPS, EVERY = 120, 10
+MPI_SEGMENTS = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
+"""Open MPI 5, and 4, leave their segments there if they are killed. The default is /dev/shm."""
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -49,7 +51,7 @@ def commands(script: str, root: Path) -> list[Command]:
     words = [sys.executable, str(ROOT / "examples" / script), "--root", str(root)]
     words += ["--steps", str(STEPS), "--save-every", str(EVERY)]
     if script == "train_mpi.py":
-        return [([*MPIRUN, *words], {})]
+        return [([*MPIRUN, *words], dict.fromkeys(MPI_SEGMENTS, str(root.parent)))]
     return [(words, {})]
 
 
