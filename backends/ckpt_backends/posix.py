@@ -127,8 +127,12 @@ class PosixBackend(RootedFolder):
         self._remember_root()
 
     def free_bytes(self) -> int:
+        """Return what the file system leaves. A root that is not made yet is asked for above."""
+        place = self._top()
+        while not os.path.isdir(place) and place != "/":
+            place = os.path.dirname(place)
         with mapped("", missing=StorageError):
-            found = os.statvfs(self._root)
+            found = os.statvfs(place)
         return found.f_bavail * found.f_frsize
 
     def put(self, key: str, parts: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ckpt.cli import output
-from ckpt.cli.options import JsonOption
+from ckpt.cli.options import LATEST, ConfigFileOption, JsonOption, is_step
 from ckpt.errors import AgentError, ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +22,19 @@ class Action(StrEnum):
     run = "run"
     status = "status"
     stop = "stop"
+    prefetch = "prefetch"
 
 
 def agent(
     action: Annotated[Action, typer.Argument(help="What to do.", show_default=False)],
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[URL]",
+            help="prefetch: the far tier. Default: the last tier of ./ckpt.toml.",
+            show_default=False,
+        ),
+    ] = None,
     idle: Annotated[
         float | None,
         typer.Option(
@@ -39,6 +48,19 @@ def agent(
         bool,
         typer.Option("--now", help="stop: leave what is not finished yet. Nothing is torn."),
     ] = False,
+    step: Annotated[
+        str, typer.Option("--step", metavar="N", help='prefetch: this step, or "latest".')
+    ] = LATEST,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            help="prefetch: a near tier; again for further ones, nearest first. Default: the tiers "
+            "before URL in ./ckpt.toml.",
+        ),
+    ] = None,
+    config: ConfigFileOption = None,
     json: JsonOption = False,
 ) -> None:
     r"""Run, ask or stop the agent, which finishes what a trainer of this user on this node leaves.
@@ -48,7 +70,13 @@ def agent(
     asks the agent to end, and waits until it has finished the jobs whose trainers have ended, and
     has freed their memory. It names the jobs that could not be finished.
 
-    Exit code 10: there is no agent, it does not answer, or it has not finished all jobs.
+    "prefetch" needs no agent. It copies the newest step of a far tier to the near tiers of this
+    node before the trainer starts, so that its restore is local. A tier that has a later step, or
+    the same, stays as it is. Nothing is removed to make room.
+
+    Exit code 10: there is no agent, it does not answer, or it has not finished all jobs. prefetch:
+    7: there is no such step. 4: it is damaged. 3: there is no room, or a store has failed. 5: the
+    job of a near tier is alive.
 
     \b
     Examples:
@@ -56,7 +84,10 @@ def agent(
       ckpt agent status --json | jq '.jobs[].state'
       ckpt agent stop
       ckpt agent run --idle-seconds 86400
+      ckpt agent prefetch s3://bucket/run42 --to /nvme/run42
     """
+    if action is not Action.prefetch and (url or to or config or step != LATEST):
+        raise ConfigError("URL, --step, --to and --config belong to ckpt agent prefetch")
     if idle is not None and action is not Action.run:
         raise ConfigError("--idle-seconds belongs to ckpt agent run")
     if now and action is not Action.stop:
@@ -68,6 +99,19 @@ def agent(
             _status(as_json=json)
         case Action.stop:
             _stop(at_once=now, as_json=json)
+        case Action.prefetch:
+            if not is_step(step):
+                raise ConfigError(f'--step {step}: give the number of a step, or "latest"')
+            number = None if step == LATEST else int(step)
+            _prefetch(url, to or [], number, config, as_json=json)
+
+
+def _prefetch(
+    url: str | None, to: list[str], step: int | None, config: str | None, *, as_json: bool
+) -> None:
+    from ckpt.cli.prefetch import prefetch
+
+    prefetch(url, to, step, config, as_json=as_json)
 
 
 def _run(idle: float | None) -> None:
