@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import torch
 from torch import nn
 
 from ckpt import CheckpointManager, PerRank, RngState, Tier
+from tests.kit.waiting import until
 
 MIB = 1 << 20
-SAVES, WARM = 200, 50
+SAVES, WARM, KEPT, LOOKS = 200, 50, 3, 20
 SPARE_BYTES = 4 * MIB
 """What the allocators of Python and C may keep for themselves meanwhile.
 
@@ -55,18 +55,14 @@ def footprint() -> Footprint:
     )
 
 
-def settled() -> Footprint:
-    """Once two looks agree: the pruner may still have a folder open when the save that asked for
-    it has ended.
+def settled(root: Path) -> Footprint:
+    """The smallest of some looks, once the pruner has removed what is too old: it may still have a
+    folder open when the save that asked for it has ended.
     """
-    last, deadline = footprint(), time.monotonic() + 10
-    while time.monotonic() < deadline:
-        time.sleep(0.1)
-        now = footprint()
-        if (now.descriptors, now.threads) == (last.descriptors, last.threads):
-            return now
-        last = now
-    return last
+    assert until(lambda: len([name for name in os.listdir(root) if "step" in name]) <= KEPT)
+    looks = [footprint()]
+    until(lambda: looks.append(footprint()) or len(looks) == LOOKS)
+    return min(looks, key=lambda look: (look.descriptors, look.threads))
 
 
 def job() -> dict[str, Any]:
@@ -105,7 +101,8 @@ def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -
     state = job()
     train(state)
     before = footprint()
-    with CheckpointManager([Tier(str(tmp_path / "run"), keep_last=3)], overlap=overlap) as manager:
+    root = tmp_path / "run"
+    with CheckpointManager([Tier(str(root), keep_last=KEPT)], overlap=overlap) as manager:
         pending = None
         for number in range(1, SAVES + 1):
             pending = manager.save_async(state)
@@ -114,8 +111,8 @@ def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -
                 pending.result(60)
                 manager.fence()
                 if number == WARM:
-                    warm = settled()
-        after = settled()
+                    warm = settled(root)
+        after = settled(root)
         assert manager.latest_step() == SAVES
         del pending
     closed = footprint()
