@@ -1,6 +1,7 @@
 """What is left to do for a job whose trainer has ended.
 
-1. A commit that lacks only its manifest is finished, on each tier.
+1. What the trainer was writing when it died is freed. A commit that lacks only its manifest is
+   finished, on each tier.
 2. The newest step that memory alone has becomes a checkpoint on the nearest durable tier.
 3. The farther tiers get the steps that they lack and would keep, newest first.
 4. Retention is applied, as the trainer would.
@@ -26,17 +27,17 @@ import msgspec
 from ckpt.agent.messages import Job
 from ckpt.agent.reports import Copied, Copying, Ended
 from ckpt.catalog.finalize import finalize
-from ckpt.catalog.index import attempts, is_committed
+from ckpt.catalog.index import attempts, is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
 from ckpt.config import Tier
-from ckpt.coordination.owner import NO_PROCESS, Owner, read_owner
-from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse
+from ckpt.coordination.owner import NO_PROCESS, Owner, process_started, read_owner
+from ckpt.errors import CkptError, CommitError, IntegrityError, RootInUse, StorageError
 from ckpt.model.keys import OWNER, StepRef
 from ckpt.pipeline.workers import Workers
 from ckpt.retention.claim import Claim, job_of
 from ckpt.retention.guard import FixedGuard
 from ckpt.retention.policy import Retention
-from ckpt.retention.prune import PruneContext, prune, remove
+from ckpt.retention.prune import PruneContext, discard, prune, remove
 from ckpt.retention.step_copier import StepCopier
 from ckpt.staging.slot_files import remove_orphans
 from ckpt.storage.registry import open_backend
@@ -99,6 +100,9 @@ class Finish:
         if self._superseded:
             return Ended("superseded")
         remove_orphans()
+        if self._has_died():
+            for root in self._durable:
+                self._attempt(partial(self._discard, root))
         for root in (*self._memory, *self._durable):
             self._attempt(partial(self._finish_commit, root))
         if self._durable:
@@ -181,6 +185,22 @@ class Finish:
             self._errors.append(str(error))
 
     # -- the parts ---------------------------------------------------------------------------------
+
+    def _has_died(self) -> bool:
+        """Return whether no process of the job lives, on any node."""
+        processes = self._job.processes
+        return len(processes) == self._job.ranks and not any(
+            process_started(each.pid) == each.started for each in processes
+        )
+
+    def _discard(self, root: _Root) -> None:
+        """Free what the job was writing when it died: the copies may need the room."""
+        backend = root.tier.backend
+        with suppress(StorageError):  # a store need not let everyone see unfinished writes
+            for ref in [ref for ref in attempts(backend) if job_of(ref) == self._me.attempt]:
+                if cut := unfinished_of(backend, ref):
+                    self._confirm(root)
+                    discard(backend, cut)
 
     def _finish_commit(self, root: _Root) -> None:
         """Put the manifest that the newest save of the job lacks, if all of its parts are there."""

@@ -217,6 +217,7 @@ def _job(me: Owner, ranks: Sequence[Owner], tiers: Sequence[OpenTier], config: S
     return Job(
         owner=me,
         processes=tuple(Process(rank.pid, rank.started) for rank in here),
+        ranks=len(ranks),
         tiers=tuple(fields_of(tier.tier, _place_of(tier)) for tier in tiers),
         backlog=config.backlog,
         environment=environment_for_agent(),

@@ -55,6 +55,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
     Attributes:
         owner: The job as the owner of its roots.
         processes: The job's processes on this node.
+        ranks: How many processes the job has, on all nodes.
         tiers: The fields of each `Tier`, nearest first, with absolute places.
         backlog: How many steps a farther tier may lack.
         before: The attempts that owned its roots when it started.
@@ -64,6 +65,7 @@ class Job(msgspec.Struct, frozen=True, tag="job"):
 
     owner: Owner
     processes: tuple[Process, ...]
+    ranks: int
     tiers: tuple[dict[str, Any], ...]
     backlog: int
     environment: dict[str, str]

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def dead(tmp_path: Path, left: tuple[Path, Owner]) -> Job:
         owner=left[1],
         processes=(),
         tiers=tuple(fields_of(tier, tier.url) for tier in tiers),
+        ranks=0,
         backlog=4,
         environment={},
     )
@@ -253,6 +255,26 @@ def test_a_copy_in_memory_does_not_make_a_step_durable(tmp_path: Path, full: Job
     ended, _ = finish(one)
     assert "the newest has no other copy" in ended.error
     assert steps(tmp_path / "near") == [2]
+
+
+@pytest.mark.parametrize("lives", [False, True])
+def test_what_the_job_was_writing_makes_room_for_the_copies(
+    tmp_path: Path, full: Job, monkeypatch, lives
+) -> None:
+    """Unless a process of the job may still be writing it, here or on another node."""
+    near = open_backend(str(tmp_path / "near"))
+    [newest] = memory_folder(Tier(full.tiers[0]["url"])).glob("step-000000003.*")
+    begun = near.upload(f"{newest.name}/rank-00000.safetensors", 100)
+    begun.write(0, memoryview(bytes(100)))
+    seen: list[int] = []
+    unfinished = partial(near.unfinished, "")  # type: ignore[attr-defined]
+    watch(monkeypatch, tmp_path / "near", lambda _: seen.append(len(list(unfinished()))))
+    wide = {**full.tiers[1], "capacity": None}
+    job = msgspec.structs.replace(full, tiers=(full.tiers[0], wide), ranks=int(lives))
+    assert finish(job)[0] == Ended("done")
+    assert steps(tmp_path / "near") == [1, 2, 3]
+    assert set(seen) == {int(lives)}
+    begun.abort()
 
 
 def test_a_save_that_lacks_only_its_manifest_is_finished(tmp_path: Path, dead: Job) -> None:

@@ -35,6 +35,7 @@ def job() -> Job:
         owner=Owner.here("abc"),
         processes=(Process(1, 2),),
         tiers=tuple(fields_of(tier, tier.url) for tier in TIERS),
+        ranks=1,
         backlog=4,
         environment={"AWS_SECRET_ACCESS_KEY": "S3CRET"},
     )

@@ -78,6 +78,7 @@ def dead_job(tiers: list[Tier], *, rate: float = 1000.0) -> Job:
         owner=owner,
         processes=(),
         tiers=tuple(fields_of(tier, tier.url) for tier in tiers),
+        ranks=1,
         backlog=4,
         environment={},
         scrub_mb_per_s=rate,

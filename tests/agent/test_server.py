@@ -48,7 +48,12 @@ def job(attempt: str = "abc", pid: int | None = None) -> Job:
     process = Process(found, process_started(found) or 0)
     tier = {"url": f"/nowhere/{attempt}"}
     return Job(
-        owner=Owner.here(attempt), processes=(process,), tiers=(tier,), backlog=4, environment={}
+        owner=Owner.here(attempt),
+        processes=(process,),
+        ranks=1,
+        tiers=(tier,),
+        backlog=4,
+        environment={},
     )
 
 
