@@ -293,7 +293,7 @@ class Saver:
         self._finish_images()
         self._left.set()
         for writer in self._writers:
-            writer.hurry()
+            writer.leave()
         for queue in self._queues.values():
             for step in queue.give_up_stored():  # still protected, since the agent reads it
                 self._fail(step.task, LeftToAgent(step.ref.step))

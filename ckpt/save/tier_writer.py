@@ -107,7 +107,7 @@ class TierWriter:
         if tier.tier.capacity is not None:
             timeout = config.commit_timeout_seconds
             self._quota = Quota(tier, self._node, self.root, steps, timeout=timeout)
-        self._hurry = threading.Event()
+        self._hurry, self._left = threading.Event(), threading.Event()
         patience = config.commit_timeout_seconds  # no longer than ranks wait for each other
         self._patient = RetryPolicy(patience_seconds=patience, hurry=self._hurry)
         self._retry = RetryPolicy()
@@ -271,6 +271,11 @@ class TierWriter:
         """Do not wait longer for a store that is down than a request does anyway."""
         self._hurry.set()
 
+    def leave(self) -> None:
+        """From now on the agent may work at the steps: clear none of them away."""
+        self._left.set()
+        self.hurry()
+
     def prune_later(self) -> None:
         """Remove what need not be kept, on a thread of its own. Only the leader of the node does
         so, and only for a job that has taken the root.
@@ -403,8 +408,10 @@ class TierWriter:
 
     def _clean_up(self, job: SaveJob) -> None:
         """Remove this rank's files and unfinished writes of a save that was aborted for good, or
-        that it has no part in.
+        that it has no part in. A step that is left to the agent stays as it is.
         """
+        if self._left.is_set():
+            return
         try:
             self._discard(job.ref)
             gone = clear_away(self._backend, job.ref, *map(job.ref.key, self._files.names))
