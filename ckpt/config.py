@@ -176,8 +176,8 @@ class Tier:
         return object.__new__(cls)
 
     def __repr__(self) -> str:
-        told = (f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name != "options")
-        return redact(f"Tier({', '.join(told)})")
+        fields = (f"{name}={getattr(self, name)!r}" for name in self.__slots__ if name != "options")
+        return redact(f"Tier({', '.join(fields)})")
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():  # pyright: ignore[reportUnnecessaryIsInstance]

@@ -171,11 +171,11 @@ def rename_if_absent(source: str, target: str) -> None:
             raise
     except OSError as error:
         if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            told = (
+            text = (
                 "it can neither link nor rename without replacing; with one leader, open it with "
                 "the option put_if_absent=false"
             )
-            raise OSError(errno.EOPNOTSUPP, told) from error
+            raise OSError(errno.EOPNOTSUPP, text) from error
         raise
     os.unlink(source)
 

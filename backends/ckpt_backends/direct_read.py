@@ -63,19 +63,19 @@ def is_cached(fd: int, offset: int, nbytes: int) -> bool:
     Returns False if the kernel (before 6.5) cannot tell.
     """
     asked = (ctypes.c_uint64 * 2)(offset, nbytes)
-    told = (ctypes.c_uint64 * 5)()
-    if not nbytes or _LIBC.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, asked, told, 0):
+    counts = (ctypes.c_uint64 * 5)()
+    if not nbytes or _LIBC.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, asked, counts, 0):
         return False
     pages = (offset + nbytes - 1) // mmap.PAGESIZE - offset // mmap.PAGESIZE + 1
-    return told[0] >= pages
+    return counts[0] >= pages
 
 
 def blocks_of(fd: int) -> tuple[int, int]:
     """Return the multiples that addresses, and that offsets and lengths, must have."""
-    told = ctypes.create_string_buffer(256)
+    status = ctypes.create_string_buffer(256)
     statx = getattr(_LIBC, "statx", None)
-    if statx is not None and not statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told):
-        mask, memory, offset = struct.unpack_from("=I148xII", told)
+    if statx is not None and not statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status):
+        mask, memory, offset = struct.unpack_from("=I148xII", status)
         if mask & _STATX_DIOALIGN and memory and offset:
             return memory, offset
     return ALIGNMENT, ALIGNMENT

@@ -121,11 +121,11 @@ def foreign(key: str, *, secrets: Sequence[str] = (), bucket: str = "") -> Gener
 def storage_error(
     key: str, error: BaseException, *, secrets: Sequence[str] = (), bucket: str = ""
 ) -> StorageError:
-    """Our error for ``error``."""
+    """Return the error of ours that stands for ``error``."""
     for link in _chain(error):
         if _class_of(link):
-            # the transport broke: a status that aiohttp puts on such an error (400) was answered by
-            # nobody
+            # the transport broke: the status that aiohttp puts on such an error (400) is not an
+            # answer of the server
             break
         code, status = _answer(link)
         if code == "NoSuchBucket":
@@ -186,10 +186,10 @@ def _answer(error: BaseException) -> tuple[str, int]:
 
 
 def _told(code: str, status: int, error: BaseException) -> str:
-    told = " ".join(
+    text = " ".join(
         part for part in (str(status or ""), code if code != str(status) else "") if part
     )
-    return f"{told}: {error}"[:300]
+    return f"{text}: {error}"[:300]
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -34,7 +34,7 @@ from ckpt_backends.jitter import give_gcsfs_its_own_dice
 
 _TOKEN: Final = "ckpt-put"  # noqa: S105 - the name of an object's metadata, not a secret
 _SINGLE_REQUEST: Final = 1 << 62
-_METADATA_HOST: Final = "169.254.169.254"  # where a virtual machine of Google's asks who it is
+_METADATA_HOST: Final = "169.254.169.254"  # gives a virtual machine of Google its identity
 _METADATA_SECONDS: Final = 2.0
 _TRIES: Final = 3
 
@@ -89,8 +89,7 @@ def _file_system(settings: dict[str, Any]) -> Any:
 
         if settings.get("token") is None:
             settings = {**settings, "token": _find_credentials()}
-    # it writes each failed request with its traceback to its log: shown to those who ask for that
-    # log, our own error tells the others
+    # it logs each failed request with its traceback, which is shown only if its log is configured
     logging.getLogger("gcsfs").addHandler(logging.NullHandler())
     fs = GCSFileSystem(**settings, use_listings_cache=False, skip_instance_cache=True)
     # its six tries take half a minute, and the pipeline has its own besides

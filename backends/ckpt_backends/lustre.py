@@ -67,9 +67,9 @@ class Striping:
 def stripe_count(value: object) -> int:
     """Return the option ``stripe_count`` after a check."""
     if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= _MOST:
-        told = value if isinstance(value, int) else f"<{type(value).__name__}>"
+        text = value if isinstance(value, int) else f"<{type(value).__name__}>"
         raise ConfigError(
-            f"stripe_count={told}: give a number of Lustre storage targets from 1 to {_MOST}, -1 "
+            f"stripe_count={text}: give a number of Lustre storage targets from 1 to {_MOST}, -1 "
             "for all, or 0 to leave folders as they are"
         )
     return value

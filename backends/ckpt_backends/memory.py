@@ -48,10 +48,10 @@ def open_memory(url: str, options: Mapping[str, object]) -> MemoryBackend:
             ranks are threads.
     """
     if set(options) - {"shared"} or not isinstance(options.get("shared", False), bool):
-        told = ", ".join(
+        text = ", ".join(
             f"{name} of type {type(value).__name__}" for name, value in options.items()
         )
-        raise ConfigError(f"memory:// takes the option shared (true or false), not {told}")
+        raise ConfigError(f"memory:// takes the option shared (true or false), not {text}")
     name, _, prefix = url.partition("://")[2].partition("/")
     prefix = prefix.strip("/")
     with _stores_lock:

@@ -177,7 +177,7 @@ class PosixBackend(RootedFolder):
 
     def read_parts(self, key: str, offset: int, outs: Sequence[memoryview]) -> None:
         path = self._readable(check_key(key))
-        self._file(key, path)  # to open a pipe would be to wait for who writes to it
+        self._file(key, path)  # opening a pipe would wait for a writer
         parts = [out.cast("B") for out in outs]
         with mapped(key):
             done = read_at(path, offset, parts, direct=self._direct)

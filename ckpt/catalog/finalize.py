@@ -132,8 +132,8 @@ def _check_owner(
         )
     if owner.alive:
         raise RootInUse(backend.url, str(owner))
-    told = job_is_dead(owner) if callable(job_is_dead) else job_is_dead
-    if owner.is_unknown and not told:
+    is_dead = job_is_dead(owner) if callable(job_is_dead) else job_is_dead
+    if owner.is_unknown and not is_dead:
         raise JobUnseen(ref.step, str(owner))
     return owner
 
@@ -212,8 +212,8 @@ def _read_fragment(folder: StepFolder, name: str) -> tuple[Packed, FragmentRef]:
 def _check_world(ref: StepRef, fragments: Sequence[Packed]) -> None:
     world = fragments[0].world_size
     if missing := sorted(set(range(world)) - {fragment.rank for fragment in fragments}):
-        told = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
+        text = ", ".join(map(str, missing[:16])) + (" ..." if len(missing) > 16 else "")
         raise CommitError(
-            f"step {ref.step}: rank(s) {told} of {world} did not finish their part, which no "
+            f"step {ref.step}: rank(s) {text} of {world} did not finish their part, which no "
             f"other place has: ckpt prune removes what is left of it {_WHEN}"
         )

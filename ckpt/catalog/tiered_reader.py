@@ -275,13 +275,13 @@ class TieredReader:
         """Return which of ``reads`` each source has given. A source is asked for what the sources
         before it could not give.
         """
-        told: dict[Place, list[tuple[str, Exception]]] = {}
+        failures: dict[Place, list[tuple[str, Exception]]] = {}
         given: list[Sequence[ChunkRead]] = []
 
         def ask(position: int, run: Run) -> list[Place]:
             missed = self._ask(position, run, sink, on_chunk)
             for read, error in missed:
-                said = told.setdefault(read.place, [])
+                said = failures.setdefault(read.place, [])
                 said.append((self.sources[position].url, error))
                 if position + 1 == len(self.sources):
                     raise verdict(said, self._files(position)[run.rank].key) from error
@@ -301,7 +301,7 @@ class TieredReader:
             )
             reads = [read for read in reads if read.place in lacking] if lacking else ()
         if reads:
-            if said := told.get(reads[0].place, []):
+            if said := failures.get(reads[0].place, []):
                 raise verdict(said, self.ref.folder)
             raise IntegrityError(f"no tier has all of {self.ref.folder!r}")
         return given
@@ -417,7 +417,7 @@ class TieredReader:
         self, key: str, nbytes: int, work: Callable[[int], T], *, first: int = 0
     ) -> tuple[int, T]:
         """``first``: where to begin; those before it come last."""
-        told: list[tuple[str, Exception]] = []
+        failures: list[tuple[str, Exception]] = []
         for position in (*range(first, len(self.sources)), *range(first)):
             source = self.sources[position]
             error = self.gone(position, key)
@@ -427,5 +427,5 @@ class TieredReader:
                 except Exception as raised:  # noqa: BLE001 - judged there
                     error = raised
             self.failed(position, key, error, nbytes)
-            told.append((source.url, error))
-        raise verdict(told, key)
+            failures.append((source.url, error))
+        raise verdict(failures, key)

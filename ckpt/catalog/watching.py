@@ -194,7 +194,7 @@ def each_step(
         except TransientStorageError as error:
             if poll_seconds is None:
                 raise
-            _log.warning("ckpt: there was no look at new steps: %s", error)
+            _log.warning("ckpt: new steps could not be listed: %s", error)
             found = []
         for step in found:
             if over.is_set():
@@ -206,7 +206,9 @@ def each_step(
             except TransientStorageError as error:
                 if poll_seconds is None:
                     raise
-                _log.warning("ckpt: step %d comes again at the next look: %s", step.step, error)
+                _log.warning(
+                    "ckpt: step %d is handled again at the next look: %s", step.step, error
+                )
                 break
         if poll_seconds is None:
             return

@@ -156,15 +156,15 @@ def _show(found: AgentStatus) -> None:
 
 def scrubbed(scrub: ScrubStatus) -> str:
     """Say how far the verification of a job's steps is; "-" if it has not begun."""
-    told = [output.count(scrub.verified, "step")] if scrub.verified or scrub.damaged else []
+    parts = [output.count(scrub.verified, "step")] if scrub.verified or scrub.damaged else []
     if scrub.mended:
-        told.append(f"{output.count(scrub.mended, 'file')} mended")
+        parts.append(f"{output.count(scrub.mended, 'file')} mended")
     if scrub.damaged:
-        told.append(f"{len(scrub.damaged)} damaged")
+        parts.append(f"{len(scrub.damaged)} damaged")
     if scrub.step >= 0:
         percent = 100 * scrub.done_bytes // max(1, scrub.total_bytes)
-        told.append(f"step {scrub.step} on {scrub.tier}: {percent} %")
-    return ", ".join(told) or "-"
+        parts.append(f"step {scrub.step} on {scrub.tier}: {percent} %")
+    return ", ".join(parts) or "-"
 
 
 def _what(job: JobStatus) -> str:
@@ -204,12 +204,12 @@ def _unfinished(jobs: tuple[JobStatus, ...]) -> str:
     from ckpt.storage.registry import stores_in_memory
 
     there = set(stores_in_memory())
-    told: list[str] = []
+    unfinished: list[str] = []
     for job in jobs:
         kept = [url for url in job.tiers if url in there]
         where = f"; {', '.join(kept)} still takes memory (ckpt ls {kept[0]})" if kept else ""
-        told.append(f"job {job.attempt} ({job.error or 'it was not waited for'}{where})")
+        unfinished.append(f"job {job.attempt} ({job.error or 'it was not waited for'}{where})")
     return (
-        f"the agent has not finished {', '.join(told)}: the next job on the same tiers goes on "
-        "with what is there"
+        f"the agent has not finished {', '.join(unfinished)}: the next job on the same tiers goes "
+        "on with what is there"
     )

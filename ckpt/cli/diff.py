@@ -145,9 +145,9 @@ def _show(
         for name, (x, y) in found.kinds.items()
     ]
     for name in found.values:
-        told = _kind(one.tensors[name])
+        text = _kind(one.tensors[name])
         rows.append(
-            (name, "other values", f"{told}, by at most {far[name]:.6g}" if name in far else told)
+            (name, "other values", f"{text}, by at most {far[name]:.6g}" if name in far else text)
         )
     rows += [(name, "plain value", _contrast(x, y)) for name, (x, y) in plain.items()]
     if rows:

@@ -157,15 +157,15 @@ def _farther(
     tiers = load_config(config).tiers
     if tier not in tiers:
         state = "is alive" if owner.alive else "may be alive"
-        told = (
+        text = (
             f"{url}: the job that writes here {state} ({owner}), and what its farther tiers still "
             "have to read is not known: write all its tiers into ckpt.toml (--config), or give "
             "--force"
         )
         if dry_run:
-            output.warn(told)
+            output.warn(text)
             return ()
-        raise CommitError(told)
+        raise CommitError(text)
     return tiers[tiers.index(tier) + 1 :]
 
 
@@ -183,15 +183,16 @@ def _late(tiers: Sequence[Tier], found: Sequence[StoredStep], timeout: float) ->
             late |= taken - set(store.ask(partial(committed, store)))
         except CkptError as error:
             output.warn(
-                f"what {farther.url} lacks cannot be seen, so all that it takes stays: {error}"
+                f"the steps that {farther.url} lacks are not known, so all that it takes "
+                f"stay: {error}"
             )
             late |= taken
     return frozenset(late)
 
 
 def _warn_of_names(rule: Retention, found: Sequence[StoredStep]) -> None:
-    if told := unknown_metric(rule, [held.metrics for held in found]):
-        output.warn(told)
+    if text := unknown_metric(rule, [held.metrics for held in found]):
+        output.warn(text)
 
 
 def _show(found: Sequence[Pruned], kept: Sequence[Judged], *, dry_run: bool) -> None:

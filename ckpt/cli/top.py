@@ -105,8 +105,8 @@ def _scrubs(run: RunView, jobs: Sequence[JobStatus]) -> Iterator[Text]:
 
     urls = {tier.url for tier in run.tiers}
     for job in jobs:
-        if urls.intersection(job.tiers) and (told := scrubbed(job.scrub)) != "-":
-            yield Text(clean(f"verified by the agent: {told}"))
+        if urls.intersection(job.tiers) and (text := scrubbed(job.scrub)) != "-":
+            yield Text(clean(f"verified by the agent: {text}"))
         for damage in job.scrub.damaged if urls.intersection(job.tiers) else ():
             yield Text(clean(f"step {damage}"), style="red")
 

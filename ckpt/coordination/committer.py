@@ -368,15 +368,15 @@ class _Commit:
         """Return the event for a put that failed. The manifest never appears only if it is not
         there and the store has refused the put.
         """
-        told = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
         aborted = abort_reason(error) if isinstance(error, CkptError) else Aborted(repr(error), {})
         try:
             never = not isinstance(error, TransientStorageError) and self._place.is_absent(
                 self._ref
             )
         except Exception as blind:  # noqa: BLE001 - not even that can be seen
-            return PutEnded(f"{told}; then {blind!r}")
-        return PutEnded(told, aborted if never else None)
+            return PutEnded(f"{text}; then {blind!r}")
+        return PutEnded(text, aborted if never else None)
 
 
 def _vote_of(data: bytes) -> Vote:

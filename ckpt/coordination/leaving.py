@@ -108,5 +108,5 @@ class Leaving:
 
 def who_left(coordinator: Coordinator) -> Gone | None:
     """Return the first rank that has left, or None. Costs one request."""
-    told = coordinator.verdict(_SUBJECT, timeout=0.0)
-    return None if told is None else msgspec.json.decode(told, type=Gone)
+    message = coordinator.verdict(_SUBJECT, timeout=0.0)
+    return None if message is None else msgspec.json.decode(message, type=Gone)

@@ -212,10 +212,10 @@ class ManyNodes:
         faults = self._faults(ref)
         drop(self._coordinator, self._subject(ref, "manifest"), pieces)
         if faults:
-            told = "; ".join(
+            text = "; ".join(
                 f"on the node of rank {rank}: {why}" for rank, why in sorted(faults.items())
             )
-            raise CommitError(f"the manifest was put on one node, but not on all: {told}")
+            raise CommitError(f"the manifest was put on one node, but not on all: {text}")
 
     def is_absent(self, ref: StepRef) -> bool:
         """Return whether the manifest is absent on this node.
@@ -229,12 +229,12 @@ class ManyNodes:
         while not self._attended and (left := until - time.monotonic()) > 0:
             if self._coordinator.verdict(f"{self._name}/{ref.folder}", timeout=0) is not None:
                 return
-            told = self._coordinator.verdict(
+            decided = self._coordinator.verdict(
                 self._subject(ref, "merged"), timeout=min(_LOOK_SECONDS, left)
             )
-            if told is not None:
+            if decided is not None:
                 self._attended = True
-                merged = msgspec.json.decode(told, type=_Merged)
+                merged = msgspec.json.decode(decided, type=_Merged)
                 if self._nodes.of[merged.rank] != self._nodes.of[self._coordinator.rank]:
                     message = self._put_here(ref, merged)
                     self._coordinator.post(self._subject(ref, "put"), message.encode())

@@ -240,7 +240,7 @@ class StopSignals:
         if self._wakes and (other := signal.set_wakeup_fd(-1)) != self._mouth:
             signal.set_wakeup_fd(other)
         for signum, earlier in self._earlier.items():
-            if signal.getsignal(signum) == self._handle:  # else somebody has come after us
+            if signal.getsignal(signum) == self._handle:  # else another handler was installed later
                 signal.signal(signum, signal.SIG_DFL if earlier is None else earlier)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

@@ -11,7 +11,7 @@ from ckpt.errors.text import clean
 class CkptError(Exception):
     """Base of all errors of ckpt. ``exit_code`` is what the command line returns for it.
 
-    The message is cleaned, since it may quote a name or a URL that somebody else chose.
+    The message is cleaned, since it may quote a name or a URL from elsewhere.
     """
 
     exit_code: ClassVar[int] = 1

@@ -38,8 +38,8 @@ class EntryMissing(RestoreError):
     ) -> None:
         """``way``: what to do about it, where it is no state that lacks them."""
         self.names, self.step, self.sources = tuple(names), step, dict(sources or {})
-        told = [both(name, self.sources.get(name, name)) for name in self.names]
-        super().__init__(f"step {step} has no {few(told, quote=False)}: {way}")
+        listed = [both(name, self.sources.get(name, name)) for name in self.names]
+        super().__init__(f"step {step} has no {few(listed, quote=False)}: {way}")
 
 
 class EntryUnexpected(RestoreError):
@@ -65,8 +65,10 @@ class ShapeMismatch(RestoreError):
             tuple(wanted),
             source or name,
         )
-        told = both(name, self.source)
-        super().__init__(f"{told} is saved with shape {list(saved)}, the target has {list(wanted)}")
+        listed = both(name, self.source)
+        super().__init__(
+            f"{listed} is saved with shape {list(saved)}, the target has {list(wanted)}"
+        )
 
 
 class DtypeMismatch(RestoreError):
@@ -74,8 +76,8 @@ class DtypeMismatch(RestoreError):
 
     def __init__(self, name: str, saved: str, wanted: str, source: str = "", way: str = "") -> None:
         self.name, self.saved, self.wanted, self.source = name, saved, wanted, source or name
-        told = both(name, self.source)
-        super().__init__(f"{told} is saved as {saved}, the target is {wanted}{way and ': '}{way}")
+        listed = both(name, self.source)
+        super().__init__(f"{listed} is saved as {saved}, the target is {wanted}{way and ': '}{way}")
 
 
 class KindMismatch(RestoreError):

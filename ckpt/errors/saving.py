@@ -42,8 +42,8 @@ class PeerFailed(CommitError):
 
     def __init__(self, step: int, failures: dict[int, str]) -> None:
         self.step, self.failures = step, failures
-        told = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())[:8])
-        super().__init__(f"step {step} was not committed, {len(failures)} rank(s) failed: {told}")
+        text = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(failures.items())[:8])
+        super().__init__(f"step {step} was not committed, {len(failures)} rank(s) failed: {text}")
 
 
 class CommitTimeout(CommitError):
@@ -55,8 +55,8 @@ class CommitTimeout(CommitError):
     def __init__(self, step: int, missing: Sequence[int], seconds: float, what: str) -> None:
         self.step, self.missing, self.seconds = step, tuple(missing), seconds
         names = ", ".join(map(str, self.missing[:16])) + (" ..." if len(self.missing) > 16 else "")
-        told = f"waited {seconds:.0f} s for {what} of rank(s) {names}"
-        super().__init__(f"step {step}: {told}" if step >= 0 else told)
+        text = f"waited {seconds:.0f} s for {what} of rank(s) {names}"
+        super().__init__(f"step {step}: {text}" if step >= 0 else text)
 
 
 class StepsMissing(CommitError):
@@ -69,13 +69,13 @@ class StepsMissing(CommitError):
         """``nearer``: whether each of them is on a nearer tier."""
         self.missing = {tier: tuple(sorted(steps)) for tier, steps in missing.items()}
         self.nearer = nearer
-        told = "; ".join(
+        text = "; ".join(
             f"{tier} lacks step{'s' if len(steps) > 1 else ''} "
             f"{few(list(map(str, steps)), 20, quote=False)}"
             for tier, steps in self.missing.items()
         )
         way = ": nearer tiers have them, and `ckpt copy` takes them there" if nearer else ""
-        super().__init__(f"{told} ({reason}){way}")
+        super().__init__(f"{text} ({reason}){way}")
 
 
 class ReplicasDiverged(CommitError):
@@ -105,16 +105,16 @@ class RootInUse(CommitError):
     def __init__(self, root: str, owner: str, *, here: bool = False) -> None:
         """``here``: the other lives in this very process."""
         self.root, self.owner = root, owner
-        told = (
+        text = (
             f"{root} is written by another manager ({owner}): give each job a root of its own, or "
             "close the other"
         )
         if here:
-            told = (
+            text = (
                 f"{root} is written by another CheckpointManager of this very process ({owner}): "
                 "close() that one first, or go on with it"
             )
-        super().__init__(told)
+        super().__init__(text)
 
 
 class TierNotShared(CommitError):
@@ -216,13 +216,13 @@ class SuspiciousState(CkptError):
     def __init__(self, step: int, names: Sequence[str], *, since: int | None) -> None:
         self.step, self.names, self.since = step, tuple(names), since
         named = few(self.names)
-        told = (
+        text = (
             f"trained tensors hold NaN or Inf ({named}): restore an earlier step"
             if since is None
             else f"no trained tensor has changed since step {since} ({named}): check that the "
             "optimizer of the state is the one that steps, its gradients, and its learning rate"
         )
-        super().__init__(f'step {step}: {told} (on_suspicious="ignore" ends this check)')
+        super().__init__(f'step {step}: {text} (on_suspicious="ignore" ends this check)')
 
 
 class UnsupportedValue(CkptError):

@@ -29,8 +29,8 @@ class StorageError(CkptError):
         place = repr(self.key) if self.key else ""
         if self.root:
             place = f"{place} in {self.root}" if place else repr(self.root)
-        told = self.what + (f": {place}" if place else "")
-        return clean(told + (f" ({self.detail})" if self.detail else ""))
+        text = self.what + (f": {place}" if place else "")
+        return clean(text + (f" ({self.detail})" if self.detail else ""))
 
 
 class ObjectNotFound(StorageError):

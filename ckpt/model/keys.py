@@ -101,8 +101,8 @@ def step_of(state: object, step: object, *, last: int | None) -> int:
         ConfigError: It is no whole number from 0 on. NumPy's and torch's integers are, too.
     """
     if step is None:
-        told = state.get("step") if isinstance(state, Mapping) else None
-        step = told if type(told) is int else 0 if last is None else last + 1
+        own = state.get("step") if isinstance(state, Mapping) else None
+        step = own if type(own) is int else 0 if last is None else last + 1
     try:
         number = -1 if isinstance(step, bool) else index(cast(SupportsIndex, step))
     except TypeError:

@@ -91,7 +91,7 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
         change[1:] = (steps[1:] != steps[:-1]).any(axis=1) | ~alike[1:] | ~alike[:-1]
     edges = [*np.flatnonzero(change).tolist(), len(steps)]
     starts: list[int] = []
-    told: list[tuple[Any, int, tuple[int, ...]] | None] = []
+    joined: list[tuple[Any, int, tuple[int, ...]] | None] = []
     free = 0  # the first row that is in no run yet
     for edge, end in pairwise(edges):
         begin = max(edge, free)
@@ -99,17 +99,17 @@ def _repeat(places: Ints, number: Ints, keys: list[Any]) -> tuple[Ints, Ints, li
             continue
         while free < begin:
             starts.append(free)
-            told.append(None)
+            joined.append(None)
             free += 1
         starts.append(begin)
-        told.append((keys[number[begin]], end - begin + 1, tuple(steps[begin].tolist())))
+        joined.append((keys[number[begin]], end - begin + 1, tuple(steps[begin].tolist())))
         free = end + 1
     for row in range(free, len(places)):
         starts.append(row)
-        told.append(None)
+        joined.append(None)
     table: dict[Any, int] = {}
     wanted = [
-        keys[number[row]] if new is None else new for row, new in zip(starts, told, strict=True)
+        keys[number[row]] if new is None else new for row, new in zip(starts, joined, strict=True)
     ]
     renumbered = np.array([table.setdefault(key, len(table)) for key in wanted], dtype=np.int64)
     return places[starts], renumbered, list(table)

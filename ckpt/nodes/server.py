@@ -486,8 +486,8 @@ def interfaces() -> tuple[str, ...]:
                 return (found,)
     named: list[str] = []
     with suppress(OSError):
-        told = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-        named = [str(info[4][0]) for info in told]
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        named = [str(info[4][0]) for info in addresses]
     return tuple(dict.fromkeys([*sorted(named, key=_is_near), "127.0.0.1"]))
 
 

@@ -153,9 +153,9 @@ class NodeSurvey:
             gone = without_copy(manifest, there)
         else:  # the fragment of a file is where the file is
             gone = [file.rank for file in manifest.files if file.rank not in there]
-        told = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
+        text = ", ".join(map(str, gone[:16])) + (" ..." if len(gone) > 16 else "")
         return (
-            f"the files of rank(s) {told} were on nodes that are gone, and no other tier has them"
+            f"the files of rank(s) {text} were on nodes that are gone, and no other tier has them"
             if gone
             else ""
         )

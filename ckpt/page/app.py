@@ -131,12 +131,12 @@ class _Pages:
 
 async def _changes(live: Live) -> AsyncGenerator[bytes]:
     """The version of the views, whenever it has changed."""
-    told, waited = -1, 0.0
+    sent, waited = -1, 0.0
     while not live.closed:
         live.touch()
-        if live.version != told:
-            told, waited = live.version, 0.0
-            yield f"data: {json.dumps(told)}\n\n".encode()
+        if live.version != sent:
+            sent, waited = live.version, 0.0
+            yield f"data: {json.dumps(sent)}\n\n".encode()
         elif waited >= _ALIVE_SECONDS:
             waited = 0.0
             yield b": alive\n\n"

@@ -65,8 +65,8 @@ class Chart:
     @property
     def summary(self) -> str:
         """The chart in words."""
-        told = "; ".join(f"{line.name}: {line.last}" for line in self.lines)
-        return f"{self.title}, steps {self.first} to {self.last}. Newest: {told}"
+        text = "; ".join(f"{line.name}: {line.last}" for line in self.lines)
+        return f"{self.title}, steps {self.first} to {self.last}. Newest: {text}"
 
 
 def chart(title: str, series: Mapping[str, Points], text: Callable[[float], str]) -> Chart | None:

@@ -25,9 +25,9 @@ def ranks_told(parts: Sequence[tuple[int, Tensor]]) -> str:
     boxes: dict[tuple[Box, ...], list[int]] = defaultdict(list)
     for rank, tensor in parts:
         boxes[tuple(shard.box for shard in tensor.shards)].append(rank)
-    told = [f"{_ranks(ranks)} wrote {_boxes(held)}" for held, ranks in boxes.items()]
-    rest = f"; and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
-    return f"{'; '.join(told[:_MOST_TOLD])}{rest} ({_CAUSE})"
+    lines = [f"{_ranks(ranks)} wrote {_boxes(held)}" for held, ranks in boxes.items()]
+    rest = f"; and {len(lines) - _MOST_TOLD} more" if len(lines) > _MOST_TOLD else ""
+    return f"{'; '.join(lines[:_MOST_TOLD])}{rest} ({_CAUSE})"
 
 
 def forms_told(parts: Sequence[tuple[int, Tensor]]) -> str | None:

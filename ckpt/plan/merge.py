@@ -104,8 +104,8 @@ def check_frames(frames: Sequence[tuple[int, bytes]]) -> None:
     ``frames``: ranks, ascending, and what fragments of large worlds have in ``replicas``; of equal
     ones only the first.
     """
-    told = [_hashed(replicas_of(raw, key="replicas")) for _, raw in frames]
-    what, digest = np.concatenate(told, axis=1) if told else np.zeros((2, 0), np.int64)
+    hashed = [_hashed(replicas_of(raw, key="replicas")) for _, raw in frames]
+    what, digest = np.concatenate(hashed, axis=1) if hashed else np.zeros((2, 0), np.int64)
     order = np.argsort(what)
     what, digest = what[order], digest[order]
     if ((what[1:] == what[:-1]) & (digest[1:] != digest[:-1])).any():
@@ -194,10 +194,10 @@ def _union(path: str, one: Node, two: Node, ranks: tuple[int, int]) -> Node:
     if _same(one, two):
         return one
     if (kinds := (kind_of(one), kind_of(two)))[0] != kinds[1]:
-        told = " and ".join(
+        text = " and ".join(
             f"{kind} on rank {rank}" for kind, rank in zip(kinds, ranks, strict=True)
         )
-        raise ReplicasDiverged(path, ranks, f" ({told})")
+        raise ReplicasDiverged(path, ranks, f" ({text})")
     if not (isinstance(one, dict) and isinstance(two, dict)):
         raise ReplicasDiverged(path, ranks)
     match one.get("$"):

@@ -72,10 +72,10 @@ def verdict(errors: Sequence[tuple[str, Exception]], what: str) -> Exception:
     """
     if unsaid := next((error for _, error in errors if not is_damage(error)), None):
         return unsaid
-    told = [item for item in errors if not isinstance(item[1], ObjectNotFound)] or list(errors)
-    if len(told) == 1:
-        return told[0][1]
-    reasons = "; ".join(f"{url}: {error}" for url, error in told)
+    failures = [item for item in errors if not isinstance(item[1], ObjectNotFound)] or list(errors)
+    if len(failures) == 1:
+        return failures[0][1]
+    reasons = "; ".join(f"{url}: {error}" for url, error in failures)
     return IntegrityError(f"no tier has {what!r} intact: {reasons}")
 
 

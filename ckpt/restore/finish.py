@@ -60,7 +60,7 @@ class Finisher:
             _log.debug("ckpt: step %d on %s was not finished: %s", ref.step, backend.url, error)
         else:
             _log.warning(
-                "ckpt: step %d on %s lacked only its leader's last write: finished its commit",
+                "ckpt: step %d on %s lacked only its manifest: this job has finished its commit",
                 ref.step,
                 backend.url,
             )

@@ -207,7 +207,7 @@ class Restorer:
                 raise
             except Damaged as damage:
                 _log.warning(
-                    "ckpt: step %d on %s is damaged, looking for the next best: %s",
+                    "ckpt: step %d on %s is damaged, and another step is tried: %s",
                     ref.step,
                     url,
                     damage,
@@ -240,7 +240,10 @@ class Restorer:
             finished=self._finished,
         )
         if report.uninitialised:
-            _log.warning("ckpt: still on the meta device: %s", ", ".join(report.uninitialised))
+            _log.warning(
+                "ckpt: these tensors are still on the meta device: %s",
+                ", ".join(report.uninitialised),
+            )
         if report.left_alone:
             _log.warning(
                 "ckpt: step %d holds a part of a state: %d names keep their values (%s)",
@@ -283,7 +286,7 @@ class Restorer:
                 seen.add(found.ref)
                 if fault := neighbours.fault(found, stores):
                     _log.warning(
-                        "ckpt: step %d is not whole, looking for the next best: %s",
+                        "ckpt: step %d is not whole, and another step is tried: %s",
                         found.ref.step,
                         fault,
                     )

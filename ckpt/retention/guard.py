@@ -11,7 +11,7 @@ from ckpt.storage.api import StorageBackend
 
 
 class StepGuard(Protocol):
-    """The steps of one tier that somebody still needs.
+    """The steps of one tier that are still needed.
 
     The answers change while a job runs, so a caller asks again after each listing of the tier.
 

@@ -74,7 +74,7 @@ def unknown_metric(rule: Retention, metrics: Collection[Mapping[str, float]]) ->
 
     Otherwise it is empty.
     """
-    names = sorted({name for told in metrics for name in told})
+    names = sorted({name for each in metrics for name in each})
     if rule.keep_best is None or not names or rule.keep_best.metric in names:
         return ""
     return (

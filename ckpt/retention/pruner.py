@@ -155,7 +155,9 @@ class Pruner:
         if gone:
             freed = size(sum(one.nbytes for one in gone))
             _log.warning(
-                "ckpt: %s is full: %s of what need not be kept was removed", self._tier.url, freed
+                "ckpt: %s is full: steps of %s that need not be kept were removed",
+                self._tier.url,
+                freed,
             )
         return bool(gone)
 

@@ -141,7 +141,7 @@ def test_a_store_that_is_away_for_a_while_is_asked_again(
     monkeypatch.setattr(watching, "attempts", look)
     with caplog.at_level("WARNING", "ckpt"):
         assert next(iter(each_step(watcher, 0.01))).step == 1
-    assert "there was no look at new steps" in caplog.text
+    assert "new steps could not be listed" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["pins", "watchers"])
@@ -167,7 +167,7 @@ def test_a_step_comes_again_if_the_store_does_not_answer(
         if step.step == 2:
             stop.set()
     assert found == ([1, 2] if folder == "pins" else [1, 1, 2])
-    assert "step 1 comes again at the next look" in caplog.text
+    assert "step 1 is handled again at the next look" in caplog.text
 
 
 def test_a_store_that_only_lets_one_read_is_an_error(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_the_same_bytes_and_a_word_about_it(
     assert (step, [number for number, _ in finished]) == (2, [2])
     assert events == [CommitFinished(step=2, tier=finished[0][1])]
     assert next(root.glob("step-*2.*/manifest.json")).read_bytes() == manifest
-    assert "finished its commit" in caplog.text
+    assert "has finished its commit" in caplog.text
     assert not list(root.glob("*/verdict"))
     assert restored(root)[:2] == (2, ())
 

@@ -66,9 +66,9 @@ class LocalShards:
                 )
         dtypes = {tensor.dtype for tensor in self.tensors} | ({dtype} if dtype else set())
         if len(dtypes) != 1:
-            told = " and ".join(sorted(map(str, dtypes))) or "no dtype"
+            text = " and ".join(sorted(map(str, dtypes))) or "no dtype"
             raise ConfigError(
-                f"LocalShards: {told}: give all parts one dtype, and say dtype= where there is no "
+                f"LocalShards: {text}: give all parts one dtype, and say dtype= where there is no "
                 "part"
             )
         (self.dtype,) = dtypes
