@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import typer
 
+from ckpt.cli import output
 from ckpt.cli.options import PlacesArgument, RootsOption, places
 
 if TYPE_CHECKING:
@@ -62,7 +63,6 @@ def serve(
       ckpt serve --config ckpt.toml --port 9000
       ckpt serve runs/gpt --host 0.0.0.0 --token-file token
     """
-    from ckpt.cli import output
     from ckpt.page.server import address, listen, read_token, run
 
     runs = watched_runs(places(where, root), config)
@@ -83,6 +83,7 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
     from ckpt.config import MEMORY, load_config, resolve_tier, resolve_tiers
     from ckpt.errors import ConfigError
     from ckpt.observe.overview import watch_runs
+    from ckpt.storage.places import is_missing
     from ckpt.storage.registry import stores_in_memory
 
     configured = {file: load_config(file).tiers for file in configs or ()}
@@ -90,5 +91,7 @@ def watched_runs(roots: list[str], configs: list[str] | None) -> list[RunWatch]:
         raise ConfigError(f'{empty} names no place: write root = "..." or [[tiers]]')
     if not roots and not configured:
         return watch_runs((), {(tiers := resolve_tiers(None))[-1].url: tiers})
+    for root in [root for root in roots if root != MEMORY and is_missing(root)]:
+        output.warn(f"{root} does not exist: it is shown as soon as a job makes it")
     named = [url for root in roots for url in (stores_in_memory() if root == MEMORY else [root])]
     return watch_runs([resolve_tier(url) for url in named], configured)

@@ -28,6 +28,8 @@ from ckpt.cli.options import (
     places,
     seconds,
 )
+from ckpt.errors import NoCheckpoint
+from ckpt.storage.places import is_missing
 
 _END_SECONDS: Final = 30.0
 """How long what the command has started may take to end after a signal."""
@@ -71,7 +73,8 @@ def watch(
     The command also finds CKPT_PATH, CKPT_STEP and CKPT_ROOT in its environment. The path of a step
     on an object store is a URL. With --json each step is one line of JSON, after its command.
 
-    Exit code 1: --once was given, and a command failed.
+    Exit code 1: --once was given, and a command failed. 7: --once was given, and the folder does
+    not exist.
 
     \b
     Examples:
@@ -82,6 +85,10 @@ def watch(
     poll_seconds = seconds("--poll", poll)
     place = one_place(places([where] if where else None, [root] if root else None))
     backend = open_root(place, config, timeout=timeout)
+    if is_missing(backend.url):
+        if once:
+            raise NoCheckpoint(backend.url, "this folder does not exist: check the path")
+        output.warn(f"{backend.url} does not exist: its steps are handled once a job makes it")
     watcher = Watcher(backend, name, newest=newest)
     backend.ask(watcher.look)  # a store that does not answer is an error at the start
     failed: list[int] = []

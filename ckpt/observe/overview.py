@@ -18,7 +18,7 @@ from ckpt.observe.journal import JournalReader
 from ckpt.observe.space import FolderSpace
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.api import StorageBackend
-from ckpt.storage.places import is_folder
+from ckpt.storage.places import is_folder, is_missing
 from ckpt.storage.registry import open_backend, stores_in_memory
 from ckpt.storage.tiers import urls_of
 
@@ -158,9 +158,10 @@ class TierWatch:
         """Return the tier as it was found last."""
         whole = [each for each in self.steps if each.state == "committed"]
         known = _known_of(self.url, history)
+        never = not known.steps and not known.waiting and is_missing(self.url)
         return TierView(
             url=self.url,
-            error=self.error,
+            error=self.error or ("this folder does not exist" if never else ""),
             steps=len(whole),
             newest=max((each.ref.step for each in whole), default=-1),
             used_bytes=sum(each.nbytes for each in self.steps),

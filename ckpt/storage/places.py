@@ -18,6 +18,11 @@ def is_folder(url: str) -> bool:
     return scheme_of(url) == "file"
 
 
+def is_missing(url: str) -> bool:
+    """Return whether ``url`` is a folder of this machine that does not exist."""
+    return is_folder(url) and not os.path.exists(os.path.expanduser(_path_of(url)))
+
+
 def is_object_store(url: str) -> bool:
     """Return whether ``url`` is a bucket, which all nodes see alike."""
     return scheme_of(url) in _OBJECT_STORES
@@ -43,9 +48,12 @@ def _canonical(url: str) -> str:
     'runs/gpt'.
     """
     if is_folder(url):
-        path = url[len("file://") :] if url.lower().startswith("file://") else url
-        return os.path.join(os.path.realpath(path), "")
+        return os.path.join(os.path.realpath(_path_of(url)), "")
     scheme, mark, path = url.partition("://")
     if not mark:
         return f"{url.rstrip('/')}/"
     return f"{_ALIASES.get(scheme.lower(), scheme.lower())}://{path.rstrip('/')}/"
+
+
+def _path_of(url: str) -> str:
+    return url[len("file://") :] if url.lower().startswith("file://") else url

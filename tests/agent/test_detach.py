@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from ckpt.catalog.index import attempts
 from ckpt.catalog.verify import verify_step
 from ckpt.coordination.owner import read_owner
 from ckpt.errors import LeftToAgent, TransientStorageError
+from ckpt.events import Event, SaveCommitted
 from ckpt.model.keys import OWNER
 from ckpt.pipeline.workers import Workers
 from ckpt.storage.registry import open_backend
@@ -28,6 +30,7 @@ from tests.kit.waiting import until
 
 DETACH_SECONDS = 5.0
 """A second, on a machine that has other work too."""
+BACKLOG_BYTES, STEPS = 2 << 30, 4
 
 
 class Hanging(Gated):
@@ -198,3 +201,41 @@ def test_a_step_that_only_the_far_tier_takes_is_waited_for(place: Place, tmp_pat
     manager.save_async({"x": torch.ones(3)}, 3)
     manager.close(detach=True)
     assert whole(tmp_path / "far") == [3]
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)
+def test_a_backlog_of_2_gib_does_not_hold_up_the_end(
+    place: Place, tmp_path: Path, hanging: Hanging
+) -> None:
+    """The far tier takes nothing from the trainer. The last step is on its way to the near tier at
+    the call. Prints the time from its commit there to the return.
+    """
+    committed_at: dict[int, float] = {}
+
+    def note(event: Event) -> None:
+        if isinstance(event, SaveCommitted) and event.tier == str(tmp_path / "near"):
+            committed_at[event.step] = time.perf_counter()
+
+    tiers = [tmp_path / "near", tmp_path / "far"]
+    manager = CheckpointManager(tiers, agent="required", observers=[note], scrub_mb_per_s=0)
+    large = {"w": torch.zeros(BACKLOG_BYTES // STEPS, dtype=torch.uint8)}
+    for step in range(1, STEPS + 1):
+        large["w"].fill_(step)
+        save = manager.save_async(large, step)
+        if step < STEPS:
+            save.result(600, tier=str(tmp_path / "near"))
+    called = time.perf_counter()
+    manager.close(detach=True)
+    returned = time.perf_counter()
+    assert whole(tmp_path / "near") == list(range(1, STEPS + 1))
+    assert not (tmp_path / "far").exists() or not whole(tmp_path / "far")
+    after = returned - max(called, committed_at[STEPS])
+    print(
+        f"\nclose(detach=True) with {BACKLOG_BYTES >> 20} MiB that the far tier lacks returned "
+        f"{after:.3f} s after the last commit on the near tier, {returned - called:.3f} s after "
+        f"the call ({os.getloadavg()[0]:.1f} processes ran on {os.cpu_count()} cores)"
+    )
+    assert after < 1.0
+    await_state(place, "done")
+    assert whole(tmp_path / "far") == list(range(1, STEPS + 1))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt.config import Tier
 from ckpt.events import SaveCommitted, SaveStaged
 from ckpt.observe.journal import Journal
+from ckpt.observe.overview import watch_runs
+from ckpt.storage.registry import open_backend
 from tests.cli.conftest import Cli, Written
 
 
@@ -26,8 +29,6 @@ def test_it_shows_tiers_and_steps_in_80_columns(cli: Cli, steps: dict[int, Writt
 
 
 def journal_root() -> str:
-    from ckpt.storage.registry import open_backend
-
     return open_backend("runs").url
 
 
@@ -49,3 +50,16 @@ def test_an_empty_place_has_no_steps(cli: Cli) -> None:
     ran = cli("top", "nothing", "--once")
     assert ran.code == 0
     assert "nothing" in ran.out
+    assert "nothing does not exist" in ran.err
+    [tier] = watch_runs([Tier("nothing")], {})[0].look(60).tiers
+    assert tier.error == "this folder does not exist"
+
+
+def test_a_folder_that_was_removed_still_has_its_history(cli: Cli) -> None:
+    journal, place = Journal("gone", rank=0), open_backend("gone").url
+    journal(SaveStaged(step=1, nbytes=7, stall_seconds=1, tiers=(place,)))
+    journal(SaveCommitted(step=1, tier=place, nbytes=7, durable_seconds=1))
+    journal.close()
+    ran = cli("top", "gone", "--once")
+    assert "removed" in ran.out
+    assert "this folder" not in ran.out

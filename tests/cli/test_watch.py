@@ -49,6 +49,22 @@ def test_a_command_that_fails_is_tried_again_by_the_next_watcher(cli: Cli, runs:
     assert "step 2" not in ran.out
 
 
+def test_a_folder_that_does_not_exist_is_no_silent_wait(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("watch", "nowhere", "--once")
+    assert ran.code == 7
+    assert "this folder does not exist: check the path" in ran.err
+    words = [sys.executable, "-m", "ckpt.cli.main", "watch", "later", "--poll", "0.2s"]
+    with subprocess.Popen(
+        words, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as watching:
+        assert watching.stdout is not None
+        assert watching.stderr is not None
+        assert "later does not exist" in watching.stderr.readline()
+        write_checkpoint(open_backend("later"), step=5, arrays=ARRAYS)
+        assert watching.stdout.readline().startswith("step 5")
+        watching.terminate()
+
+
 def test_json_has_one_line_for_each_step(cli: Cli, runs: Path) -> None:
     lines = [json.loads(line) for line in cli("watch", "--once", "--json").out.splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
