@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from pathlib import Path
 
 import pytest
 
 pytest.register_assert_rewrite("ckpt.storage.testing.conformance", "ckpt.storage.testing.uploads")
+
+if importlib.util.find_spec("hypothesis"):  # `make device` does without it
+    from hypothesis import HealthCheck, settings
+
+    # A busy machine is no failure.
+    settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("tests")
 
 from tests.faults.ledger import Tally  # noqa: E402
 from tests.kit.stores import gated  # noqa: E402

@@ -113,7 +113,7 @@ def save(
     return save_each(states(world, wholes), chunk_bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), tensors(), st.sampled_from([16, 24, 1000]))
 def test_every_element_is_where_it_belongs(
     data: st.DataObject, wholes: dict[str, torch.Tensor], chunk_bytes: int

@@ -104,9 +104,7 @@ LENGTHS = st.one_of(
 PLACES = st.one_of(st.integers(0, 4095), st.sampled_from([0, 64, 512]))
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     offset=st.one_of(
         st.integers(0, SIZE + 5000), st.integers(0, SIZE // 512).map(lambda n: 512 * n)

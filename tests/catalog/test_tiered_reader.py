@@ -220,9 +220,7 @@ BAD = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1), st.integers(0, 6))
 """(store, file, chunk); chunk 0 is the header, which no restore of tensors reads."""
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(bad=BAD, gone=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 1)), max_size=2))
 def test_a_step_is_whole_if_and_only_if_each_chunk_is_intact_somewhere(
     workers: Workers, bad: set[tuple[int, int, int]], gone: set[tuple[int, int]]

@@ -52,7 +52,7 @@ def train(
     return step
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     size=st.integers(1, 5),
     seed=st.integers(0, 10**6),

@@ -41,9 +41,7 @@ def fuzz(examples: int, strategy: st.SearchStrategy[Any], check: Callable[[Any],
     """``check`` on so many examples; returns how many there were."""
     count = 0
 
-    @settings(
-        max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=examples, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def run(value: Any) -> None:
         nonlocal count

@@ -132,7 +132,7 @@ def test_an_epoch_gives_each_sample_once_whatever_ranks_and_batches_its_lives_ha
     through_lives(length, lives, ranks, workers=0)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     length=st.integers(8, 40),
     lives=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)), max_size=2),

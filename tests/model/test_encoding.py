@@ -217,7 +217,7 @@ jsons = st.recursive(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.one_of(
         st.binary(),
@@ -240,7 +240,7 @@ def test_any_bytes_are_a_record_or_one_of_our_errors(data):
             unpack(data, kind, key="k")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.data())
 def test_a_sealed_record_with_any_field_replaced_is_a_record_or_one_of_our_errors(data):
     body = msgspec.json.decode(msgspec.json.encode(MANIFEST))

@@ -49,7 +49,7 @@ def columns(dims: int, found: list[Row]) -> tuple[np.ndarray, np.ndarray, np.nda
     )  # type: ignore[return-value]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(rows(), st.data())
 def test_runs_are_the_same_boxes(given_: tuple[int, list[Row]], data: st.DataObject) -> None:
     dims, found = given_

@@ -384,7 +384,7 @@ wild_levels = st.builds(Level, numbers, numbers, tuples)
 wild_runs = st.builds(Run, numbers, tuples, tuples, st.lists(wild_levels, max_size=3).map(tuple))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.builds(
         replace,

@@ -104,7 +104,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(values)
 @example([-0.0, 0.0, math.inf, -math.inf, math.nan, 5e-324, 1e308, 1.0, 1])
 @example({"$": 1, "$$": {"$": "tuple", "v": [1]}})
@@ -291,7 +291,7 @@ nodes = st.recursive(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(nodes)
 @example({"$": "complex", "v": ["1"]})
 @example({"$": "complex", "v": []})

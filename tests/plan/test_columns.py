@@ -138,13 +138,13 @@ def by_objects(parts: Parts) -> Manifest:
     return merge_objects((part, with_ref(part)[1]) for part in parts)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(worlds())
 def test_columns_give_the_manifest_or_the_refusal_that_objects_give(parts: Parts) -> None:
     assert outcome(lambda: by_columns(parts)) == outcome(lambda: by_objects(parts))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_the_order_of_fragments_and_what_is_remembered_change_nothing(
     parts: Parts, rng: random.Random
@@ -156,7 +156,7 @@ def test_the_order_of_fragments_and_what_is_remembered_change_nothing(
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(worlds())
 def test_a_fragment_in_columns_is_the_same_fragment(parts: Parts) -> None:
     for part in parts:
@@ -168,7 +168,7 @@ def test_a_fragment_in_columns_is_the_same_fragment(parts: Parts) -> None:
                 check_fragment(part, key="k")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(worlds(), st.data())
 def test_a_plan_from_the_fragments_that_are_needed_is_the_plan_from_all(
     parts: Parts, data: st.DataObject

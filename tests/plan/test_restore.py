@@ -50,7 +50,7 @@ def saved_worlds(draw: st.DrawFn):
     return arrays, images, merged(rng.sample(parts, len(parts)))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(saved_worlds(), st.data())
 def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
     arrays, images, manifest = saved
@@ -77,7 +77,7 @@ def test_any_boxes_of_any_save_are_read_as_numpy_slices_them(saved, data):
             assert piece.tobytes() == array[box.slices()].tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(saved_worlds())
 def test_a_plan_reads_every_chunk_at_most_once_in_file_order_and_no_more_than_is_needed(saved):
     arrays, _, manifest = saved

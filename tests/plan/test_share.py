@@ -17,7 +17,7 @@ def shares_of(sizes: dict[int, int], wanted: list[set[int]]) -> list[Shares]:
     return [share({key: sizes[key] for key in keys}, tables, **LIMITS) for keys in wanted]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_every_rank_gets_all_it_wants_once_and_all_agree(data: st.DataObject) -> None:
     sizes = data.draw(st.dictionaries(st.integers(0, 1 << 40), st.integers(0, 40), max_size=40))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -506,13 +506,13 @@ def emptied(value: Any) -> Any:
     return None
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(_states)
 def test_any_nested_state_comes_back_into_the_same_structure(state: dict[str, Any]) -> None:
     assert_same(round_trip(state, emptied(state)), state)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(_states)
 def test_any_nested_state_comes_back_into_an_object_that_takes_what_it_is_given(
     state: dict[str, Any],
