@@ -75,6 +75,7 @@ _SAVE_KEYS: Final = (
     "nice",
     "cpus",
     "copies",
+    "replicate_mb_per_s",
     "check",
     "check_finite",
     "exit_seconds",

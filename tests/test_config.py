@@ -199,3 +199,10 @@ def test_replicas_that_cannot_be_kept(fields: dict[str, Any], words: str) -> Non
 def test_a_rate_of_copies_is_a_positive_number(rate: Any) -> None:
     with pytest.raises(ConfigError, match="replicate_mb_per_s"):
         SaveConfig(replicate_mb_per_s=rate)
+
+
+def test_the_rates_may_be_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt.toml"
+    path.write_text("[save]\nreplicate_mb_per_s = 500\nscrub_mb_per_s = 0\n")
+    found = load_config(path).save
+    assert (found.replicate_mb_per_s, found.scrub_mb_per_s) == (500, 0)
