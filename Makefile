@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-tiers test test-fast integrations torture safety check check-protocol matrix bench licences docs build clean
+.PHONY: help demo demo-tiers test test-fast integrations torture safety check check-protocol matrix lowest bench licences docs build clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target words; do \
@@ -58,6 +58,9 @@ safety: $(STAMP) ## measure what changes of a state give, into docs/safety.md
 
 matrix: $(STAMP) ## the tests on each release of torch, and restores between them (30 GB in .build, an hour)
 	$(BIN)/python -m tests.versions.matrix $(ARGS)
+
+lowest: $(STAMP) ## the quick tests with the lowest versions that pyproject.toml allows (1.4 GB in .build/lowest)
+	$(BIN)/python -m tests.versions.lowest $(ARGS)
 
 check-protocol: ## the commit protocol, model-checked with Spin (five minutes; spin and gcc)
 	docs/protocol/check.sh
