@@ -75,7 +75,18 @@ def open_fsspec(url: str, options: Mapping[str, object]) -> StorageBackend:
         raise missing_extra(shown, error) from error
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"{shown!r} cannot be opened: {clean(str(error), secrets)}") from None
+    if not root and "path" in _options_of(options, "dir"):
+        raise ConfigError(
+            f"{shown!r}: before release 2025.12, fsspec opens the folder of the option 'path' "
+            "instead of that of the URL: leave the option out, or install a later release"
+        )
     return StorageBackendOnFsspec(fs, str(root), shown, secrets=secrets)
+
+
+def _options_of(options: Mapping[str, object], protocol: str) -> Mapping[object, object]:
+    """Return the options of one file system of a chained URL."""
+    found = options.get(protocol)
+    return found if isinstance(found, Mapping) else {}
 
 
 def missing_extra(url: str, error: ImportError) -> MissingExtra:

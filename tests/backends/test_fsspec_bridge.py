@@ -32,9 +32,23 @@ class TestFsspecLocal(BackendConformance):
 class TestChainedUrl(BackendConformance):
     @pytest.fixture
     def open_root(self, tmp_path):
-        return lambda name: open_fsspec(
-            f"dir::file://{tmp_path}/{name}", {"dir": {"path": str(tmp_path)}, "file": {}}
-        )
+        return lambda name: open_fsspec(f"dir::file://{tmp_path}/{name}", {})
+
+
+def test_the_folder_of_a_chained_url_is_that_of_the_url_or_refused(tmp_path):
+    opened = []
+    for name in ("one", "two"):
+        try:
+            url, options = f"dir::file://{tmp_path}/{name}", {"dir": {"path": str(tmp_path)}}
+            opened.append(open_fsspec(url, {**options, "file": {}}))
+        except ConfigError as error:
+            assert "leave the option out" in str(error)
+    if opened:  # a release since 2025.12
+        one, two = opened
+        one.put("key", [b"one"])
+        assert list(two.list("")) == []
+    else:
+        assert tuple(map(int, fsspec.__version__.split(".")[:2])) < (2025, 12)
 
 
 # errors

@@ -42,8 +42,7 @@ def test_the_scheme_of_a_url(url, scheme):
     ],
 )
 def test_a_url_finds_its_backend(url, kind):
-    options = {"dir": {"path": "/x"}} if url.startswith("dir::") else {}
-    assert isinstance(open_backend(url, options), kind)
+    assert isinstance(open_backend(url), kind)
 
 
 def test_both_names_of_gcs_find_it():
