@@ -194,7 +194,7 @@ def test_ctrl_c_exits_with_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Non
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ckpt.cli.ls.survey", interrupt)
+    monkeypatch.setattr("ckpt.cli.ls.Inventory.look", interrupt)
     ran = cli("ls")
     assert ran.code == 130
     assert ran.err.strip() == "interrupted"
@@ -206,7 +206,7 @@ def test_a_bug_of_ours_is_one_line_and_a_traceback_on_demand(
     def burst(*_: object) -> None:
         raise ZeroDivisionError("oops\nand more")
 
-    monkeypatch.setattr("ckpt.cli.ls.survey", burst)
+    monkeypatch.setattr("ckpt.cli.ls.Inventory.look", burst)
     ran = cli("ls")
     assert ran.code == 1
     assert ran.err == (
