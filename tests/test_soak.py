@@ -123,7 +123,8 @@ def test_two_hundred_saves_leave_everything_flat(tmp_path: Path, overlap: Any) -
         warm.threads,
     )
     assert after.resident - warm.resident < SPARE_BYTES, (warm, after)
-    # not 0: in the same process, an earlier test may have left a manager open
-    assert (closed.shared, closed.mappings) == (before.shared, before.mappings), (before, closed)
+    # not 0: in the same process, an earlier test may have given up a save that still holds its slot
+    assert closed.shared <= before.shared, (before, closed)
+    assert closed.mappings <= before.mappings, (before, closed)
     assert closed.descriptors <= before.descriptors, (before, closed)
     assert closed.threads <= before.threads, (before, closed)
