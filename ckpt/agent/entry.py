@@ -106,10 +106,10 @@ class Entry:
     def read(self) -> bool:
         """Take in what the worker has reported. Returns whether it goes on."""
         assert self.worker is not None
-        told = self.worker.read()
-        for report in told or ():
+        reports = self.worker.read()
+        for report in reports or ():
             self._take_in(report)
-        return told is not None
+        return reports is not None
 
     def _take_in(self, report: Report) -> None:
         match report:

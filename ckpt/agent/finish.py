@@ -20,12 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Self
-
-import msgspec
+from typing import Self
 
 from ckpt.agent.messages import Job
-from ckpt.agent.reports import Copied, Copying, Ended
+from ckpt.agent.reports import REPORT_SECONDS, Copied, Copying, Ended, OnReport
 from ckpt.catalog.finalize import finalize
 from ckpt.catalog.index import attempts, is_committed, unfinished_of
 from ckpt.catalog.inventory import Inventory, StoredStep
@@ -44,8 +42,6 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-_REPORT_SECONDS: Final = 0.2
-OnReport = Callable[[msgspec.Struct], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +266,7 @@ class Finish:
 
         def tell(done: int, total: int) -> None:
             nonlocal reported
-            if done == total or time.monotonic() - reported > _REPORT_SECONDS:
+            if done == total or time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 self._report(Copying(step, url, done, total))
 

@@ -4,13 +4,17 @@ on its standard output.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Final, Literal
 
 import msgspec
 
 from ckpt.agent.messages import Job
 
 Task = Literal["finish", "free", "scrub"]
+OnReport = Callable[[msgspec.Struct], None]
+REPORT_SECONDS: Final = 0.2
+"""How often a worker reports its progress, at the most."""
 Outcome = Literal["done", "superseded", "failed"]
 
 

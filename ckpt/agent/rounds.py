@@ -131,19 +131,19 @@ class Rounds:
         assert self._worker is not None
         assert self._runs is not None
         try:
-            told = self._worker.read()
+            reports = self._worker.read()
         except (AgentError, msgspec.MsgspecError) as error:
             _log.warning("ckpt: the reports of a worker cannot be read: %s", error)
             self.cancel()
             return None
-        if told is None:
+        if reports is None:
             code = self._worker.end()
             self._worker = self._runs.verifying = None
             if code:
                 _log.warning("ckpt: a worker that verifies steps ended with exit code %d", code)
             return None
         attempt, news = self._runs.job.owner.attempt, list[tuple[str, Verified]]()
-        for report in told:
+        for report in reports:
             match report:
                 case Verifying():
                     self._runs.verifying = report

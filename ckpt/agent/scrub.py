@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Self
+from typing import Self
 
-import msgspec
-
-from ckpt.agent.reports import Ended, Order, Verified, Verifying
+from ckpt.agent.reports import REPORT_SECONDS, Ended, OnReport, Order, Verified, Verifying
 from ckpt.catalog.index import committed, is_committed
 from ckpt.catalog.mending import mend_step
 from ckpt.catalog.verify import Fault, StepFolder, VerifyReport, verify_step
@@ -31,8 +29,6 @@ from ckpt.storage.registry import open_backend
 from ckpt.storage.tiers import OpenTier
 
 _log = logging.getLogger("ckpt")
-_REPORT_SECONDS: Final = 0.2
-OnReport = Callable[[msgspec.Struct], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +116,7 @@ class Scrub:
         if not is_committed(root.tier.backend, ref):
             return
         left = {fault.key for fault in report.faults}
-        damage = _told(found, left, why)
+        damage = _damage_of(found, left, why)
         mended = tuple(key for key in found if key not in left)
         self._report(
             Verified(
@@ -143,7 +139,7 @@ class Scrub:
             nonlocal reported, before
             self._pace.spend(done - before)
             before = done
-            if done == total or time.monotonic() - reported > _REPORT_SECONDS:
+            if done == total or time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 self._report(Verifying(ref.step, root.tier.url, done, total))
 
@@ -176,7 +172,7 @@ def _has(store: StorageBackend, ref: StepRef) -> bool:
         return False
 
 
-def _told(found: Mapping[str, Fault], left: Collection[str], why: str) -> str:
+def _damage_of(found: Mapping[str, Fault], left: Collection[str], why: str) -> str:
     """Say what stays damaged; nothing if all of it is mended."""
     if not left:
         return ""

@@ -30,14 +30,14 @@ class Worker:
 
     def __init__(self, order: Order, place: Place, lock: Lock) -> None:
         """Raises ``OSError`` if no memory or no process is left."""
-        told = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("ckpt-agent-order", os.MFD_CLOEXEC)
         try:
-            with os.fdopen(os.dup(told), "wb") as file:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
                 file.write(msgspec.msgpack.encode(order))
-            os.lseek(told, 0, os.SEEK_SET)
+            os.lseek(descriptor, 0, os.SEEK_SET)
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, and fixed words
                 [sys.executable, "-P", "-m", "ckpt.agent", "work", str(os.getpid())],
-                stdin=told,
+                stdin=descriptor,
                 stdout=subprocess.PIPE,
                 cwd="/",
                 env={**order.job.environment, **_python(surroundings(place))},
@@ -45,7 +45,7 @@ class Worker:
                 bufsize=0,
             )
         finally:
-            os.close(told)
+            os.close(descriptor)
         assert self._process.stdout is not None
         self.reports = self._process.stdout.fileno()
         os.set_blocking(self.reports, False)

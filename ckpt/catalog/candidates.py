@@ -76,7 +76,7 @@ def candidates(
         step: The step that is wanted.
         workers: One thread for each store. Some threads may still wait for an answer when the
             iterator ends.
-        finish: Called for each attempt at a step of which no attempt is committed.
+        finish: Called for each attempt at a step that has no committed attempt.
         lists: Lists a store.
 
     Raises:

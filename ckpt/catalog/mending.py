@@ -1,8 +1,8 @@
 """Make a damaged step of one store whole again, from other stores that have it.
 
-A file is replaced at once by one of which every byte was verified. A process that is cut off leaves
-the old file or the new one. A manifest is replaced while the claim marker of a finisher keeps the
-step from being removed.
+Each file is replaced in one step, after every byte of the new file was verified. A process that is
+killed leaves the old file or the new one. A manifest is replaced while the claim marker of a
+finisher keeps the step from being removed.
 """
 
 from __future__ import annotations

@@ -390,6 +390,6 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (variable := world_of_launcher()) is not None:
         raise ConfigError(
             f"{variable} says there are several ranks: call torch.distributed.init_process_group() "
-            "before building an ElasticSampler, or give it rank= and world_size="
+            "before building what deals the samples, or give it rank= and world_size="
         )
     return 0, 1

@@ -347,7 +347,7 @@ class ReadThrough:
         return True
 
     def mend(self) -> None:
-        """Replace the files of which a cache had damaged chunks. Call it after all was read.
+        """Replace the files that had damaged chunks in a cache. Call it after everything was read.
 
         One rank replaces each file, in one step, by a file whose every byte was verified.
         """

@@ -50,7 +50,7 @@ class ModuleTree:
 
     def __init__(self, module: nn.Module) -> None:
         """Raises KeyError if a module lacks a table."""
-        self._modules = list(module.modules())
+        self._modules = _modules_of(module)
         self._kinds = list(map(type, self._modules))
         self._classes = frozenset(self._kinds)
         self._attributes = list(map(_attributes, self._modules))
@@ -85,6 +85,21 @@ class ModuleTree:
         return all(_methods(kind) == _INHERITED for kind in self._classes) and all(
             map(_has_no_method, map(dict.keys, self._attributes))
         )
+
+
+def _modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that a ``state_dict()`` visits.
+
+    ``modules()`` does not serve, since a class may override it and ``named_modules()``.
+    """
+    found = {id(module): module}
+    waiting = [module]
+    while waiting:
+        children = waiting.pop()._modules.values()
+        fresh = {id(each): each for each in children if each is not None and id(each) not in found}
+        found |= fresh
+        waiting += fresh.values()
+    return list(found.values())
 
 
 def tree_of(module: nn.Module) -> ModuleTree | None:

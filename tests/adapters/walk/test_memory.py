@@ -482,6 +482,25 @@ def test_a_method_that_all_modules_get_is_found(monkeypatch: pytest.MonkeyPatch)
     assert_finds_what_is_there(state, memory, plans)
 
 
+class Hiding(nn.Module):
+    """A module whose ``modules()`` does not show its child, which its ``state_dict()`` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def named_modules(self, *_: Any, **__: Any) -> Any:
+        return iter([("", self)])
+
+
+def test_a_child_that_a_module_does_not_name_is_compared_too() -> None:
+    state, memory, plans = {"model": Hiding()}, Memory(), PlanCache(0, 1 << 20)
+    for _ in range(2):
+        assert_finds_what_is_there(state, memory, plans)
+        state["model"].inner.weight = nn.Parameter(torch.randn(6, 6))
+    assert_finds_what_is_there(state, memory, plans)
+
+
 def test_tied_weights_do_not_keep_segments_from_being_used_again() -> None:
     state, memory = trained(), Memory()
     tied(state)
