@@ -100,7 +100,7 @@ class Agent:
         self._idle_seconds, self._memory_seconds = idle_seconds, memory_seconds
         self._listening: socket.socket | None = None
         self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
-        self._works = self._ends = False
+        self._works = self._ends = self._full = False
         self._started = self._busy = time.time()
         self._entries: list[Entry] = []
         self._over: list[JobStatus] = []
@@ -130,11 +130,20 @@ class Agent:
         finally:
             os.umask(mask)
         if self._listening is not None:
-            self._selector.unregister(self._listening)
+            self._hear_no_caller(self._listening)
             self._listening.close()
         self._listening, self._socket = found, identity(self._place.socket)
         found.listen(_CONNECTIONS)
-        self._selector.register(found, selectors.EVENT_READ, self._accept)
+        self._hear_callers()
+
+    def _hear_callers(self) -> None:
+        """Accept callers, if the agent does not."""
+        if self._listening is not None and self._listening not in self._selector.get_map():
+            self._selector.register(self._listening, selectors.EVENT_READ, self._accept)
+
+    def _hear_no_caller(self, listening: socket.socket) -> None:
+        with suppress(KeyError):  # it was full
+            self._selector.unregister(listening)
 
     def run(self) -> None:
         """Work until the agent is idle for long, or is asked to end, or gets a signal."""
@@ -151,7 +160,9 @@ class Agent:
             while not self._is_over():
                 self._look_for_socket()
                 self._begin_what_is_due()
-                for key, _ in self._selector.select(self._patience()):
+                ready = self._selector.select(self._patience())
+                self._hear_callers()  # if it was full: what is ready may close a descriptor
+                for key, _ in ready:
                     if self._selector.get_map().get(key.fd) == key:  # else it has just been left
                         key.data()
         finally:
@@ -368,8 +379,15 @@ class Agent:
         assert self._listening is not None
         try:
             connection, _ = self._listening.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionError):  # the caller has left
             return
+        except OSError as error:  # no descriptor is left
+            self._hear_no_caller(self._listening)
+            if not self._full:
+                self._full = True
+                _log.warning("ckpt: the agent can hear no more callers for now: %s", error)
+            return
+        self._full = False
         try:
             pid = check_peer(connection, "a caller of the agent")
             connection.settimeout(_SEND_SECONDS)
@@ -477,7 +495,7 @@ class Agent:
 
     def _stop_listening(self) -> None:
         if self._listening is not None:
-            self._selector.unregister(self._listening)
+            self._hear_no_caller(self._listening)
             if identity(self._place.socket) == self._socket:
                 os.unlink(self._place.socket)
             self._listening.close()

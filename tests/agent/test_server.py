@@ -21,6 +21,7 @@ from ckpt import CheckpointManager
 from ckpt.agent.client import connect, reach, start, status
 from ckpt.agent.messages import (
     VERSION,
+    AskStatus,
     Detach,
     Job,
     Process,
@@ -142,6 +143,31 @@ for number in range(200):
 print("registered")
 """
     assert "registered" in run_code(script)
+
+
+def test_callers_beyond_the_last_descriptor_wait_and_cost_no_processor_time(place: Place) -> None:
+    script = """
+import resource
+from ckpt.agent.client import start
+from ckpt.agent.place import Place
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+start(Place.of_this_user(), 20)
+"""
+    run_code(script)
+    registered = reach(place)
+    registered.ask(job())
+    agent = psutil.Process(registered.welcome.pid)
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(place.socket)
+        assert until(lambda: "no more callers" in Path(place.log).read_text(), 20)
+        assert agent.cpu_percent(interval=2.0) < 10
+        registered.ask(AskStatus())  # those that it has are served
+    found = status(place)
+    assert found is not None
+    assert [one.attempt for one in found.jobs] == ["abc"]
+    assert Path(place.log).read_text().count("no more callers") == 1
+    registered.close()
 
 
 def test_jobs_that_end_together_are_finished_a_few_at_a_time(place: Place, tmp_path: Path) -> None:
