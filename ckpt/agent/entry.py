@@ -45,8 +45,11 @@ class Entry:
         self.attempt = job.owner.attempt
         self.urls = urls_of(job)
         self.processes = _descriptors(job.processes)
-        self.since = time.time()
         self.detached = False
+        self.since = time.time()
+        """When the state began, by the clock of the machine. What is planned, and what follows
+        from the time that has passed, goes by the monotonic clock.
+        """
         self.next_at = 0.0
         self.ended_at = 0.0
         """When the trainer ended, or detached; 0 while it lives."""
@@ -70,13 +73,14 @@ class Entry:
         now, copying = self.progress.copying, self.progress.copying or Copying(-1, "", 0, 0)
         state = "running" if self.runs else "kept" if self.settled else "waiting"
         state = "finishing" if self.worker else state
+        planned = state in {"waiting", "kept"} and self.next_at
         return JobStatus(
             attempt=self.attempt,
             state=state,
             tiers=tuple(map(redact, self.urls)),
             processes=tuple(process.pid for process in self.job.processes),
             since=self.since,
-            next_at=self.next_at if state in {"waiting", "kept"} else 0.0,
+            next_at=time.time() + self.next_at - time.monotonic() if planned else 0.0,
             step=copying.step if now else -1,
             to=copying.to,
             done_bytes=copying.done_bytes,
@@ -91,7 +95,7 @@ class Entry:
 
     def end(self) -> None:
         """The trainer has ended, or has detached: its steps are to be finished."""
-        self.since = self.ended_at = time.time()
+        self.since, self.ended_at = time.time(), time.monotonic()
         self.next_at = 0.0
 
     # -- the worker --------------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class Entry:
         self.progress.ended, self.since = outcome, time.time()
         pause = min(_MOST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0**self.failures)
         self.failures += 1
-        self.next_at = time.time() + pause
+        self.next_at = time.monotonic() + pause
         return outcome
 
     def cancel(self) -> None:

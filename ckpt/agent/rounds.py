@@ -30,8 +30,8 @@ class _Round:
     """What is known about one job.
 
     Attributes:
-        next_at: When its next round begins.
-        seen: "URL FOLDER" -> when that step was verified, and what is damaged.
+        next_at: When its next round begins, by the monotonic clock.
+        seen: "URL FOLDER" -> when that step was verified, by the same clock, and what is damaged.
     """
 
     job: Job
@@ -74,7 +74,7 @@ class Rounds:
         """
         if not job.scrub_mb_per_s:
             return
-        next_at = time.time() + self._look_seconds
+        next_at = time.monotonic() + self._look_seconds
         known = self._rounds.get(job.owner.attempt)
         if known is not None:
             known.job, known.next_at = job, next_at
@@ -97,14 +97,14 @@ class Rounds:
         """
         if self._worker is not None or not self._rounds:
             return None
-        return max(0.0, min(each.next_at for each in self._rounds.values()) - time.time())
+        return max(0.0, min(each.next_at for each in self._rounds.values()) - time.monotonic())
 
     def begin(self, place: Place, lock: Lock) -> int:
         """Start the round that is due. Returns the descriptor of its reports.
 
         Raises ``OSError`` if no worker can be started. The round is put off.
         """
-        now = time.time()
+        now = time.monotonic()
         self._runs = run = min(self._rounds.values(), key=lambda each: each.next_at)
         run.next_at = now + self._look_seconds
         run.seen = {
@@ -191,7 +191,7 @@ def _take_in(run: _Round, report: Verified) -> bool:
     """Remember a step, and log what was wrong with it. Returns False if that is known already."""
     key = f"{report.tier} {report.folder}"
     _, before = run.seen.get(key, (0.0, None))
-    run.seen[key] = time.time(), report
+    run.seen[key] = time.monotonic(), report
     run.mended += len(report.mended)
     where = f"step {report.step} on {redact(report.tier)}"
     for name in report.mended:

@@ -101,7 +101,7 @@ class Agent:
         self._listening: socket.socket | None = None
         self._listens, self._may_work = Lock(place, "listen"), Lock(place, "work")
         self._works = self._ends = self._full = False
-        self._started = self._busy = time.time()
+        self._started, self._busy = time.time(), time.monotonic()
         self._entries: list[Entry] = []
         self._over: list[JobStatus] = []
         self._given_up: list[JobStatus] = []
@@ -176,9 +176,9 @@ class Agent:
 
     def _is_over(self) -> bool:
         if self._entries:
-            self._busy = time.time()
+            self._busy = time.monotonic()
             return False
-        return self._ends or time.time() - self._busy > self._idle_seconds
+        return self._ends or time.monotonic() - self._busy > self._idle_seconds
 
     def _patience(self) -> float | None:
         """Return how long nothing can be due."""
@@ -186,7 +186,7 @@ class Agent:
         if (round_in := self._scrubs_in()) is not None:
             most = min(most or round_in, max(_LOOK_SECONDS, round_in))
         if not self._entries:
-            left = max(0.0, self._busy + self._idle_seconds - time.time()) + _LOOK_SECONDS
+            left = max(0.0, self._busy + self._idle_seconds - time.monotonic()) + _LOOK_SECONDS
             return left if most is None else min(left, most)
         waits = [
             entry
@@ -195,14 +195,14 @@ class Agent:
         ]
         if not waits:
             return most
-        left = max(_LOOK_SECONDS, min(entry.next_at for entry in waits) - time.time())
+        left = max(_LOOK_SECONDS, min(entry.next_at for entry in waits) - time.monotonic())
         return left if most is None else min(left, most)
 
     def _begin_what_is_due(self) -> None:
         due = [
             entry
             for entry in self._entries
-            if not entry.runs and entry.worker is None and time.time() >= entry.next_at
+            if not entry.runs and entry.worker is None and time.monotonic() >= entry.next_at
         ]
         if due and not self._works:
             self._works = self._may_work.take()
@@ -344,11 +344,11 @@ class Agent:
         if ended.outcome == "superseded":
             self._drop(entry, "superseded")
         elif ended.outcome == "failed":
-            if self._ends or time.time() - entry.ended_at > _GIVE_UP_SECONDS:
+            if self._ends or time.monotonic() - entry.ended_at > _GIVE_UP_SECONDS:
                 self._drop(entry, "given up")
         elif entry.has_memory and not entry.settled:
             kept_seconds = 0.0 if self._ends else self._memory_seconds
-            entry.settled, entry.next_at = True, time.time() + kept_seconds
+            entry.settled, entry.next_at = True, time.monotonic() + kept_seconds
         else:
             self._drop(entry, "done")
 
